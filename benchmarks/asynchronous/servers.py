@@ -117,7 +117,7 @@ class Party:
 
     def _open(self, name: str, config: TrainConfig, model: nn.Module, addresses: list[str]) -> None:
         self._servers = servers = Servers(model, config, self._rank, addresses, name)
-        servers.come(*((0, partial(shard_starts, model, servers, limit=10**9)) if self._rank == 0 else ()))
+        servers.come(partial(shard_starts, model, servers, limit=10**9) if self._rank == 0 else None)
         alone = TrainConfig(lr=config.lr)
         self._lanes = Lanes(torch.device("cpu"))
         parts = EngineParts(

@@ -351,14 +351,14 @@ class Run(RunLog):
 
     def _enter(self, served: ServedTrainer) -> None:
         """Come to the servers; in the place of a worker that died, go on from where the others are."""
-        written, checkpoint = self.at.resumed_from or 0, None
+        checkpoint = None
         if served.joins:
             checkpoint = latest_checkpoint(self.place.checkpoints) or self.place.checkpoint
-            metrics = read_metrics(self.place.directory)
             if self.is_main:
-                written = self.at.resumed_from = int(metrics.steps["step"][-1]) if len(metrics.steps["step"]) else 0
-                self.at.tested = list(metrics.epochs)
-        self.is_over = not served.enter(written, checkpoint)
+                metrics = read_metrics(self.place.directory)
+                self.at.tested, steps = list(metrics.epochs), metrics.steps["step"]
+                self.at.resumed_from = int(steps[-1]) if len(steps) else 0
+        self.is_over = not served.enter(self.at.resumed_from or 0, checkpoint)
         if served.joins:
             self._find_position(0, 0)
 

@@ -183,8 +183,9 @@ class ServedTrainer(Trainer):
         another begins with the weights of now, and with what `checkpoint` says beside them.
         """
         main = self.world.is_main
+        self.servers.heard = written if main or not self.own_pace else None
         try:
-            welcome = self.servers.come(None if self.own_pace and not main else written, self._starts if main else None)
+            welcome = self.servers.come(self._starts if main else None)
         except SyncError:
             # Worker 0 writes the results, so a run that has ended without it is to be resumed.
             if main or not (self.joins and self.world.process.is_over()):

@@ -108,10 +108,10 @@ class ServerGradients(Reducer):
         missing = {name for name, parameter in self._trained.items() if parameter.grad is None}
         flat = {name: _flat_gradient(parameter) for name, parameter in self._trained.items()}
         pushes = []
-        for number, stripe in enumerate(servers.stripes):
+        for stripe in servers.stripes:
             unused = frozenset(n for n, piece in enumerate(stripe.pieces) if piece.name in missing)
-            statistics = torch.empty(0) if number else flat_buffers(self._model)
-            pushes.append(replace(common, unused=unused, statistics=statistics))
+            pushes.append(replace(common, unused=unused))
+        pushes[0] = replace(pushes[0], statistics=flat_buffers(self._model), heard=servers.heard)
         return servers.push(pushes, [piece_views(stripe, flat) for stripe in servers.stripes])
 
 

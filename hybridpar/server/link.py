@@ -24,6 +24,7 @@ from hybridpar.models import learning_rate_scales, model_fingerprint
 from hybridpar.optim.build import build_optimizer
 from hybridpar.server import wire
 from hybridpar.server.encoding import PushEncoder
+from hybridpar.server.ledger import StepRow
 from hybridpar.server.rules import Clipping
 from hybridpar.server.stripes import (
     Stripe,
@@ -129,8 +130,6 @@ class ServerLink:
             pass
         if isinstance(answer, wire.Refused):
             raise answer.error
-        if getattr(answer, "rows", None):  # should it come again, it knows these
-            self.hello = replace(self.hello, rows=answer.rows[-1].step)
         if isinstance(answer, wire.Weights):
             self.clock, self.statistics = answer.clock, answer.statistics
             if answer.values is not None:
@@ -150,12 +149,9 @@ class Servers:
         assert config.parameter_servers is not None
         #: This worker's number, and whether all workers are in step.
         self.worker, self.barrier = worker, config.parameter_servers.waits_for_all
-        policy, trained, optimizer = (
-            read_policy(config.compress),
-            trained_parameters(model),
-            build_optimizer(model, config),
-        )
+        policy, trained = read_policy(config.compress), trained_parameters(model)
         policy.check(list(trained))
+        optimizer = build_optimizer(model, config)
         for rule in policy.rules:
             check_optimizer(rule.codec, optimizer)
         self.clipping = Clipping.of(config, model, optimizer)
@@ -176,15 +172,16 @@ class Servers:
             hello = wire.Hello(worker=worker, model=model_and_stripe, policy=str(policy))
             self.links.append(ServerLink(name, address, token, config, hello, stripe, self.host))
         self._threads = ThreadPoolExecutor(len(self.links), thread_name_prefix="server")
+        #: Step up to which this worker has heard what the steps did; None where it is not to hear.
+        self.heard: int | None = None
         #: Squared norm of the last gradient of all workers, where it was added up.
         self.squares: float | None = None
 
-    def come(self, rows: int | None = None, starts: Callable[[], Sequence[wire.Start]] | None = None) -> wire.Weights:
+    def come(self, starts: Callable[[], Sequence[wire.Start]] | None = None) -> wire.Weights:
         """Come to all servers, and wait until they have weights; what shard 0 said.
 
-        `rows` is the step that the worker knows of; worker 0 makes what servers without weights start with.
+        Worker 0 makes what servers without weights start with.
         """
-        self.links[0].hello = replace(self.links[0].hello, rows=rows)
         answers = self._all(ServerLink.come)
         if starts is not None and any(isinstance(answer, wire.Missing) for answer in answers):
             answers = self._all(ServerLink.start, answers, starts())
@@ -199,16 +196,22 @@ class Servers:
             self.squares = squares = sum(answer.squares for answer in answers)
             answers = self._all(lambda link: link.ask(wire.Squares(squares=squares)))
         first: wire.Weights = answers[0]
+        self._note(first.rows)
         return first
 
     def states(self) -> list[wire.ShardState]:
         """All that a checkpoint keeps of each shard."""
-        return self._all(lambda link: link.ask(wire.AskState()))
+        answers = self._all(lambda link: link.ask(wire.AskState(heard=self.heard)))
+        self._note(answers[0].rows)
+        return answers
 
     def gather(self, tag: str, item: object) -> dict[int, Any]:
         """Tell all workers something, and hear what they say under the same tag, over shard 0."""
         gathered: wire.GatheredItems = self.links[0].ask(wire.GatherItem(tag=tag, item=item))
         return gathered.items
+
+    def _note(self, rows: Sequence[StepRow]) -> None:
+        self.heard = rows[-1].step if rows else self.heard
 
     @property
     def traffic(self) -> tuple[int, int]:

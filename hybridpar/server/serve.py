@@ -61,7 +61,7 @@ class _Peer:
         hello: What it said of itself.
         waits: Whether it waits for what others are to do.
         clock: Of the weights that it has.
-        rows: Step up to which it knows what the steps did; None for a worker that does not want to know.
+        heard: As its last push said.
         answer: To its push, once it is known.
         missed: Since when nothing has come from it, once that has been said.
     """
@@ -72,7 +72,7 @@ class _Peer:
     hello: wire.Hello | None = None
     waits: bool = False
     clock: int = 0
-    rows: int | None = None
+    heard: int | None = None
     answer: wire.Weights | None = None
     missed: float | None = None
 
@@ -261,7 +261,7 @@ class ShardServer:
         if isinstance(message, wire.GatherItem):
             return self._gather(peer, worker, message)
         if isinstance(message, wire.AskState):
-            return wire.ShardState(state=self._started.state_dict(), rows=self._rows_for(peer))
+            return wire.ShardState(state=self._started.state_dict(), rows=self._rows_after(message.heard))
         raise Garbled(f"a {type(message).__name__} that nobody waits for")
 
     def _hello(self, peer: _Peer, hello: wire.Hello) -> wire.ServerMessage:
@@ -305,11 +305,11 @@ class ShardServer:
         shard.join(worker, again=again)
         self._workers[worker] = peer
         weights = self._weights_for(peer, Answer(worker, 0, shard.clock, 0, applied=False, repeated=True))
-        peer.rows = hello.rows  # which it hears of, as of news, with the answer to its first push
         return replace(weights, rest=self._rest)
 
     def _push(self, peer: _Peer, push: wire.Gradient) -> None:
-        peer.answer, shard, gradient = None, self._started, torch.empty(0)
+        peer.answer, peer.heard = None, push.heard
+        shard, gradient = self._started, torch.empty(0)
         if push.sound and shard.expects(push.learner, push.sequence):
             gradient = torch.empty(shard.stripe.count)
             self._decoder.decode(push.pieces, push.states, gradient)
@@ -330,7 +330,7 @@ class ShardServer:
     def _weights_for(self, peer: _Peer, answer: Answer) -> wire.Weights:
         shard, news = self._started, list[str]()
         has_them = answer.clock == peer.clock and not answer.repeated
-        if peer.rows is not None:
+        if peer.heard is not None:
             news, self._news = self._news, news
         peer.clock = answer.clock
         return wire.Weights(
@@ -342,15 +342,13 @@ class ShardServer:
             stop=self._stop,
             save=self._save,
             lowered=self._lowered,
-            rows=self._rows_for(peer),
+            rows=self._rows_after(peer.heard),
             news=news,
         )
 
-    def _rows_for(self, peer: _Peer) -> list[StepRow]:
-        """What the steps did that a worker has not heard of."""
-        rows = [] if peer.rows is None else self._started.ledger.rows_after(peer.rows)
-        peer.rows = rows[-1].step if rows else peer.rows
-        return rows
+    def _rows_after(self, heard: int | None) -> list[StepRow]:
+        """What the steps did of which a worker has not heard."""
+        return [] if heard is None else self._started.ledger.rows_after(heard)
 
     def _weights_now(self) -> Tensor:
         """The weights as they are to be sent. They must not change on their way, so there is a copy of each state."""

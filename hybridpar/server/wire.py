@@ -73,14 +73,12 @@ class Hello(ServerMessage):
         pushes: Pushes of this process so far; a worker that lost its connection has some, and its successor has none.
         model: Fingerprint of the model, and of what the shard is to hold.
         policy: Codecs of pushes, as text.
-        rows: Step up to which it knows what the steps did; None for a worker that does not want to know.
     """
 
     worker: int
     model: str
     policy: str
     pushes: int = 0
-    rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +111,7 @@ class Gradient(ServerMessage, Push):
         stop: Whether all workers are to stop.
         save: Whether all workers are to write a checkpoint.
         lowered: From worker 0: what learning rates are multiplied with; None for no news.
+        heard: Step up to which it has heard what the steps did; None where it is not to hear.
     """
 
     pieces: list[Tensor | list[Tensor]]
@@ -121,6 +120,7 @@ class Gradient(ServerMessage, Push):
     stop: bool = False
     save: bool = False
     lowered: float | None = None
+    heard: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,9 @@ class GatherItem(ServerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class AskState(ServerMessage):
-    """Asks for all that a checkpoint keeps of a shard. Answer: `ShardState`."""
+    """Asks for all that a checkpoint keeps of a shard. `heard` is as in `Gradient`. Answer: `ShardState`."""
+
+    heard: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ class Weights(ServerMessage, Answer):
         stop: Whether all workers are to stop.
         save: Whether all workers, which are in step, are to write a checkpoint.
         lowered: What worker 0 last said that learning rates are multiplied with.
-        rows: For worker 0: what the steps since the last answer did.
+        rows: What the steps did of which the worker has not heard.
         news: For worker 0: what happened to other workers.
         rest: To a worker that has come: what else the model has.
     """
@@ -191,7 +193,7 @@ class GatheredItems(ServerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardState(ServerMessage):
-    """All that a checkpoint keeps of a shard; for worker 0 with the steps that it has not heard of."""
+    """All that a checkpoint keeps of a shard, with the steps of which the worker has not heard."""
 
     state: dict[str, Any]
     rows: list[StepRow]

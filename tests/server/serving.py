@@ -158,7 +158,8 @@ class Worker:
 
     def begin(self) -> Weights:
         starts = partial(shard_starts, self.model, self.servers, limit=self._limit)
-        welcome = self.servers.come(*((0, starts) if self.number == 0 else ()))
+        self.servers.heard = 0 if self.number == 0 else None
+        welcome = self.servers.come(starts if self.number == 0 else None)
         self.engine = self._thread.submit(self._open_engine).result()
         self.engine.gradients.take_weights()
         return welcome
