@@ -38,7 +38,7 @@ from hybridpar.train.trainer import Trainer
 
 
 class RunLog:
-    """One worker's part of what is said of a run."""
+    """What a worker shows, writes and decides of a run beside its steps."""
 
     #: What is known before the first step.
     info: RunInfo

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from hybridpar.run.served_trainer import ServedTrainer
     from hybridpar.server.ledger import StepRow
 
-#: What is told of a step that did not count.
+#: What is shown of a step that did not count.
 SKIPPED = "was skipped on all workers: a gradient was not finite"
 
 
@@ -160,10 +160,10 @@ def place_of_all(config: TrainConfig, model: str, world: World) -> RunPlace:
 
 
 class Run(RunLog):
-    """One worker's part of a run.
+    """What a worker does in a run.
 
     With parameter servers `served` is the trainer. Their workers that wait for each other, as under `ps`, train like
-    any others. Where each goes at its pace (`own_pace`), a step is done by whichever workers, and a worker goes through
+    any others. Where each goes at its pace (`independent`), a step is done by whichever workers, and a worker goes through
     the data for itself; worker 0 alone tests and saves.
     """
 
@@ -251,7 +251,7 @@ class Run(RunLog):
             self.trainer = self.served = ServedTrainer(model, **options)
         else:
             self.trainer = Trainer(deferred or model, example=self._example(plan), **options)
-        self.own_pace = self.served is not None and self.served.own_pace
+        self.independent = self.served is not None and self.served.independent
         try:
             self._begin(plan, batches_of)
         except BaseException:
@@ -303,7 +303,7 @@ class Run(RunLog):
         self.clock = StepClock()
         self._stopping = False
         self._latest: StepRecord | None = None  # of this worker's last push, where there are servers
-        self._endless = self._own_batches()
+        self._batches_ahead = self._endless_batches()
         self._last_saved = self.at.resumed_from or 0
         self._last_save = time.monotonic()
         self._saved = self._progress_made() if self.at.resumed_from is not None else None
@@ -350,7 +350,7 @@ class Run(RunLog):
         return StageWatch(self.trainer, self.config, self.plan, self.total, plan_file)
 
     def _enter(self, served: ServedTrainer) -> None:
-        """Come to the servers; in the place of a worker that died, go on from where the others are."""
+        """Come to the servers; in the stead of a worker that died, go on from where the others are."""
         checkpoint = None
         if served.joins:
             checkpoint = latest_checkpoint(self.place.checkpoints) or self.place.checkpoint
@@ -491,7 +491,7 @@ class Run(RunLog):
                     self._save()
             if self._stopping:
                 break
-            if self.is_main or not self.own_pace:
+            if self.is_main or not self.independent:
                 self._test(epoch)
         if self._stopping:
             self._save()
@@ -501,8 +501,8 @@ class Run(RunLog):
                 self.profile.finish(progress.message)
 
     def _note_rows(self, served: ServedTrainer, rows: Sequence[StepRow]) -> None:
-        """Note what steps did of which servers have told."""
-        text = "did not count a gradient that was not finite" if self.own_pace else SKIPPED
+        """Note what steps did, as servers say."""
+        text = "did not count a gradient that was not finite" if self.independent else SKIPPED
         if self._latest is not None:
             for row in rows:
                 self._note_step(served.record(self._latest, row), text)
@@ -514,12 +514,12 @@ class Run(RunLog):
             evaluation = self.trainer.evaluate(self.test)
             averaged = self._evaluate_average()
         last = epoch == self.epochs - 1
-        if self.own_pace:  # the answer to a push may tell of steps past the end of an epoch
+        if self.independent:  # the answer to a push may tell of steps past the end of an epoch
             last = self.trainer.steps_done >= self.total
-            epoch, whole = (self.epochs if last else at.epoch) - 1, at.epoch > epoch
-        elif whole := at.epoch_step >= per_epoch:  # --steps may end within an epoch
+            epoch, ended = (self.epochs if last else at.epoch) - 1, at.epoch > epoch
+        elif ended := at.epoch_step >= per_epoch:  # --steps may end within an epoch
             at.epoch, at.epoch_step = epoch + 1, 0
-        if whole:
+        if ended:
             self.trainer.note_metric(evaluation.accuracy)
         if self._note_epoch(epoch, self.trainer.steps_done, evaluation, averaged, last=last):
             self._save()
@@ -548,10 +548,10 @@ class Run(RunLog):
         must not keep the device waiting. A request to stop or to save then takes effect a step later, on all workers.
         """
         held: tuple[StepResult, float] | None = None
-        done, divided, batches = first, None, self._endless
+        done, divided, batches = first, None, self._batches_ahead
         while self.trainer.steps_done < self.total and not self._stopping and self.at.epoch <= epoch:
             behind = (self.world.device.type == "cuda" and self.served is None) or self.trainer.engine.late
-            if not self.own_pace and divided != (self.batches, self.batches.shares):
+            if not self.independent and divided != (self.batches, self.batches.shares):
                 batches, divided = iter(self.batches.epoch(epoch, done)), (self.batches, self.batches.shares)
             asked = time.perf_counter()
             with outside("waiting for the next batch"):
@@ -574,11 +574,11 @@ class Run(RunLog):
 
     def _find_position(self, epoch: int, done: int) -> None:
         """Note where in the data the run is, after so many steps of an epoch here."""
-        if self.own_pace:
+        if self.independent:
             epoch, done = divmod(self.trainer.steps_done, self.batches.steps_per_epoch)
         self.at.epoch, self.at.epoch_step = epoch, done
 
-    def _own_batches(self) -> Iterator[Batch]:
+    def _endless_batches(self) -> Iterator[Batch]:
         """This worker's shares of all steps to come, where it goes through the data for itself."""
         epoch, first = self.at.epoch, self.at.epoch_step
         while True:
@@ -618,11 +618,11 @@ class Run(RunLog):
 
     def _save(self) -> None:
         """Write a checkpoint, if there is something new: all workers, or worker 0 alone where each goes at its pace."""
-        if (self.own_pace and not self.is_main) or not self._may_save(self.trainer.steps_done):
+        if (self.independent and not self.is_main) or not self._may_save(self.trainer.steps_done):
             return
         if self.served is not None:
             self._note_rows(self.served, self.served.fetch())
-        if self.own_pace:
+        if self.independent:
             self._find_position(self.at.epoch, self.at.epoch_step)
             tested, step = self.at.tested, self.trainer.steps_done
             if tested and tested[-1].step > self._last_saved and tested[-1] in self.keep_rule.best(tested):

@@ -71,8 +71,8 @@ class ServedTrainer(Trainer):
         asked = expand(config, total_steps=None, replicas=1)  # learning rates per sample
         self._asked, self._rules = asked, Rules.of(asked, world.size)
         self.servers = Servers(model, asked, world.rank, process.addresses(config.timeout), process.token)
-        #: Whether workers do not wait for each other, so that each has a place in the data for itself.
-        self.own_pace = not self.servers.barrier
+        #: Whether workers do not wait for each other, so that each goes through the data for itself.
+        self.independent = not self.servers.barrier
         #: Of a checkpoint that was loaded: clocks and counts of the shards.
         self._progress: Sequence[Mapping[str, Any]] | None = None
         # Workers in step all have the average, else worker 0 alone.
@@ -98,7 +98,7 @@ class ServedTrainer(Trainer):
 
     def step(self, batch: Any, *, stop: bool = False, save: bool = False) -> StepResult:
         """Push the gradient of a batch; the weights are then those of the servers."""
-        tells = self._plateau is not None and self.world.is_main and self.own_pace
+        tells = self._plateau is not None and self.world.is_main and self.independent
         self.engine.gradients.lowered = self._plateau.factor if tells and self._plateau is not None else None
         result = super().step(batch, stop=stop, save=save)
         self.steps_done = self.answer.step
@@ -107,7 +107,7 @@ class ServedTrainer(Trainer):
 
     def hear(self, lowered: float | None) -> None:
         """Follow what worker 0 says of learning rates, unless this worker decides itself: all that are in step do."""
-        if self._plateau is not None and lowered is not None and self.own_pace and not self.world.is_main:
+        if self._plateau is not None and lowered is not None and self.independent and not self.world.is_main:
             self._plateau.load_state_dict({"lr": lowered * self.peak_rate})
 
     def record(self, record: StepRecord, row: StepRow) -> StepRecord:
@@ -130,7 +130,7 @@ class ServedTrainer(Trainer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is told of the run before its first step."""
+        """What is shown of the run before its first step."""
         servers = self.world.process.servers
         codec, workers = str(read_policy(self._asked.compress)), self._rules.learners
         return {"codec": codec, "sync": self._asked.sync, "servers": servers, "workers": workers}
@@ -166,24 +166,24 @@ class ServedTrainer(Trainer):
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, before `enter`."""
-        with self.world.alone():  # who takes the place of a worker that died does not read it
+        with self.world.alone():  # who replaces a worker that died does not read it
             extra = super().load(path)
         self._progress = extra.get("shards", [])
         return extra
 
     @property
     def joins(self) -> bool:
-        """Whether this worker takes the place of one that died."""
+        """Whether this worker replaces another that died."""
         return self.world.process.joins
 
     def enter(self, written: int, checkpoint: Path | None) -> bool:
         """Come to the servers, and bring them weights if they have none; False where the run is over.
 
-        Worker 0, or all that are in step, hear of the steps that come after `written`. A worker that takes the place of
+        Worker 0, or all that are in step, hear of the steps that come after `written`. A worker that replaces
         another begins with the weights of now, and with what `checkpoint` says beside them.
         """
         main = self.world.is_main
-        self.servers.heard = written if main or not self.own_pace else None
+        self.servers.heard = written if main or not self.independent else None
         try:
             welcome = self.servers.come(self._starts if main else None)
         except SyncError:

@@ -1,4 +1,4 @@
-"""The processes of a run with parameter servers: which one this is, where the shards are, and serving one.
+"""The processes of a run with parameter servers: which of them this is, where the shards are, and serving one.
 
 Of the W + K processes of a job the first W are workers and the last K are servers; with K = 0 every worker serves a
 stripe beside its work. They find each other at the store of torch.distributed that the launcher hosts (ours,
@@ -29,7 +29,7 @@ from hybridpar.optim.build import expand
 from hybridpar.server.rules import Rules
 from hybridpar.server.serve import ShardServer
 
-#: Set by our launcher for a process that takes the place of one that died.
+#: Set by our launcher for a process that replaces a worker that died.
 JOINS_VARIABLE = "HYBRIDPAR_JOINS"
 
 #: Where servers say that all workers have left, and how many seconds after that they have said so.
@@ -46,7 +46,7 @@ class Process:
         servers: Number of server processes.
         store: Where the processes find each other; any process that reaches it can read and change it.
         token: What lets a worker in at a server.
-        joins: Whether it takes the place of a worker that died.
+        joins: Whether it replaces a worker that died.
     """
 
     rank: int
@@ -82,7 +82,7 @@ class Process:
         return True
 
     def addresses(self, timeout: float) -> list[str]:
-        """Address of every shard: there is one for each server, or for each worker where there are none."""
+        """Address of every shard: of each server, or of each worker where there are none."""
         shards = range(self.servers or self.workers)
         return [self.wait_for(f"shard/{number}", timeout).decode() for number in shards]
 

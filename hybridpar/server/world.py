@@ -1,9 +1,9 @@
 """The workers of a run with parameter servers, as a `World`, so that what is written for workers in a process group
 runs unchanged with them: finding the run directory, testing, writing checkpoints.
 
-At the start they exchange facts over the store of the launcher, under a code of the job's token. Who takes the place of
-a worker that died finds there what was decided then. Later workers that are in step exchange facts over shard 0, and
-each of the others is a world of its own: worker 0 tests, and writes checkpoints, alone.
+At the start they exchange facts over the store of the launcher, under a code of the job's token. Who replaces a worker
+that died reads there what was decided then. Later workers that are in step exchange facts over shard 0, and
+each of the others is a world by itself: worker 0 tests, and writes checkpoints, alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ServerWorld(World):
         return list(self._servers.gather(tag, item).values())
 
     def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
-        """What worker 0 decides, or has decided before the worker died whose place this one takes."""
+        """What worker 0 decides, or decided before the worker died that this process replaces."""
         if self._servers is None and self.process.store.check([f"{self._occasion}/{self._number + 1}/{self.rank}"]):
             return super().from_main(lambda: None, patience)  # type: ignore[return-value]
         return super().from_main(decide, patience)

@@ -50,9 +50,9 @@ def averaged(trainer: ServedTrainer) -> float:
 
 def test_a_skipped_step_leaves_the_average_only_where_all_workers_skip_it(trainer):
     trainer.engine.follow(3, counts=False)
-    assert averaged(trainer) == (0.0 if (not trainer.own_pace) else 0.75)
+    assert averaged(trainer) == (0.0 if (not trainer.independent) else 0.75)
     trainer.engine.follow(4)
-    assert averaged(trainer) == (0.5 if (not trainer.own_pace) else 0.875)
+    assert averaged(trainer) == (0.5 if (not trainer.independent) else 0.875)
 
 
 def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(trainer):
@@ -66,4 +66,4 @@ def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(trainer):
     trainer.hear(None)
     assert trainer._rate_factor() == pytest.approx(0.1)
     trainer.hear(0.01)
-    assert trainer._rate_factor() == pytest.approx(0.1 if (not trainer.own_pace) else 0.01)
+    assert trainer._rate_factor() == pytest.approx(0.1 if (not trainer.independent) else 0.01)
