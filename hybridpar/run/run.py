@@ -163,8 +163,8 @@ class Run(RunLog):
     """What a worker does in a run.
 
     With parameter servers `served` is the trainer. Their workers that wait for each other, as under `ps`, train like
-    any others. Where each goes at its pace (`independent`), a step is done by whichever workers, and each goes through the
-    data for itself; worker 0 alone tests and saves.
+    any others. Where each goes at its pace (`independent`), a step is done by whichever workers, and each goes through
+    the data for itself; worker 0 alone tests and saves.
     """
 
     def __init__(
