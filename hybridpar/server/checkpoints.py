@@ -22,7 +22,6 @@ from hybridpar.server.stripes import (
     flat_buffers,
     piece_views,
     put_buffers,
-    running_buffers,
     trained_parameters,
 )
 from hybridpar.server.wire import Start
@@ -56,18 +55,10 @@ def shard_starts(
             **counts,
             "taken": taken,
         }
-        rest = {} if number else untrained(model)
+        rest = {} if number else copy_of({k: v for k, v in model.state_dict().items() if k not in parameters}, "cpu")
         pieces, clipping = list(stripe.pieces), servers.clipping
         starts.append(Start(pieces=pieces, state=state, clipping=clipping, limit=limit, rest=rest))
     return starts
-
-
-def untrained(model: nn.Module) -> dict[str, Tensor]:
-    """What shards do not hold, by name: frozen parameters, and buffers that are no running statistics."""
-    held = set(trained_parameters(model)) | {
-        name for name, buffer in model.named_buffers() if any(buffer is own for own in running_buffers(model))
-    }
-    return copy_of({name: value for name, value in model.state_dict().items() if name not in held}, "cpu")
 
 
 def merged_states(

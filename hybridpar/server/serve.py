@@ -56,6 +56,7 @@ class _Peer:
     """The other end of a connection, and what it is to hear next.
 
     Attributes:
+        source: Its address.
         since: When it came, or was let in.
         is_known: Whether it has shown that it knows the token.
         hello: What it said of itself.
@@ -67,6 +68,7 @@ class _Peer:
     """
 
     connection: Connection
+    source: str
     since: float
     is_known: bool = False
     hello: wire.Hello | None = None
@@ -126,7 +128,7 @@ class ShardServer:
         try:
             while not give_up():
                 with contextlib.suppress(OSError):
-                    self._accept(self._listener.accept()[0])
+                    self._accept(*self._listener.accept())
                 with self._changed:
                     if self._is_over():
                         return
@@ -149,8 +151,8 @@ class ShardServer:
 
     # ------------------------------------------------------------- connections
 
-    def _accept(self, accepted: socket.socket) -> None:
-        peer = _Peer(Connection(accepted, self._config.timeout, clock=self._now), self._now())
+    def _accept(self, accepted: socket.socket, address: tuple[str, int]) -> None:
+        peer = _Peer(Connection(accepted, self._config.timeout, clock=self._now), address[0], self._now())
         with self._changed:
             strangers = [other for other in self._peers if not other.is_known]
             if len(strangers) >= self._most_waiting:
@@ -164,11 +166,10 @@ class ShardServer:
             return
         self._peers.remove(peer)
         peer.connection.end()
-        source = peer.connection.source
-        if source not in self._refused and len(self._refused) < _MOST_NAMED:
-            self._refused.add(source)
+        if peer.source not in self._refused and len(self._refused) < _MOST_NAMED:
+            self._refused.add(peer.source)
             text = "server at %s refused a connection from %s: %s; training goes on, and further ones from there are "
-            _log.warning(f"{text}refused silently", self.address, source, reason)
+            _log.warning(f"{text}refused silently", self.address, peer.source, reason)
 
     def _attend(self, peer: _Peer) -> None:
         """The thread of a connection."""

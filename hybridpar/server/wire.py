@@ -233,10 +233,6 @@ class Connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed some day
         self._socket, self._timeout, self._patience, self._now = connection, timeout, patience, clock
         self._sending = threading.Lock()
-        #: The address of the other end.
-        self.source = "?"
-        with contextlib.suppress(OSError):
-            self.source = str(connection.getpeername()[0])
         self.sent = self.received = 0
         #: When bytes last came or went.
         self.active = clock()
