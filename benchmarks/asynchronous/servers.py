@@ -28,23 +28,19 @@ from benchmarks.rig.network import LOOPBACK, Network, missing
 from benchmarks.rig.paired import FOREIGN_LOAD, LEAST_ROUNDS, Paired, paired
 from benchmarks.rig.rank import link, process_group
 from hybridpar.comm.world import World
-from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
-from hybridpar.models import build_model, model_fingerprint, seed_everything
+from hybridpar.models import build_model, seed_everything
 from hybridpar.optim.losses import as_sum
 from hybridpar.pipeline.step import StepInput
 from hybridpar.planner.resolve import resolve
-from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
+from hybridpar.server import Rules
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.gradients import Servers
-from hybridpar.server.link import LinkOptions, Links
-from hybridpar.server.place import own_host
-from hybridpar.server.running import flat_buffers
-from hybridpar.server.serve import ServerOptions, ShardServer
-from hybridpar.server.stripes import trained_parameters
+from hybridpar.server.link import Servers
+from hybridpar.server.process import own_host
+from hybridpar.server.serve import ShardServer
 from hybridpar.server.wire import Weights
 from hybridpar.train.engine import EngineParts
 from hybridpar.train.trainer import Trainer
@@ -104,13 +100,11 @@ class Party:
     """
 
     def __init__(self, name: str, config: TrainConfig, workers: int, hosts: list[int], model: nn.Module) -> None:
-        self._rank, self._rules = dist.get_rank(), Rules.of(config, workers)
-        self._policy = read_policy(config.compress)
+        self._rank = dist.get_rank()
         self._thread: threading.Thread | None = None
         address = None
         if self._rank in hosts:
-            options = (hosts.index(self._rank), self._rules, optimizer_of(config), self._policy, False)
-            server = ShardServer(ServerOptions(*options, name, config.timeout), own_host())
+            server = ShardServer(config, Rules.of(config, workers), hosts.index(self._rank), name, own_host())
             address = server.address
             self._thread = threading.Thread(target=_serve, args=(server,), daemon=True)
             self._thread.start()
@@ -122,16 +116,8 @@ class Party:
         dist.barrier()
 
     def _open(self, name: str, config: TrainConfig, model: nn.Module, addresses: list[str]) -> None:
-        stripes = cut_model(described_parameters(model), len(addresses))
-        tensors = {key: own.data for key, own in trained_parameters(model).items()}
-        options = LinkOptions(
-            self._rank, model_fingerprint(model), self._policy, name, config.timeout, not self._rules.barrier
-        )
-        self._links = Links(addresses, stripes, tensors, options)
-        welcome = self._links.hello(flat_buffers(model).numel(), 0 if self._rank == 0 else None)
-        if self._rank == 0:
-            self._links.start(shard_starts(model, stripes, limit=10**9), welcome)
-        servers = Servers(self._rank, self._links, tensors, self._rules.barrier)
+        self._servers = servers = Servers(model, config, self._rank, addresses, name)
+        servers.come(partial(shard_starts, model, servers, limit=10**9) if self._rank == 0 else None)
         alone = TrainConfig(lr=config.lr)
         self._lanes = Lanes(torch.device("cpu"))
         parts = EngineParts(
@@ -152,7 +138,7 @@ class Party:
         if self.engine is not None:
             self.engine.close()
             self._lanes.__exit__(None, None, None)
-            self._links.close()
+            self._servers.close()
         if self._thread is not None:
             self._thread.join(30)
 

@@ -248,6 +248,8 @@ class StepOutcome(ABC):
     is_agreed = True
     exposed_sync_ms: float
     bytes_sent: int
+    #: Bytes of weights that came from servers; None where there are none.
+    bytes_pulled: int | None = None
 
     @property
     def spans(self) -> StepSpans:

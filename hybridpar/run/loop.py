@@ -1,16 +1,12 @@
-"""The part of a training run that does not depend on how gradients are exchanged.
-
-`RunLoop` has the display, the metrics, the rule for saving, the best result and the final report. `Run` adds workers
-that exchange gradients with each other, `ServedRun` workers that send them to parameter servers.
+"""What a training run shows, writes and decides beside its steps: the display, the metrics, the rule for saving, the
+best result and the final report.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +16,7 @@ import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.data import TestBatches
-from hybridpar.machine.launch import StopRequest, end_at_once, note_orderly_end
+from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.machine.process import TUNED_VARIABLE
 from hybridpar.machine.process import describe as describe_process
 from hybridpar.observe.files import replace_file
@@ -41,8 +37,8 @@ from hybridpar.train.evaluation import Evaluation
 from hybridpar.train.trainer import Trainer
 
 
-class RunLoop(ABC):
-    """One worker's part of a run."""
+class RunLog:
+    """What a worker shows, writes and decides of a run beside its steps."""
 
     #: What is known before the first step.
     info: RunInfo
@@ -74,43 +70,6 @@ class RunLoop(ABC):
         self._last_save = time.monotonic()
         self._saved: object = None
         self._begin_epoch()
-
-    def execute(self) -> int:
-        """Train to the end, or until a signal."""
-        stop = StopRequest(says=self.is_main)
-        try:
-            stopped = self._train(stop)
-        finally:
-            stop.release()
-        # A launcher has received the signal too, and would take another code than 0 for a failure.
-        launched = "TORCHELASTIC_RUN_ID" in os.environ
-        return 128 + stop.signal if stopped and stop.signal is not None and not launched else 0
-
-    def _train(self, stop: StopRequest) -> bool:
-        """Show the run, train, and report; True when a signal ended it early."""
-        with contextlib.ExitStack() as stack:
-            if self.is_main:
-                self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
-                self._loggers = self._open_loggers()
-                stack.callback(self._close_loggers, self._loggers)
-            self.progress.start(self.info, self.at.resumed_from or 0)
-            stopped = self._steps(stop)
-            self._ending = "interrupted" if stopped else "finished"
-        self.progress.close()
-        self._finish(stopped)
-        return stopped
-
-    @abstractmethod
-    def _steps(self, stop: StopRequest) -> bool:
-        """Train; True when a signal ended it early."""
-
-    @abstractmethod
-    def _finish(self, stopped: bool) -> None:
-        """Report what all workers did; on all of them."""
-
-    @abstractmethod
-    def _progress_made(self) -> tuple[object, ...]:
-        """What differs between two checkpoints of a run."""
 
     # ------------------------------------------------------------------- parts
 
@@ -208,6 +167,10 @@ class RunLoop(ABC):
         """Whether the last checkpoint is so old that rank 0 asks for another one."""
         seconds = self.rule.seconds
         return seconds is not None and self.is_main and time.monotonic() - self._last_save >= seconds
+
+    def _progress_made(self) -> tuple[object, ...]:
+        """What differs between two checkpoints of a run."""
+        return self.trainer.steps_done, self.at.epoch, self.at.epoch_step, len(self.at.tested)
 
     def _may_save(self, step: int) -> bool:
         """Whether there is something new to save, and it is sound."""

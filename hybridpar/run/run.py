@@ -5,11 +5,13 @@ Every worker runs the same program; rank 0 alone writes files (except for its pe
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,14 +29,16 @@ from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
+from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
+from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
-from hybridpar.plan import Plan, ResolvedPlan
-from hybridpar.planner.planned_run import plan_run, set_aside
-from hybridpar.planner.resolve import join_workers
+from hybridpar.plan import ModelInfo, Plan, ResolvedPlan
+from hybridpar.planner.planned_run import PlannedRun, plan_run, set_aside
+from hybridpar.planner.resolve import join_workers, resolve
 from hybridpar.run.data import (
     batch_maker,
     check_batch,
@@ -56,7 +60,7 @@ from hybridpar.run.figures import (
     predicted_fields,
     recipe_fields,
 )
-from hybridpar.run.loop import RunLoop
+from hybridpar.run.loop import RunLog
 from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.plan import as_asked, plan_of_run
 from hybridpar.run.profile import StepProfile
@@ -68,12 +72,17 @@ from hybridpar.run.timings import StepClock, StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.checkpoint import usable
-from hybridpar.train.checkpoint_files import digest_of, resolve_checkpoint
+from hybridpar.train.checkpoint_files import digest_of, latest_checkpoint, resolve_checkpoint
 from hybridpar.train.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
     from hybridpar.run.kernels import KernelUse
+    from hybridpar.run.served_trainer import ServedTrainer
+    from hybridpar.server.ledger import StepRow
+
+#: What is shown of a step that did not count.
+SKIPPED = "was skipped on all workers: a gradient was not finite"
 
 
 def run_training(config: TrainConfig, model_name: str, given: Collection[str] | None = None) -> int:
@@ -89,37 +98,39 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
         if not in_job():
             raise
         problem, changes = error, ()  # told once the workers have joined: another host may have no such run
-    if problem is None and config.parameter_servers is not None:
-        from hybridpar.run.served_run import run_served
+    rule, given = SaveRule.parse(config.checkpoint_every), given or ()
+    with contextlib.ExitStack() as job:
+        try:
+            if problem is None and config.parameter_servers is not None:
+                from hybridpar.run.served_trainer import join_servers
 
-        return run_served(with_images_of_model(config, model_name), model_name, changes)
-    rule = SaveRule.parse(config.checkpoint_every)
-    given = given or ()
-    world = join_workers(config, given)
-    try:
+                world: World | None = join_servers(config, job)
+            else:
+                world = join_workers(config, given)
+            if world is None:  # this was a server
+                return 0
+            job.callback(world.close)
 
-        def decided() -> tuple[TrainConfig, tuple[str, ...]]:
-            if problem is not None:
-                raise problem
-            return config, tuple(changes)
+            def decided() -> tuple[TrainConfig, tuple[str, ...]]:
+                if problem is not None:
+                    raise problem
+                return config, tuple(changes)
 
-        config, changes = world.from_main(decided)
-        config = with_images_of_model(config, model_name)
-        tune_worker(config, world)
-        with open_progress() if world.is_main else Progress() as progress:
-            with before_the_start():
-                progress.prepare("loading the data set and the model")
-                data = load_data(config, world)
-                run = Run(config, model_name, world, data, rule, progress, given, changes)
-            with run.trainer:
-                code = run.say_finished() if run.is_over else run.execute()
-        FLIGHT.close()  # after an error it stays, for `hybridpar doctor --hang`
-        return code
-    except BaseException as error:
-        record_failure(error, debug=config.debug)  # before the peers notice that this worker is gone
-        raise
-    finally:
-        world.close()
+            config, changes = world.from_main(decided)
+            config = with_images_of_model(config, model_name)
+            tune_worker(config, world if config.parameter_servers is None else World(device=world.device))
+            with open_progress() if world.is_main else Progress() as progress:
+                with before_the_start():
+                    progress.prepare("loading the data set and the model")
+                    data = load_data(config, world)
+                    run = Run(config, model_name, world, data, rule, progress, given, changes)
+                with run.trainer:
+                    code = run.say_finished() if run.is_over else run.execute()
+            FLIGHT.close()  # after an error it stays, for `hybridpar doctor --hang`
+            return code
+        except BaseException as error:
+            record_failure(error, debug=config.debug)  # before the peers notice that this worker is gone
+            raise
 
 
 def place_of_all(config: TrainConfig, model: str, world: World) -> RunPlace:
@@ -148,8 +159,13 @@ def place_of_all(config: TrainConfig, model: str, world: World) -> RunPlace:
     return place
 
 
-class Run(RunLoop):
-    """One worker's part of a run whose workers make every step together."""
+class Run(RunLog):
+    """What a worker does in a run.
+
+    With parameter servers `served` is the trainer. Their workers that wait for each other, as under `ps`, train like
+    any others. Where each goes at its pace (`independent`), a step is done by whichever workers, and each goes through
+    the data for itself; worker 0 alone tests and saves.
+    """
 
     def __init__(
         self,
@@ -183,20 +199,29 @@ class Run(RunLoop):
                 self.weights_lines += world.on_all(lambda: start_from_weights(config, model_name, deferred))
             else:
                 self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
-                if world.size > 1:
+                if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
                     broadcast_state(model, 0, world)
-        self.planned = plan_run(
-            model,
-            config,
-            world,
-            sample_shape=data.sample_shape,
-            steps=steps_of(config, len(data.train)),
-            name=model_name,
-            given=given,
-            stored=self.place.directory / "plan.json" if self.place.continues else None,
-            announce=progress.prepare,
-            measured=deferred is None,
-        )
+        if config.parameter_servers is None:
+            self.planned = plan_run(
+                model,
+                config,
+                world,
+                sample_shape=data.sample_shape,
+                steps=steps_of(config, len(data.train)),
+                name=model_name,
+                given=given,
+                stored=self.place.directory / "plan.json" if self.place.continues else None,
+                announce=progress.prepare,
+                measured=deferred is None,
+            )
+        else:
+            known = ModelInfo(
+                name=model_name,
+                fingerprint=model_fingerprint(model),
+                parameters=parameter_count(model),
+                input=data.sample_shape,
+            )
+            self.planned = PlannedRun(resolve(config, world.size, model=known))
         plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.
         held = (one for one in chain(model.parameters(), model.buffers()) if not one.is_meta)
@@ -209,18 +234,24 @@ class Run(RunLoop):
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
         self.epochs = math.ceil(self.total / per_epoch)
-        self.trainer = Trainer(
-            deferred or model,
-            config=config,
-            total_steps=self.total,
-            steps_per_epoch=per_epoch,
-            world=world,
-            plan=self.planned,
-            example=self._example(plan),
-            name=model_name,
-            classes=data.classes,
-            several_labels=data.multi_label,
-        )
+        options: dict[str, Any] = {
+            "config": config,
+            "total_steps": self.total,
+            "steps_per_epoch": per_epoch,
+            "world": world,
+            "plan": self.planned,
+            "name": model_name,
+            "classes": data.classes,
+            "several_labels": data.multi_label,
+        }
+        self.served: ServedTrainer | None = None
+        if config.parameter_servers is not None:
+            from hybridpar.run.served_trainer import ServedTrainer
+
+            self.trainer = self.served = ServedTrainer(model, **options)
+        else:
+            self.trainer = Trainer(deferred or model, example=self._example(plan), **options)
+        self.independent = self.served is not None and self.served.independent
         try:
             self._begin(plan, batches_of)
         except BaseException:
@@ -255,7 +286,12 @@ class Run(RunLoop):
         # Only now is it sure that the run can start; what stood in its directory before may go.
         self._claim(plan)
         self.at.directory = self.place.directory
-        FLIGHT.open(self.place.directory / FLIGHT_FOLDER, world.rank, world.size)
+        if self.served is None:
+            FLIGHT.open(self.place.directory / FLIGHT_FOLDER, world.rank, world.size)
+        else:
+            self._enter(self.served)
+            if self.is_over:
+                return
         self.plan, self.info = self._describe()
         self.watch = self._open_watch()
         self.profile: StepProfile | None = None
@@ -266,6 +302,9 @@ class Run(RunLoop):
         self.timings = Timings()
         self.clock = StepClock()
         self._stopping = False
+        self._latest: StepRecord | None = None  # of this worker's last push, where there are servers
+        self._batches_ahead = self._endless_batches()
+        self._last_saved = self.at.resumed_from or 0
         self._last_save = time.monotonic()
         self._saved = self._progress_made() if self.at.resumed_from is not None else None
 
@@ -280,6 +319,8 @@ class Run(RunLoop):
         divided = world.size, world.rank, world.size
         if self._own_only and plan.placement.workers > 1:  # the workers of a replica evaluate together
             divided = self.replicas, world.rank % self.replicas, self.replicas
+        if config.parameter_servers is not None and not config.parameter_servers.waits_for_all:
+            divided = world.size, 0, 1  # worker 0 tests alone
         self._make_test = partial(test_batches, self.data, config, plan, world.device, *divided)
         self.test = self._make_test(shares)
         return batches_of
@@ -308,8 +349,21 @@ class Run(RunLoop):
         plan_file = self.place.directory / "plan.json"
         return StageWatch(self.trainer, self.config, self.plan, self.total, plan_file)
 
+    def _enter(self, served: ServedTrainer) -> None:
+        """Come to the servers; in the stead of a worker that died, go on from where the others are."""
+        checkpoint = None
+        if served.joins:
+            checkpoint = latest_checkpoint(self.place.checkpoints) or self.place.checkpoint
+            if self.is_main:
+                metrics = read_metrics(self.place.directory)
+                self.at.tested, steps = list(metrics.epochs), metrics.steps["step"]
+                self.at.resumed_from = int(steps[-1]) if len(steps) else 0
+        self.is_over = not served.enter(self.at.resumed_from or 0, checkpoint)
+        if served.joins:
+            self._find_position(0, 0)
+
     def _resume(self) -> int | None:
-        if self.place.checkpoint is None:
+        if self.place.checkpoint is None or (self.served is not None and self.served.joins):
             return None
         extra = self.trainer.load(self.place.checkpoint)
         with usable(self.place.checkpoint):
@@ -359,6 +413,10 @@ class Run(RunLoop):
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
         wire_format = self.trainer.engine.wire_format()
         notes += wire_format_lines(wire_format, self.place.directory if self.world.is_main else None)
+        facts: dict[str, Any] = {"workers": self.world.size, "codec": str(wire_format.applied)}
+        if self.served is not None:
+            facts |= self.served.facts
+            notes.append(self.served.where_gradients_go)
         plan: Plan = plan_of_run(self.trainer, device, wire_format)
         if self.kernels is not None:
             notes += self.kernels.notes()
@@ -368,20 +426,41 @@ class Run(RunLoop):
         return plan, self._begin_with(
             plan,
             device,
-            workers=self.world.size,
             epochs=self.epochs,
             steps_per_epoch=self.batches.steps_per_epoch,
             notes=tuple(notes),
             replicas=self.replicas,
-            codec=str(wire_format.applied),
+            **facts,
         )
 
     # -------------------------------------------------------------------- loop
 
-    def _steps(self, stop: StopRequest) -> bool:
-        """Run all epochs; True when a signal ended them early."""
+    def execute(self) -> int:
+        """Train to the end, or until a signal; show the run, and report."""
+        stop = StopRequest(says=self.is_main)
+        try:
+            with contextlib.ExitStack() as stack:
+                if self.is_main:
+                    self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
+                    self._loggers = self._open_loggers()
+                    stack.callback(self._close_loggers, self._loggers)
+                self.progress.start(self.info, self.at.resumed_from or 0)
+                self._steps(stop)
+                self._ending = "interrupted" if self._stopping else "finished"
+            self.progress.close()
+            self._finish(self._stopping)
+        finally:
+            stop.release()
+        # A launcher has received the signal too, and would take another code than 0 for a failure.
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        return 128 + stop.signal if self._stopping and stop.signal is not None and not launched else 0
+
+    def _steps(self, stop: StopRequest) -> None:
+        """Run all epochs, until the end or a signal."""
         at, progress = self.at, self.progress
         for epoch in range(at.epoch, self.epochs):
+            if epoch < at.epoch:  # others have done it meanwhile
+                continue
             if (news := self._stops_early()) is not None:
                 progress.message(news)
                 break
@@ -392,34 +471,58 @@ class Run(RunLoop):
                     progress.message(self.selector.choose(epoch))
                 self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
                 progress.figures.steps_total = self.total
+            before = self.trainer.steps_done
             for result, data_ms in self._steps_of(epoch, first, stop):
                 record, spans = self._record(result, epoch, data_ms)
-                self._note_step(record, "was skipped on all workers: a gradient was not finite")
+                if self.served is None:
+                    self._note_step(record, SKIPPED)
+                else:
+                    self._latest = record
+                    for text in self.served.answer.news:
+                        progress.warn(text)
+                    self._note_rows(self.served, self.served.answer.rows)
                 with self.clock.away(), progress.pause():
                     self.watch.take(result.step, spans, progress.message)
                 self._tune_shares(result, record)
-                if result.outcome.stop:
-                    self._stopping = True
-                    continue
-                if result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
+                due = self.rule.steps and result.step // self.rule.steps > before // self.rule.steps
+                before = result.step
+                self._stopping |= result.outcome.stop
+                if (result.outcome.save or due) and not self._stopping:
                     self._save()
             if self._stopping:
-                self._save()
                 break
-            with self.clock.away(), outside("testing"):
-                evaluation = self.trainer.evaluate(self.test)
-                averaged = self._evaluate_average()
-            if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
-                self.trainer.note_metric(evaluation.accuracy)
-                at.epoch, at.epoch_step = epoch + 1, 0
-            last = epoch == self.epochs - 1
-            if self._note_epoch(epoch, self.trainer.steps_done, evaluation, averaged, last=last):
-                self._save()
+            if self.is_main or not self.independent:
+                self._test(epoch)
+        if self._stopping:
+            self._save()
         with self.clock.away():
             self.watch.finish(progress.message)
             if self.profile is not None:
                 self.profile.finish(progress.message)
-        return self._stopping
+
+    def _note_rows(self, served: ServedTrainer, rows: Sequence[StepRow]) -> None:
+        """Note what steps did, as servers say."""
+        text = "did not count a gradient that was not finite" if self.independent else SKIPPED
+        if self._latest is not None:
+            for row in rows:
+                self._note_step(served.record(self._latest, row), text)
+
+    def _test(self, epoch: int) -> None:
+        """Test at the end of an epoch, or of the run within it."""
+        at, per_epoch = self.at, self.batches.steps_per_epoch
+        with self.clock.away(), outside("testing"):
+            evaluation = self.trainer.evaluate(self.test)
+            averaged = self._evaluate_average()
+        last = epoch == self.epochs - 1
+        if self.independent:  # the answer to a push may tell of steps past the end of an epoch
+            last = self.trainer.steps_done >= self.total
+            epoch, ended = (self.epochs if last else at.epoch) - 1, at.epoch > epoch
+        elif ended := at.epoch_step >= per_epoch:  # --steps may end within an epoch
+            at.epoch, at.epoch_step = epoch + 1, 0
+        if ended:
+            self.trainer.note_metric(evaluation.accuracy)
+        if self._note_epoch(epoch, self.trainer.steps_done, evaluation, averaged, last=last):
+            self._save()
 
     def _tune_shares(self, result: StepResult, record: StepRecord) -> None:
         """Change the shares of the steps to come, where it was measured that other ones are faster."""
@@ -445,10 +548,10 @@ class Run(RunLoop):
         must not keep the device waiting. A request to stop or to save then takes effect a step later, on all workers.
         """
         held: tuple[StepResult, float] | None = None
-        done, divided = first, None
-        while self.trainer.steps_done < self.total and not self._stopping:
-            behind = self.world.device.type == "cuda" or self.trainer.engine.late
-            if divided != (self.batches, self.batches.shares):
+        done, divided, batches = first, None, self._batches_ahead
+        while self.trainer.steps_done < self.total and not self._stopping and self.at.epoch <= epoch:
+            behind = (self.world.device.type == "cuda" and self.served is None) or self.trainer.engine.late
+            if not self.independent and divided != (self.batches, self.batches.shares):
                 batches, divided = iter(self.batches.epoch(epoch, done)), (self.batches, self.batches.shares)
             asked = time.perf_counter()
             with outside("waiting for the next batch"):
@@ -462,12 +565,25 @@ class Run(RunLoop):
             with noted(f"step {self.trainer.steps_done + 1}"):
                 current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
             done += 1
-            self.at.epoch, self.at.epoch_step = epoch, done
+            self._find_position(epoch, done)
             ready, held = (held, current) if behind else (current, None)
             if ready is not None:
                 yield ready
         if held is not None:
             yield held
+
+    def _find_position(self, epoch: int, done: int) -> None:
+        """Note where in the data the run is, after so many steps of an epoch here."""
+        if self.independent:
+            epoch, done = divmod(self.trainer.steps_done, self.batches.steps_per_epoch)
+        self.at.epoch, self.at.epoch_step = epoch, done
+
+    def _endless_batches(self) -> Iterator[Batch]:
+        """This worker's shares of all steps to come, where it goes through the data for itself."""
+        epoch, first = self.at.epoch, self.at.epoch_step
+        while True:
+            yield from self.batches.epoch(epoch, first)
+            epoch, first = epoch + 1, 0
 
     def _record(self, result: StepResult, epoch: int, data_ms: float) -> tuple[StepRecord, StepSpans]:
         """A step in figures, and what ran in it."""
@@ -480,7 +596,7 @@ class Run(RunLoop):
         else:
             spans = StepSpans(0.0, ())
             times = StepTimes(result.host_ms - exposed, exposed, data_ms)
-        self.timings.add(times, result.outcome.bytes_sent, spans, sync)
+        self.timings.add(times, result.outcome.bytes_sent, spans, sync, result.outcome.bytes_pulled)
         record = StepRecord(
             step=result.step,
             epoch=epoch,
@@ -495,14 +611,22 @@ class Run(RunLoop):
             skipped=result.skipped,
             grad_norm=result.grad_norm,
             staleness=result.staleness,
+            bytes_pulled=result.outcome.bytes_pulled,
             **sync_fields(sync, exposed),
         )
         return record, recorded
 
     def _save(self) -> None:
-        step = self.trainer.steps_done
-        if not self._may_save(step):
+        """Write a checkpoint, if there is something new: all workers, or worker 0 alone where each goes at its pace."""
+        if (self.independent and not self.is_main) or not self._may_save(self.trainer.steps_done):
             return
+        if self.served is not None:
+            self._note_rows(self.served, self.served.fetch())
+        if self.independent:
+            self._find_position(self.at.epoch, self.at.epoch_step)
+            tested, step = self.at.tested, self.trainer.steps_done
+            if tested and tested[-1].step > self._last_saved and tested[-1] in self.keep_rule.best(tested):
+                tested[-1] = replace(tested[-1], step=step)  # the servers have gone on since the test
         extra = self.at.to_extra(self.config)
         if self.selector is not None:
             extra["batch_sizes"] = self.selector.state()
@@ -510,27 +634,26 @@ class Run(RunLoop):
             extra["shares"] = self.shares.state()
         with self.clock.away(), outside("saving a checkpoint"):
             self.trainer.save(self.place.checkpoints, extra)
-        self._note_saved(step)
-
-    def _progress_made(self) -> tuple[object, ...]:
-        return self.trainer.steps_done, self.at.epoch, self.at.epoch_step, len(self.at.tested)
+        self._last_saved = self.trainer.steps_done
+        self._note_saved(self.trainer.steps_done)
 
     # --------------------------------------------------------------------- end
 
     def _finish(self, stopped: bool) -> None:
-        engine = self.trainer.engine
-        saved = engine.pipeline.peak_saved_bytes if engine.plan.is_staged else None
+        plan, trained_plan = self.watch.plan, self.trainer.plan
+        saved = self.trainer.engine.pipeline.peak_saved_bytes if trained_plan.is_staged else None
         noted = WorkerFigures(self.timings.share(self.watch.ahead), saved, self.memory.peak_bytes())
-        answers = self.world.gather(noted)
+        answers = self.world.gather(noted) if self.served is None else self.served.gather_in_the_end(noted)
         kernels = self.kernels.summary(self.world) if self.kernels is not None else None
         if not self.world.is_main:
             return
         summary = self._summary(stopped)
         whole = self.at.resumed_from is None  # else what all workers noted covers a part only
-        summary |= measured_fields(answers, engine.plan.placement.ranks, step_ms=summary["step_ms_median"], whole=whole)
+        ranks = trained_plan.placement.ranks
+        summary |= measured_fields(answers, ranks, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
-        if engine.plan.sync.outer is not None and (rate := self.timings.steps_per_second()) is not None:
+        if trained_plan.sync.outer is not None and (rate := self.timings.steps_per_second()) is not None:
             summary["images_per_second"] = round(rate * self.config.batch_size, 3)  # few steps exchange anything
             summary |= self.timings.mean_step()
         shares = self.batches.shares if self.shares is None else self.shares.counts
@@ -538,15 +661,19 @@ class Run(RunLoop):
             summary["shares"] = "auto:" * (self.shares is not None) + ",".join(f"{share:g}" for share in shares)
         if self.selector is not None:  # steps of an epoch were not always the same number
             summary["epochs"] = self.at.epoch
-        plan = self.watch.plan
         summary |= predicted_fields(plan.predicted)
         warnings = close_plan(plan, summary, self.place.directory / "plan.json")
         timeline = self.config.timeline
         problems = [self.watch.problem, None if self.profile is None else self.profile.problem]
         shown = timeline is not None and self.watch.problem is None and timeline.exists()
+        pictures = []
+        if self.served is not None:
+            summary["staleness"], picture = self.served.staleness(self.at.directory)
+            pictures.append(picture)
         self._report(
             summary,
             self.trainer.steps_done if stopped else None,
+            pictures=pictures,
             files=[timeline] if timeline is not None and shown else [],
             warnings=[*warnings, *(one for one in problems if one is not None)],
         )

@@ -5,11 +5,10 @@ shards on processes.
 """
 
 from hybridpar.server.encoding import PushDecoder, PushEncoder
-from hybridpar.server.rules import Rules
-from hybridpar.server.shard import Answer, Push, Shard
-from hybridpar.server.staleness import SCALES, StalenessHistogram
-from hybridpar.server.stripe_optimizer import described_parameters, optimizer_of
-from hybridpar.server.stripes import Piece, Stripe, cut_model
+from hybridpar.server.ledger import Push
+from hybridpar.server.rules import SCALES, Rules
+from hybridpar.server.shard import Answer, Shard
+from hybridpar.server.stripes import Piece, Stripe, cut_model, described_parameters
 
 __all__ = [
     "SCALES",
@@ -20,9 +19,7 @@ __all__ = [
     "PushEncoder",
     "Rules",
     "Shard",
-    "StalenessHistogram",
     "Stripe",
     "cut_model",
     "described_parameters",
-    "optimizer_of",
 ]

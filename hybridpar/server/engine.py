@@ -1,21 +1,150 @@
-"""The step of a worker whose optimizer is at servers: that of all training, with other gradients."""
+"""The step of a worker whose optimizer is at servers: that of all training, with other gradients.
+
+A worker computes on the weights that came last. What it pushes when the backward pass is over is, with a barrier, its
+part of the gradient of the whole batch, so that the parts add up to what a single process would have computed, and
+otherwise the mean gradient of its minibatch. The servers run the optimizer; their answer says whether the step counts,
+and brings the weights of the next step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.pipeline.local_stage import AfterStep
 from hybridpar.pipeline.step import StepInput, StepOutcome
-from hybridpar.server.gradients import ServerGradients, Servers
+from hybridpar.server.link import Servers
+from hybridpar.server.stripes import flat_buffers, piece_views, put_buffers, trained_parameters
+from hybridpar.server.wire import Gradient, Weights
+from hybridpar.sync.figures import SyncFigures
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
-from hybridpar.sync.reducer import Reducer
+from hybridpar.sync.reducer import Reducer, StepGradients
 from hybridpar.train.engine import Engine, EngineParts
+
+
+class ServerGradients(Reducer):
+    """Pushes the gradients of a step, and instead of an optimizer's pass puts the weights that come into the model."""
+
+    #: What the step under way is to do.
+    given: StepInput
+    #: From worker 0: what learning rates are multiplied with; None for no news.
+    lowered: float | None = None
+    #: Of shard 0, to the last push.
+    answer: Weights
+
+    def __init__(
+        self, *given: Any, measure: bool, model: nn.Module, servers: Servers, loss: Callable[[], float], **options: Any
+    ) -> None:
+        # Without a barrier each gradient is clipped by its norm; else servers clip the sum.
+        self._clips = servers.clipping.by_norm and not servers.barrier
+        super().__init__(*given, measure=measure or self._clips, **options)
+        self._model, self._servers, self._loss, self._guard = model, servers, loss, measure
+        self._trained = trained_parameters(model)
+        #: Time from the last backward pass to the weights.
+        self.exposed_ms = 0.0
+
+    def measure(self, step: StepGradients) -> None:
+        """Push the gradients; their squares are finite exactly where the step counts."""
+        super().measure(step)
+        squares, loss = float(step.squares.sum()), self._loss()
+        sound = not self._guard or (math.isfinite(squares) and math.isfinite(loss))
+        began = time.perf_counter()
+        self.answer = self._push(squares, loss, sound)
+        self.exposed_ms = (time.perf_counter() - began) * 1e3
+        counts = self.answer.applied if self._servers.barrier else sound
+        step.squares = torch.full_like(step.squares.sum(), squares if counts else math.nan)
+
+    def finish(self, users: Tensor | None, used: Sequence[bool] | None) -> list[str]:
+        """Gradients have done their part."""
+        self.take_weights()
+        return []
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Put the weights that the servers sent last into the model."""
+        self._take_statistics()
+        for name, parameter in self._trained.items():
+            arrived = self._servers.host[name]
+            if parameter.data_ptr() != arrived.data_ptr():
+                parameter.copy_(arrived, non_blocking=True)
+
+    def close_step(self) -> None:
+        """A step that was rolled back has put back statistics, too."""
+        super().close_step()
+        self._take_statistics()
+
+    def _take_statistics(self) -> None:
+        statistics = self._servers.links[0].statistics
+        if statistics.numel():
+            put_buffers(self._model, statistics)
+
+    def _push(self, squares: float, loss: float, sound: bool) -> Weights:
+        """Push the gradients to all servers."""
+        servers, given = self._servers, self.given
+        common = Gradient(
+            learner=servers.worker,
+            sequence=0,
+            clock=0,
+            weight=1.0 if servers.barrier else None,
+            rate=given.rate_factor,
+            samples=given.samples,
+            loss=loss,
+            sound=sound,
+            factor=servers.clipping.factor(squares) if self._clips else 1.0,
+            pieces=[],
+            stop=given.stop,
+            save=given.save,
+            lowered=self.lowered,
+        )
+        missing = {name for name, parameter in self._trained.items() if parameter.grad is None}
+        flat = {name: _flat_gradient(parameter) for name, parameter in self._trained.items()}
+        pushes = []
+        for stripe in servers.stripes:
+            unused = frozenset(n for n, piece in enumerate(stripe.pieces) if piece.name in missing)
+            pushes.append(replace(common, unused=unused))
+        pushes[0] = replace(pushes[0], statistics=flat_buffers(self._model), heard=servers.heard)
+        return servers.push(pushes, [piece_views(stripe, flat) for stripe in servers.stripes])
+
+
+class ServedOutcome(StepOutcome):
+    """What came of a step of this worker, and of its push."""
+
+    def __init__(self, step: StepOutcome, gradients: ServerGradients, traffic: tuple[int, int]) -> None:
+        self._step, self._answer = step, gradients.answer
+        self.exposed_sync_ms = gradients.exposed_ms
+        self.bytes_sent, self.bytes_pulled = traffic
+
+    @property
+    def bad_parameter(self) -> str | None:
+        """A parameter whose gradient was not finite."""
+        return self._step.bad_parameter
+
+    @property
+    def sync(self) -> SyncFigures:
+        """Nothing is sent to other workers."""
+        return self._step.sync
+
+    @property
+    def stop(self) -> bool:
+        """Whether any worker asked to stop."""
+        return self._answer.stop
+
+    @property
+    def save(self) -> bool:
+        """Whether any worker asked for a checkpoint; this one, where each goes at its pace."""
+        return self._answer.save or self._step.save
+
+    def _value(self, index: int) -> float:
+        return self._step._value(index)
 
 
 class ServedEngine(Engine):
@@ -25,11 +154,9 @@ class ServedEngine(Engine):
         self._servers = servers
         self._share = 1.0  # of this worker's mean loss in that of a step
         self._followed = 0  # steps that the moving average has seen
-        #: Batches that this worker has computed.
-        self.own_steps = 0
         #: On worker 0, of a checkpoint: the model, and the optimizer's state.
         self.saved: tuple[dict[str, Tensor], dict[str, Any]] = {}, {}
-        super().__init__(parts)
+        super().__init__(replace(parts, optimizer=_no_optimizer))
         self.late = False  # the answer of the servers says whether a step counts
 
     @property
@@ -45,8 +172,10 @@ class ServedEngine(Engine):
         given = replace(given, global_samples=whole or given.samples)
         self._share = given.samples / (given.global_samples or 1)
         self.gradients.given = given
-        self.own_steps += 1
-        return super().step(given)
+        before = self._servers.traffic
+        step = super().step(given)
+        sent, pulled = (now - then for now, then in zip(self._servers.traffic, before, strict=True))
+        return ServedOutcome(step, self.gradients, (sent, pulled))
 
     def recover(self, steps: int) -> int:
         """Steps are those of the servers, of which this worker's are a part."""
@@ -56,7 +185,7 @@ class ServedEngine(Engine):
     def go_on_from(self, step: int) -> None:
         """Number of the last step that servers have done."""
         super().go_on_from(step)
-        self._followed = self.own_steps = step
+        self._followed = step
 
     def follow(self, step: int, *, counts: bool = True) -> None:
         """Move the average towards the weights of now, for each step that the servers have done since last time."""
@@ -81,18 +210,13 @@ class ServedEngine(Engine):
             self.saved = {}, dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
-        """What belongs to this worker: its position in the data, what its codecs left out, and its loss scale."""
-        links, scale = self._servers.links, self.loss_scale_state()
-        return {"own_steps": self.own_steps, "codecs": links.coder_states(), "loss_scale": scale}
+        """What belongs to this worker: what its codecs left out."""
+        return {"pushed": {k: v for link in self._servers.links for k, v in link.encoder.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; of a run without servers there is nothing."""
-        if "own_steps" not in state:
-            return
-        self.own_steps = int(state["own_steps"])
-        self._servers.links.load_coders(state["codecs"])
-        if not self._servers.barrier and state["loss_scale"] is not None and self.loss_scales:
-            self.load_loss_scale_state(state["loss_scale"])
+        """Restore what `state_dict` returned, as far as it is of the same pieces; a run without servers has nothing."""
+        for link in self._servers.links:
+            link.encoder.load_state_dict(state.get("pushed", {}))
 
     def _sync_options(self) -> SyncOptions:
         return replace(super()._sync_options(), clip_norm=None, pool_batch_norm=False)
@@ -116,3 +240,16 @@ class ServedEngine(Engine):
                 scale.update(commit)
 
         return follow
+
+
+def _no_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    raise AssertionError("servers run the optimizer")
+
+
+@torch.no_grad()
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter in its memory order, on the CPU."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if not is_dense(gradient) or gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    return flat_view(gradient).cpu()

@@ -12,10 +12,39 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-#: Rows kept until worker 0 asks for them; far more than are ever waiting.
+#: Rows that wait until worker 0 asks for them, at most; far more than ever do.
 _MOST = 10_000
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a learner says of a gradient.
+
+    Attributes:
+        learner: Who.
+        sequence: Number of this push of the learner, from 1; a repeated push has the number of the first one.
+        clock: Clock of the weights that the gradient was computed on.
+        weight: What it counts in the sum of an update, before staleness; None for 1 / c, a mean over c gradients.
+        rate: Learning rate, as a fraction of the peak rate.
+        samples: Samples that it is of.
+        loss: Their mean loss.
+        sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
+            update takes one of each learner, it does not happen.
+        unused: Numbers of the stripe's pieces for which there was no gradient.
+        factor: What it is multiplied with to be clipped.
+    """
+
+    learner: int
+    sequence: int
+    clock: int
+    weight: float | None = None
+    rate: float = 1.0
+    samples: int = 1
+    loss: float = 0.0
+    sound: bool = True
+    unused: frozenset[int] = frozenset()
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,55 +74,42 @@ class StepRow:
     rate: float
 
 
-class Arrival(NamedTuple):
-    """A gradient that came; `queued` is how many lay there with it, and `counts` says that it is finite."""
-
-    staleness: int
-    samples: int
-    loss: float
-    rate: float
-    queued: int
-    counts: bool
-
-
 class Ledger:
-    """Adds up arrivals to steps."""
+    """Adds up gradients to steps."""
 
-    def __init__(self, per_step: int, step: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.per_step = per_step
-        self.step = step
-        self._clock = clock
+    def __init__(self, per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.step = 0
+        self._per_step, self._clock = per_step, clock
         self._rows: deque[StepRow] = deque(maxlen=_MOST)
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[tuple[Push, int, int]] = []
         self._since = clock()
 
     def restart(self) -> None:
         """The time of the next step begins now."""
         self._since = self._clock()
 
-    def arrived(self, arrival: Arrival) -> StepRow | None:
-        """Take in a gradient; the step that ends with it."""
-        self._arrivals.append(arrival)
-        if len(self._arrivals) < self.per_step:
-            return None
-        arrivals, self._arrivals = self._arrivals, []
+    def arrived(self, push: Push, staleness: int, queued: int) -> None:
+        """Take in a gradient; `queued` is how many lie there with it."""
+        self._arrivals.append((push, staleness, queued))
+        if len(self._arrivals) < self._per_step:
+            return
+        pushes, ages, queues = zip(*self._arrivals, strict=True)
         before, self._since = self._since, self._clock()
-        self.step += 1
-        counted = [arrival for arrival in arrivals if arrival.counts]
+        counted = [each for each in pushes if each.sound]
         samples = sum(each.samples for each in counted)
+        self._arrivals, self.step = [], self.step + 1
         row = StepRow(
             self.step,
             sum(each.loss * each.samples for each in counted) / samples if samples else math.nan,
-            sum(each.samples for each in arrivals),
+            sum(each.samples for each in pushes),
             self._since - before,
-            statistics.fmean(each.staleness for each in arrivals),
-            max(each.staleness for each in arrivals),
-            statistics.fmean(each.queued for each in arrivals),
-            len(arrivals) - len(counted),
-            statistics.fmean(each.rate for each in arrivals),
+            statistics.fmean(ages),
+            max(ages),
+            statistics.fmean(queues),
+            len(pushes) - len(counted),
+            statistics.fmean(each.rate for each in pushes),
         )
         self._rows.append(row)
-        return row
 
     def rows_after(self, step: int) -> list[StepRow]:
         """All rows past a step; those up to it are forgotten."""

@@ -1,64 +1,166 @@
-"""Runs the shard of a process, as a server of its own or on a thread beside a worker."""
+"""The processes of a run with parameter servers: which of them this is, where the shards are, and serving one.
+
+Of the W + K processes of a job the first W are workers and the last K are servers; with K = 0 every worker serves a
+stripe beside its work. They find each other at the store of torch.distributed that the launcher hosts (ours,
+torchrun's, or that of process 0 under any other launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
+`MASTER_PORT`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from hybridpar.compress import read_policy
+from hybridpar.comm.handshake import job_token
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError
-from hybridpar.server.place import Place, own_host
+from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
+from hybridpar.machine.addresses import address_towards
+from hybridpar.machine.supervise import new_token
+from hybridpar.optim.build import expand
 from hybridpar.server.rules import Rules
-from hybridpar.server.serve import ServerOptions, ShardServer
-from hybridpar.server.stripe_optimizer import optimizer_of
+from hybridpar.server.serve import ShardServer
+
+#: Set by our launcher for a process that replaces a worker that died.
+JOINS_VARIABLE = "HYBRIDPAR_JOINS"
+
+#: Where servers say that all workers have left, and how many seconds after that they have said so.
+_OVER, _OVER_SECONDS = "over", 5.0
 
 
-def make_server(config: TrainConfig, place: Place) -> ShardServer:
-    """The server of this process's shard, which tells the others where it listens."""
-    assert place.shard is not None
+@dataclass(frozen=True)
+class Process:
+    """What a process is.
+
+    Attributes:
+        rank: Its number among all processes.
+        workers: Number of workers.
+        servers: Number of server processes.
+        store: Where the processes find each other; any process that reaches it can read and change it.
+        token: What lets a worker in at a server.
+        joins: Whether it replaces a worker that died.
+    """
+
+    rank: int
+    workers: int
+    servers: int
+    store: Any
+    token: str = field(repr=False)
+    joins: bool = False
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it trains."""
+        return self.rank < self.workers
+
+    def wait_for(self, key: str, timeout: float) -> bytes:
+        """What another process has set under a key, once it has."""
+        deadline = time.monotonic() + timeout
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"no process wrote {key!r} within {timeout:g} s", "All processes of a job must be started."
+                )
+            time.sleep(0.02)
+        value: bytes = self.store.get(key)
+        return value
+
+    def is_over(self) -> bool:
+        """Whether servers that cannot be reached have ended because all workers had left."""
+        try:
+            self.wait_for(_OVER, _OVER_SECONDS)
+        except SyncError:
+            return False
+        return True
+
+    def addresses(self, timeout: float) -> list[str]:
+        """Address of every shard: of each server, or of each worker where there are none."""
+        shards = range(self.servers or self.workers)
+        return [self.wait_for(f"shard/{number}", timeout).decode() for number in shards]
+
+    def open_server(self, config: TrainConfig) -> ShardServer:
+        """The server of this process's shard; the others find its address."""
+        number = self.rank - self.workers if self.servers else self.rank
+        config = expand(config, total_steps=None, replicas=1)  # learning rates per sample
+        server = ShardServer(config, Rules.of(config, self.workers), number, self.token, own_host())
+        self.store.set(f"shard/{number}", server.address)
+        return server
+
+    def serve(self, config: TrainConfig) -> None:
+        """Be a server until all workers have left."""
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)
+        self.open_server(config).run()
+        self.store.set(_OVER, "1")
+
+    @contextlib.contextmanager
+    def serving(self, config: TrainConfig) -> Iterator[None]:
+        """Where there are no servers, serve this worker's shard on a thread, in the end until the others have left."""
+        if self.servers:
+            yield
+            return
+        server, given_up = self.open_server(config), threading.Event()
+
+        def serve() -> None:
+            with contextlib.suppress(HybridparError):  # all workers have heard of it
+                server.run(given_up.is_set)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            given_up.set()  # the others will fail with this worker
+            raise
+        finally:
+            thread.join(config.timeout)
+            given_up.set()
+
+
+def find_process(config: TrainConfig) -> Process:
+    """What this process is, from the environment that a launcher made."""
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     assert config.parameter_servers is not None
-    options = ServerOptions(
-        number=place.shard,
-        rules=Rules.of(config, place.workers),
-        optimizer=optimizer_of(config),
-        policy=read_policy(config.compress),
-        half=config.parameter_servers.pull == "fp16",
-        token=place.token,
-        timeout=config.timeout,
-    )
-    server = ShardServer(options, own_host())
-    place.publish(server.address)
-    return server
-
-
-@contextlib.contextmanager
-def own_shard(config: TrainConfig, place: Place) -> Iterator[None]:
-    """Serve this process's shard on a thread, at the end until the others have left, too."""
-    server, given_up = make_server(config, place), threading.Event()
-
-    def serve() -> None:
-        with contextlib.suppress(HybridparError):  # all workers have been told
-            server.run(given_up.is_set)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
+    servers = config.parameter_servers.servers
+    if size <= servers:
+        raise UsageError(
+            f"{size} process{'' if size == 1 else 'es'} and servers={servers}",
+            "The last processes of a job are the servers; at least one more has to train.",
+            "Start more processes, or say servers=0, with which every worker serves a stripe.",
+        )
+    config.parameter_servers.split_count(size - servers)
+    if size == 1:
+        return Process(0, 1, 0, dist.HashStore(), new_token())  # type: ignore[attr-defined]
+    token = job_token()
     try:
-        yield
-    except BaseException:
-        given_up.set()  # the others will fail with this worker
-        raise
-    finally:
-        thread.join(config.timeout)
-        given_up.set()
+        # Documented parts of torch.distributed, which declares no exports.
+        limit = datetime.timedelta(seconds=config.timeout)
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise LaunchError(
+            f"process {rank} of {size} cannot reach the launcher: {error}",
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose processes reach each other.",
+            "Start with `hybridpar train --workers N`, or with torchrun.",
+        ) from error
+    # Several launchers, one per host, count their restarts apart, so that the number names no attempt.
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    attempt = os.environ.get("HYBRIDPAR_ATTEMPT", restarts)
+    apart = dist.PrefixStore(f"servers-{attempt}", store)  # type: ignore[attr-defined]
+    return Process(rank, size - servers, servers, apart, token, os.environ.get(JOINS_VARIABLE) == "1")
 
 
-def serve_shard(config: TrainConfig, place: Place) -> None:
-    """Be a server until all workers have left."""
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    make_server(config, place).run()
-    place.tell_over()
+def own_host() -> str:
+    """The address of this host by which the others of the job reach it."""
+    host = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    if host.startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return address_towards("192.0.2.1")  # by no name of ours: an address reserved for documentation, RFC 5737
+    return host

@@ -1,62 +1,27 @@
-"""A shard: a stripe of the parameters, its optimizer, and the rules by which gradients update it.
+"""A shard: a stripe of the parameters, its optimizer, and what becomes of gradients for it.
 
-A shard holds a stripe of the model, the optimizer's state for it (momentum and weight decay are applied here: with
-momentum at the learners a stale gradient would be applied several times), and a **clock** that counts updates. Shards
-do not wait for each other; each has its own clock. It is called with one push at a time and returns `Answer`s: which
-learners may continue, with which weights. It knows nothing of processes and sockets (`hybridpar.server.serve`), so that
-any order of arrivals can be tested.
+Momentum and weight decay are applied here: with momentum at the learners a stale gradient would be applied several
+times. A **clock** counts updates. Shards do not wait for each other; each has its clock. A shard is called with a push
+at a time and returns `Answer`s: which learners may continue, with which weights. It knows nothing of processes and
+sockets (`hybridpar.server.serve`), so that any order of arrivals can be tested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.optim.build import counters_of, fill_momentum, put_counters
-from hybridpar.server.clipping import Clipping
-from hybridpar.server.ledger import Arrival, Ledger
-from hybridpar.server.rules import Rules
-from hybridpar.server.staleness import StalenessHistogram
+from hybridpar.optim.build import counters_of, fill_momentum, optimizer_by_name, put_counters
+from hybridpar.server.ledger import Ledger, Push
+from hybridpar.server.rules import Clipping, Rules
 from hybridpar.server.stripes import Stripe
-
-#: Makes the optimizer of a stripe, from groups of parameters that say whether weight decay applies (`decays`) and what
-#: the learning rate is multiplied with (`scale`).
-OptimizerOf = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Push:
-    """What a learner says of a gradient.
-
-    Attributes:
-        learner: Who.
-        sequence: Number of this push of the learner, from 1; a repeated push has the number of the first one.
-        clock: Clock of the weights that the gradient was computed on.
-        weight: What it counts in the sum of an update, before staleness; None for 1 / c, a mean over c gradients.
-        rate: Learning rate, as a fraction of the peak rate.
-        samples: Samples that it is of.
-        loss: Their mean loss.
-        sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
-            update takes one of each learner, it does not happen.
-        unused: Numbers of the stripe's pieces for which there was no gradient.
-        factor: What it is multiplied with to be clipped.
-    """
-
-    learner: int
-    sequence: int
-    clock: int
-    weight: float | None = None
-    rate: float = 1.0
-    samples: int = 1
-    loss: float = 0.0
-    sound: bool = True
-    unused: frozenset[int] = frozenset()
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,31 +50,32 @@ class _Learner:
     """What a shard knows of a learner.
 
     Attributes:
-        sequence: The last push that counted.
-        pushes: How many there were; one who joins late starts with as many as the slowest has.
-        last: The answer to that push.
+        last: The answer to the last push that counted.
+        pushes: How many there were; who joins late starts with as many as the slowest has.
         waiting: Whether it has not been given that answer.
         samples: Of its last push that counted; 0 before.
     """
 
-    sequence: int = 0
-    pushes: int = 0
-    last: Answer | None = None
+    last: Answer
+    pushes: int
     waiting: bool = False
     samples: int = 0
 
 
 class Shard:
-    """One stripe of the parameters, and what becomes of gradients for it.
+    """A stripe of the parameters, and what becomes of gradients for it.
 
     Args:
         stripe: What it holds.
         values: The parameters at the start, 1-D float32 of the stripe's size; copied.
         rules: What to do with gradients.
-        optimizer: Makes the optimizer; its learning rate is the peak rate.
+        config: Names the optimizer; its learning rate is the peak rate.
         limit: Pushes that are taken in all; later ones change nothing. None for any number.
         clipping: How gradients are clipped. Where updates with a barrier need a norm over all shards, `squares` says
-            what this one adds to it, and the update is made when `finish` is told the sum.
+            what this shard adds to it, and `finish` makes the update with the sum.
+        statistics: Running statistics of BatchNorm, which are averaged over the learners: with a barrier they become
+            the mean of those that came; else each arrival replaces 1 / lambda of them, a convex combination, which
+            stays between what learners really saw however stale it is (adding differences would not).
     """
 
     def __init__(
@@ -117,51 +83,49 @@ class Shard:
         stripe: Stripe,
         values: Tensor,
         rules: Rules,
-        optimizer: OptimizerOf,
+        config: OptimizerConfig,
         *,
         limit: int | None = None,
         clipping: Clipping | None = None,
+        statistics: Tensor | None = None,
     ) -> None:
         if values.shape != (stripe.count,):
             raise UsageError(f"{tuple(values.shape)} values for a stripe of {stripe.count}")
-        self.stripe = stripe
-        self.rules = rules
+        self.stripe, self.rules, self.limit = stripe, rules, limit
         self.values = values.detach().to(torch.float32, copy=True)
-        self.clock = 0
-        self.taken = 0
-        self.limit = limit
-        self.histogram = StalenessHistogram()
+        #: A tensor that is replaced, and never written to.
+        self.statistics = torch.empty(0) if statistics is None else statistics
+        self.clock = self.taken = 0
+        #: How many gradients arrived with which staleness.
+        self.histogram: Counter[int] = Counter()
         self.ledger = Ledger(rules.learners)
         self._total = torch.zeros_like(self.values)
         self._pieces = [nn.Parameter(values) for values in self._in_pieces(self.values)]
         members: dict[tuple[bool, float], list[nn.Parameter]] = {}
-        for own, piece in zip(self._pieces, stripe.pieces, strict=True):
-            members.setdefault((piece.decays, piece.scale), []).append(own)
-        self.optimizer = optimizer(
-            [{"params": own, "decays": decays, "scale": scale} for (decays, scale), own in members.items()]
-        )
+        for parameter, piece in zip(self._pieces, stripe.pieces, strict=True):
+            members.setdefault((piece.decays, piece.scale), []).append(parameter)
+        groups = [
+            {"params": params, "weight_decay": config.weight_decay if decays else 0.0, "lr": config.peak_lr * scale}
+            for (decays, scale), params in members.items()
+        ]
+        self.optimizer = optimizer_by_name(groups, config)
         self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._clipping = clipping or Clipping()
-        if self._clipping.own is not None:
+        if self._clipping.built_in is not None:
             self.optimizer.defaults["max_grad_norm"] = None  # it would take the norm of this stripe for that of all
         #: Squared norm of the sum of all learners' gradients, while the norm over all shards is not known.
         self.squares: float | None = None
         self._learners: dict[int, _Learner] = {}
-        self._departed: dict[int, _Learner] = {}
+        self._departed: dict[int, Answer] = {}
         self._added: list[Push] = []  # whose gradients are in the total, which wait for the rest of an update
-        self._arrived: dict[int, tuple[Push, Tensor]] = {}
+        self._arrived: dict[int, tuple[Push, Tensor, Tensor]] = {}
 
     # ---------------------------------------------------------------- learners
 
     @property
-    def learners(self) -> list[int]:
-        """Who takes part now."""
-        return sorted(self._learners)
-
-    @property
     def waiting(self) -> list[int]:
         """Who has pushed and not been answered."""
-        return [number for number in self.learners if self._learners[number].waiting]
+        return sorted(number for number, known in self._learners.items() if known.waiting)
 
     @property
     def queued(self) -> int:
@@ -178,6 +142,10 @@ class Shard:
         """Whether all pushes that were wanted have come."""
         return self.limit is not None and self.taken >= self.limit and not self._arrived
 
+    @property
+    def _slowest(self) -> int:
+        return min((known.pushes for known in self._learners.values()), default=0)
+
     def join(self, learner: int, *, again: bool = False) -> None:
         """A learner takes part from now on.
 
@@ -185,10 +153,8 @@ class Shard:
             learner: Its number.
             again: It has taken part before, and may repeat the push that it sent last.
         """
-        slowest = min((known.pushes for known in self._learners.values()), default=0)
-        before = self._departed.pop(learner, _Learner())
-        known = _Learner(before.sequence, last=before.last) if again else _Learner()
-        self._learners[learner] = replace(known, pushes=slowest)
+        before, none = self._departed.pop(learner, None), Answer(learner, 0, 0, 0, applied=False)
+        self._learners[learner] = _Learner(before if again and before is not None else none, self._slowest)
 
     def leave(self, learner: int) -> list[Answer]:
         """A learner takes part no more: it has finished, or died. What it pushed stays counted.
@@ -200,22 +166,20 @@ class Shard:
             Answers that waited for it alone.
 
         Raises:
-            SyncError: An update takes a gradient of each learner, and others wait for one of this.
+            SyncError: An update takes a gradient of each learner, and others wait for that of this learner.
         """
         known = self._learners.pop(learner, None)
         if known is None:
             return []
-        self._departed[learner] = known
-        if self.rules.barrier:
-            self._arrived.pop(learner, None)
-            if self._arrived:
-                raise SyncError(
-                    f"worker {learner} is gone, and {len(self._arrived)} others wait for its gradient",
-                    "A synchronous update takes a gradient of every worker.",
-                    "A launched job restarts from its last checkpoint; --sync ps-async goes on without the worker.",
-                )
-            return []
-        return self._release()
+        self._departed[learner] = known.last
+        self._arrived.pop(learner, None)
+        if self._arrived:
+            raise SyncError(
+                f"worker {learner} is gone, and {len(self._arrived)} others wait for its gradient",
+                "A synchronous update takes a gradient of every worker.",
+                "A launched job restarts from its last checkpoint; --sync ps-async goes on without the worker.",
+            )
+        return [] if self.rules.barrier else self._release()
 
     # ------------------------------------------------------------------ pushes
 
@@ -227,16 +191,17 @@ class Shard:
             sequence: Number of the push.
         """
         known = self._learners.get(learner)
-        return known is None or sequence > known.sequence
+        return known is None or sequence > known.last.sequence
 
     @torch.no_grad()
-    def push(self, push: Push, gradient: Tensor) -> list[Answer]:
+    def push(self, push: Push, gradient: Tensor, statistics: Tensor | None = None) -> list[Answer]:
         """Take in a gradient.
 
         Args:
             push: What is known of it.
             gradient: 1-D float32 of the stripe's size. With a barrier it must stay as it is until its learner is
                 answered, else until this call returns.
+            statistics: The learner's running statistics, as many as there are here.
 
         Returns:
             Who may go on; in the order in which they are to be answered.
@@ -247,8 +212,8 @@ class Shard:
         known = self._learners.get(push.learner)
         if known is None:
             raise SyncError(f"worker {push.learner} pushed a gradient and has not joined")
-        if push.sequence <= known.sequence:
-            return self._repeat(push, known)
+        if not self.expects(push.learner, push.sequence):  # answered again, unless it is still waiting
+            return [] if known.waiting else [replace(known.last, clock=self.clock, repeated=True)]
         staleness = self.clock - push.clock
         if staleness < 0:
             raise SyncError(
@@ -256,18 +221,21 @@ class Shard:
                 "Weights come from the shard, so they cannot be newer.",
                 "Resume all processes from one checkpoint.",
             )
+        statistics = self.statistics if statistics is None else statistics
+        if statistics.shape != self.statistics.shape:
+            raise ValueError(f"{tuple(statistics.shape)} running statistics, and not {tuple(self.statistics.shape)}")
         counts = push.sound and not self.done
-        known.sequence, known.waiting = push.sequence, True
-        known.pushes += 1
+        known.waiting, known.pushes = True, known.pushes + 1
         known.last = Answer(push.learner, push.sequence, self.clock, staleness, counts)
         if not self.done:
             self.taken += 1
-            self.histogram.add(staleness)
-            self.ledger.arrived(Arrival(staleness, push.samples, push.loss, push.rate, self.queued + 1, push.sound))
+            self.histogram[staleness] += 1
+            self.ledger.arrived(push, staleness, self.queued + 1)
             if self.rules.barrier:
-                self._arrived[push.learner] = (push, gradient)
+                self._arrived[push.learner] = push, gradient, statistics
                 return self._meet()
         if counts:
+            self.statistics = torch.lerp(self.statistics, statistics, 1 / self.rules.learners)
             known.samples = push.samples
             others = [other.samples for other in self._learners.values() if other.samples]
             share = push.samples * len(others) / sum(others) if push.samples else 0.0
@@ -275,14 +243,6 @@ class Shard:
             if len(self._added) == self.rules.collect:
                 self._update()
         return self._release()
-
-    def _repeat(self, push: Push, known: _Learner) -> list[Answer]:
-        """A push that has come before: answered again, with what the weights are now, unless it is still waiting."""
-        if known.waiting:
-            return []
-        last = known.last if known.last is not None and known.last.sequence == push.sequence else None
-        last = last or Answer(push.learner, push.sequence, self.clock, 0, applied=False)
-        return [replace(last, clock=self.clock, repeated=True)]
 
     def _add(self, push: Push, gradient: Tensor, scale: float) -> None:
         """Add a gradient to those of the next update."""
@@ -298,9 +258,9 @@ class Shard:
         if len(self._arrived) < self.rules.collect:
             return []
         arrived = [self._arrived[number] for number in sorted(self._arrived)]
-        if not all(push.sound for push, _ in arrived):
+        if not all(push.sound for push, _, _ in arrived):
             return self._end_meeting(False)
-        for push, gradient in arrived:
+        for push, gradient, _ in arrived:
             self._add(push, gradient, 1.0)
         if self._clipping.by_norm:
             totals = [total for total in self._totals() if total is not None]
@@ -335,22 +295,28 @@ class Shard:
     def _end_meeting(self, sound: bool) -> list[Answer]:
         """Answer all learners of an update, in their order."""
         learners = sorted(self._arrived)
+        if sound:
+            total = torch.zeros_like(self.statistics)
+            for number in learners:
+                total += self._arrived[number][2]
+            self.statistics = total / len(learners)
         self._arrived.clear()
         for number in learners:
-            last = self._learners[number].last
-            assert last is not None
-            self._learners[number].last = replace(last, applied=sound)
+            self._learners[number].last = replace(self._learners[number].last, applied=sound)
         return self._answers(learners)
 
-    def _answers(self, learners: Sequence[int]) -> list[Answer]:
+    def _answers(self, learners: Iterable[int]) -> list[Answer]:
         """Let learners go on, with the weights of now."""
         answers = []
-        for number in learners:
-            known = self._learners[number]
-            assert known.last is not None
+        for known in map(self._learners.__getitem__, learners):
             known.waiting, known.last = False, replace(known.last, clock=self.clock)
             answers.append(known.last)
         return answers
+
+    def _release(self) -> list[Answer]:
+        """Answer every learner that is not too far ahead of the slowest."""
+        bound, slowest = self.rules.bound, self._slowest
+        return self._answers(n for n in self.waiting if bound is None or self._learners[n].pushes - slowest <= bound)
 
     def _in_pieces(self, values: Tensor) -> list[Tensor]:
         """Views of the pieces in values of the stripe."""
@@ -376,12 +342,6 @@ class Shard:
         self._added = []
         self.clock += 1
 
-    def _release(self) -> list[Answer]:
-        """Answer every learner that is not too far ahead of the slowest."""
-        slowest = min((known.pushes for known in self._learners.values()), default=0)
-        bound = self.rules.bound
-        return self._answers([n for n in self.waiting if bound is None or self._learners[n].pushes - slowest <= bound])
-
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -390,14 +350,15 @@ class Shard:
         Learners are not part of it, as they join again, nor are gradients that wait for the rest of an update.
         """
         state = self.optimizer.state
-        counters = {id(own): group for group in self.optimizer.param_groups for own in group["params"]}
+        groups = {id(piece): group for group in self.optimizer.param_groups for piece in group["params"]}
         return {
             "values": self.values.clone(),
+            "statistics": self.statistics.clone(),
             "optimizer": [_copied(state.get(piece, {})) for piece in self._pieces],
-            "counters": [counters_of(counters[id(piece)]) for piece in self._pieces],
+            "counters": [counters_of(groups[id(piece)]) for piece in self._pieces],
             "clock": self.clock,
             "taken": self.taken,
-            "histogram": self.histogram.to_dict(),
+            "histogram": dict(self.histogram),
         }
 
     @torch.no_grad()
@@ -410,16 +371,16 @@ class Shard:
         """
         self.clock, self.taken = int(state["clock"]), int(state["taken"])
         self.ledger.step = self.step
-        self.histogram = StalenessHistogram.of_dict(state["histogram"])
+        self.histogram = Counter(state["histogram"])
         self.values.copy_(state["values"])
+        self.statistics = state["statistics"]
         self.optimizer.state.clear()
         for piece, saved in zip(self._pieces, state["optimizer"], strict=True):
             if saved:
                 self.optimizer.state[piece] = _copied(saved)
-        counters = zip(self._pieces, state["counters"], strict=True)
-        known = {id(piece): saved for piece, saved in counters if saved}
+        counters = {id(piece): saved for piece, saved in zip(self._pieces, state["counters"], strict=True) if saved}
         for group in self.optimizer.param_groups:
-            put_counters(group, next((known[id(piece)] for piece in group["params"] if id(piece) in known), {}))
+            put_counters(group, next((counters[id(piece)] for piece in group["params"] if id(piece) in counters), {}))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

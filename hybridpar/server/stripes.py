@@ -21,7 +21,10 @@ from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.compress.coders import has_rows
+from hybridpar.config import OptimizerConfig
+from hybridpar.config.optimizer import TIMM
 from hybridpar.errors import UsageError
+from hybridpar.optim.build import parameter_groups, undecayed_names
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,60 @@ class Stripe:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that servers hold, by name: those that are trained."""
-    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, parameter in found.items():
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
         if parameter.dtype != torch.float32 or not is_dense(parameter) or not has_rows(parameter):
             raise UsageError(
                 f"parameter {name!r} is {parameter.dtype} with strides {tuple(parameter.stride())}",
                 "Parameter servers hold dense float32 parameters, whose rows lie one behind the other in memory.",
                 "Keep the model in float32 and its parameters contiguous; --amp bf16 computes in fewer bits.",
             )
-    return found
+    return trained
+
+
+def running_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers that are averaged over the workers, as the running statistics of BatchNorm: floating-point numbers.
+
+    Each worker normalises by its minibatch, as in a run without servers, and pushes what they are after its step.
+    """
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def flat_buffers(model: nn.Module) -> Tensor:
+    """All of them, 1-D float32 on the CPU, new."""
+    parts = [buffer.detach().to(torch.float32).reshape(-1) for buffer in running_buffers(model)]
+    return torch.cat(parts).cpu() if parts else torch.empty(0)
+
+
+@torch.no_grad()
+def put_buffers(model: nn.Module, values: Tensor) -> None:
+    """Overwrite them with what `flat_buffers` returned."""
+    buffers = running_buffers(model)
+    for buffer, part in zip(buffers, torch.split(values, [buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(part.view(buffer.shape))
+
+
+def described_parameters(model: nn.Module, no_decay: Sequence[str] = ()) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Name, shape, and whether weight decay applies, of each trained parameter; see `cut_model`.
+
+    Args:
+        model: The model.
+        no_decay: Patterns of names without weight decay.
+    """
+    groups = parameter_groups(model, 1.0, no_decay=undecayed_names(model, no_decay))
+    decaying = {id(parameter) for group in groups if group["weight_decay"] > 0 for parameter in group["params"]}
+    trained = trained_parameters(model).items()
+    return [(name, tuple(parameter.shape), id(parameter) in decaying) for name, parameter in trained]
+
+
+def needs_whole_parameters(config: OptimizerConfig) -> bool:
+    """Whether a part of a parameter cannot be updated without the rest of it.
+
+    Torch's optimizers are elementwise but for two. Many of timm's scale by norms of a parameter, as adaptive clipping
+    does, or take it as a matrix.
+    """
+    adaptive = config.clip_norm is not None and config.clip_mode == "agc"
+    return adaptive or config.optimizer in ("adafactor", "muon") or config.optimizer.startswith(TIMM)
 
 
 def cut_model(
@@ -127,12 +175,9 @@ def cut_model(
     for begin, (_, shape, _) in zip(begins, filled, strict=False):
         if shape and not whole:
             borders.update(range(begin, begin + math.prod(shape), math.prod(shape[1:])))
-    ends = [
-        0,
-        *_nearest(sorted(borders)[1:-1], [begins[-1] * number // shards for number in range(1, shards)]),
-        begins[-1],
-    ]
-    return [Stripe(tuple(_pieces(filled, begins, first, last, scales or {}))) for first, last in pairwise(ends)]
+    total = begins[-1]
+    cuts = _nearest(sorted(borders)[1:-1], [total * number // shards for number in range(1, shards)])
+    return [Stripe(tuple(_pieces(filled, begins, *ends, scales or {}))) for ends in pairwise([0, *cuts, total])]
 
 
 def _nearest(borders: Sequence[int], wanted: Sequence[int]) -> list[int]:

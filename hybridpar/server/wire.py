@@ -37,9 +37,9 @@ from hybridpar.comm.handshake import (
 from hybridpar.errors import HybridparError
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.formats.messages import DTYPES, put_together, take_apart, tensor_facts
-from hybridpar.server.clipping import Clipping
-from hybridpar.server.ledger import StepRow
-from hybridpar.server.shard import Answer, Push
+from hybridpar.server.ledger import Push, StepRow
+from hybridpar.server.rules import Clipping
+from hybridpar.server.shard import Answer
 from hybridpar.server.stripes import Piece
 
 _HEADER = struct.Struct("!4sIQ")
@@ -66,46 +66,38 @@ def _nothing() -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(ServerMessage):
-    """A worker comes, for the first time or again. Answer: `Welcome`.
+    """A worker comes, for the first time or again. Answer: `Weights`, or `Missing`.
 
     Attributes:
         worker: Its number.
         pushes: Pushes of this process so far; a worker that lost its connection has some, and its successor has none.
-        fingerprint: Of the model.
-        stripe: Fingerprint of what the shard is to hold.
+        model: Fingerprint of the model, and of what the shard is to hold.
         policy: Codecs of pushes, as text.
-        buffers: Number of running statistics that are averaged here.
-        rows: Step up to which it knows what the steps did; None for a worker that does not want to know.
     """
 
     worker: int
-    pushes: int
-    fingerprint: str
-    stripe: str
+    model: str
     policy: str
-    buffers: int
-    rows: int | None
+    pushes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(ServerMessage):
-    """Worker 0 brings a shard what it begins with. Answer: `Welcome`.
+    """Worker 0 brings a shard what it begins with. Answer: `Weights`.
 
     Attributes:
         pieces: The stripe.
-        state: Weights, optimizer and counts, as `Shard.load_state_dict` takes them.
+        state: Weights, running statistics, optimizer and counts, as `Shard.load_state_dict` takes them.
         clipping: How gradients are clipped.
         limit: Pushes of the whole run.
-        statistics: Running statistics, at shard 0.
-        rest: What other workers need besides, at shard 0.
+        rest: At shard 0, by name, what else the model has.
     """
 
     pieces: list[Piece]
     state: dict[str, Any]
     clipping: Clipping
     limit: int
-    statistics: Tensor
-    rest: dict[str, Any]
+    rest: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +111,7 @@ class Gradient(ServerMessage, Push):
         stop: Whether all workers are to stop.
         save: Whether all workers are to write a checkpoint.
         lowered: From worker 0: what learning rates are multiplied with; None for no news.
+        heard: Step up to which it has heard what the steps did; None where it is not to hear.
     """
 
     pieces: list[Tensor | list[Tensor]]
@@ -127,6 +120,7 @@ class Gradient(ServerMessage, Push):
     stop: bool = False
     save: bool = False
     lowered: float | None = None
+    heard: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +140,9 @@ class GatherItem(ServerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class AskState(ServerMessage):
-    """Asks for all that a checkpoint keeps of a shard. Answer: `ShardState`."""
+    """Asks for all that a checkpoint keeps of a shard. `heard` is as in `Gradient`. Answer: `ShardState`."""
+
+    heard: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,29 +151,13 @@ class Bye(ServerMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Welcome(ServerMessage):
-    """A worker is let in.
-
-    Attributes:
-        values: The parameters; None where worker 0 has to bring them first.
-        clock: Of the parameters.
-        step: Steps done.
-        lowered: What worker 0 last said that learning rates are multiplied with.
-        statistics: Running statistics.
-        rest: As in `Start`.
-    """
-
-    values: Tensor | None = None
-    clock: int = 0
-    step: int = 0
-    lowered: float | None = None
-    statistics: Tensor = field(default_factory=_nothing)
-    rest: dict[str, Any] = field(default_factory=dict)
+class Missing(ServerMessage):
+    """Worker 0 is let in, and has to bring the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(ServerMessage, Answer):
-    """The answer to a push.
+    """The answer to a push, or to a worker that has come, as to a push of number 0.
 
     Attributes:
         values: The parameters; None where the worker has them.
@@ -185,10 +165,11 @@ class Weights(ServerMessage, Answer):
         step: Steps done.
         done: Whether all pushes that were wanted have come.
         stop: Whether all workers are to stop.
-        save: Number of a checkpoint that all are to write now; 0 for none.
+        save: Whether all workers, which are in step, are to write a checkpoint.
         lowered: What worker 0 last said that learning rates are multiplied with.
-        rows: For worker 0: what the steps since the last answer did.
+        rows: What the steps did of which the worker has not heard.
         news: For worker 0: what happened to other workers.
+        rest: To a worker that has come: what else the model has.
     """
 
     values: Tensor | None
@@ -196,10 +177,11 @@ class Weights(ServerMessage, Answer):
     step: int
     done: bool
     stop: bool
-    save: int
+    save: bool
     lowered: float | None
     rows: list[StepRow] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
+    rest: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +193,7 @@ class GatheredItems(ServerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardState(ServerMessage):
-    """All that a checkpoint keeps of a shard; for worker 0 with the steps that it has not heard of."""
+    """All that a checkpoint keeps of a shard, with the steps of which the worker has not heard."""
 
     state: dict[str, Any]
     rows: list[StepRow]
@@ -230,7 +212,7 @@ class Refused(ServerMessage):
 
 
 _REQUESTS = (Hello, Start, Gradient, Squares, GatherItem, AskState, Bye)
-_ANSWERS = (Welcome, Weights, GatheredItems, ShardState, Wait, Refused)
+_ANSWERS = (Missing, Weights, GatheredItems, ShardState, Wait, Refused)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*_REQUESTS, *_ANSWERS)}
 
 
@@ -251,10 +233,6 @@ class Connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed some day
         self._socket, self._timeout, self._patience, self._now = connection, timeout, patience, clock
         self._sending = threading.Lock()
-        #: The address of the other end.
-        self.source = "?"
-        with contextlib.suppress(OSError):
-            self.source = str(connection.getpeername()[0])
         self.sent = self.received = 0
         #: When bytes last came or went.
         self.active = clock()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,27 +10,37 @@ import pytest
 import torch
 
 from hybridpar.config import TrainConfig
-from hybridpar.models.random_state import random_state
-from hybridpar.run.position import Standing
+from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.planner.resolve import resolve
+from hybridpar.run import served_trainer
 from hybridpar.run.served_trainer import ServedTrainer
-from hybridpar.train import trainer as train_trainer
-from hybridpar.train.checkpoint import CheckpointData
+from hybridpar.server.process import Process
+from hybridpar.server.world import ServerWorld
 
 
 @pytest.fixture(params=["ps", "ps-async"])
 def trainer(request, monkeypatch) -> Iterator[ServedTrainer]:
     """Of a model with one weight of 0, whose average began with 0."""
-    monkeypatch.setattr(ServedTrainer, "_open_links", lambda *_: mock.MagicMock())
+    monkeypatch.setattr(served_trainer, "Servers", stand_in)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     config = TrainConfig(
         sync=request.param, amp="fp16", model_ema="0.5", lr=0.02, lr_schedule="plateau:patience=0", warmup_epochs=0.0
     )
-    place = SimpleNamespace(rank=0, workers=2, shards=1)
-    with ServedTrainer(*(model, config, place, Standing(), "linear"), total_steps=10, steps_per_epoch=1) as made:
+    process = Process(0, 2, 1, mock.MagicMock(), "a token")
+    world = ServerWorld(process, torch.device("cpu"), 1.0)
+    world.go_over(stand_in(model, config))
+    plan = PlannedRun(resolve(config, 2))
+    with ServedTrainer(model, config=config, world=world, plan=plan, total_steps=10, steps_per_epoch=1) as made:
         made.engine.follow(1)
         torch.nn.init.ones_(model.weight)
         yield made
+
+
+def stand_in(model: torch.nn.Module, config: TrainConfig, *_: object) -> mock.MagicMock:
+    """Servers of which nobody asks anything."""
+    barrier, clipping = config.parameter_servers.waits_for_all, SimpleNamespace(by_norm=False)
+    return mock.MagicMock(worker=0, barrier=barrier, clipping=clipping, links=[])
 
 
 def averaged(trainer: ServedTrainer) -> float:
@@ -41,9 +50,9 @@ def averaged(trainer: ServedTrainer) -> float:
 
 def test_a_skipped_step_leaves_the_average_only_where_all_workers_skip_it(trainer):
     trainer.engine.follow(3, counts=False)
-    assert averaged(trainer) == (0.0 if trainer._barrier else 0.75)
+    assert averaged(trainer) == (0.0 if (not trainer.independent) else 0.75)
     trainer.engine.follow(4)
-    assert averaged(trainer) == (0.5 if trainer._barrier else 0.875)
+    assert averaged(trainer) == (0.5 if (not trainer.independent) else 0.875)
 
 
 def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(trainer):
@@ -53,22 +62,8 @@ def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(trainer):
     assert trainer._rate_factor() == pytest.approx(0.1)
     trainer.hear(0.01)
     assert trainer._rate_factor() == pytest.approx(0.1), "this worker decides itself"
-    trainer._process.rank = 1
+    trainer.world.members = (1, 0)
     trainer.hear(None)
     assert trainer._rate_factor() == pytest.approx(0.1)
     trainer.hear(0.01)
-    assert trainer._rate_factor() == pytest.approx(0.1 if trainer._barrier else 0.01)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_workers_that_are_not_in_step_go_on_with_loss_scales_of_their_own(trainer, workers, monkeypatch):
-    shared, own = ({"scale": scale, "steps": 1.0} for scale in (4.0, 2.0))
-    sync = {"own_steps": 3, "codecs": [], "loss_scale": own}
-    local = {"random": random_state(torch.device("cpu")), "sync": sync}
-    training = {"loss_scale": shared, "optimizer": {"kind": "SGD", "groups": [], "state": {}}, "extra": {}}
-    data = CheckpointData(4, trainer.fingerprint, trainer.model.state_dict(), training, local, workers)
-    monkeypatch.setattr(train_trainer, "load_checkpoint", lambda *_: data)
-    with torch.random.fork_rng():
-        trainer.load(Path())
-    assert trainer.engine.loss_scale_state() == (own if workers == 2 and not trainer._barrier else shared)
-    assert (trainer.steps_done, trainer.engine.own_steps) == (4, 3 if workers == 2 else 4)
+    assert trainer._rate_factor() == pytest.approx(0.1 if (not trainer.independent) else 0.01)

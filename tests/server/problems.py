@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.server import PushEncoder, Rules, Shard, cut_model, optimizer_of
+from hybridpar.server import PushEncoder, Rules, Shard, cut_model
 from tests.compress.team import unsent as unsent_by
 
 
 def sgd(lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False):
-    config = OptimizerConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
-    return optimizer_of(config)
+    return OptimizerConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 
 
 def small_shard(rules: Rules, *, count: int = 4, lr: float = 0.1, momentum: float = 0.0, **options) -> Shard:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,26 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.compress import read_policy
 from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.lanes import Lanes
-from hybridpar.models import model_fingerprint
-from hybridpar.optim.build import build_optimizer
 from hybridpar.optim.losses import as_sum
 from hybridpar.pipeline.step import StepInput
 from hybridpar.planner.resolve import resolve
-from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
+from hybridpar.server import Rules
 from hybridpar.server.checkpoints import shard_starts
-from hybridpar.server.clipping import Clipping
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.gradients import Servers
-from hybridpar.server.link import LinkOptions, Links
-from hybridpar.server.running import flat_buffers
-from hybridpar.server.serve import ServerOptions, ShardServer
-from hybridpar.server.stripe_optimizer import needs_whole_parameters
-from hybridpar.server.stripes import trained_parameters
-from hybridpar.server.wire import Welcome
+from hybridpar.server.link import Servers
+from hybridpar.server.serve import ShardServer
+from hybridpar.server.wire import Weights
 from hybridpar.train.engine import EngineParts
 
 TOKEN = "let me in, I work here"
@@ -103,8 +96,16 @@ class Served:
         server = self.servers[number]
         with contextlib.suppress(OSError):
             server._listener.shutdown(socket.SHUT_RDWR)
-        for connection in list(server._hellos):
-            connection.end()
+        for peer in list(server._peers):
+            peer.connection.end()
+
+
+OPTIMIZER = OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def config_of(rules: Rules, optimizer: OptimizerConfig = OPTIMIZER, **more: Any) -> TrainConfig:
+    """Options of a run with such rules."""
+    return TrainConfig(**{"sync": "ps" if rules.barrier else "ps-async", **vars(optimizer), **more})
 
 
 @contextlib.contextmanager
@@ -115,13 +116,12 @@ def serving(
     codec: str = "none",
     half: bool = False,
     timeout: float = 20.0,
-    optimizer: OptimizerConfig | None = None,
+    optimizer: OptimizerConfig = OPTIMIZER,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Served]:
-    made = optimizer_of(optimizer or OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01))
-    policy = read_policy(codec)
-    options = [ServerOptions(n, rules, made, policy, half, TOKEN, timeout) for n in range(shards)]
-    served = Served([ShardServer(one, clock=clock) for one in options])
+    pull = {"sync": "ps-async,pull=fp16"} if half else {}
+    config = config_of(rules, optimizer, compress=codec, timeout=timeout, **pull)
+    served = Served([ShardServer(config, rules, number, TOKEN, clock=clock) for number in range(shards)])
     served.start()
     try:
         yield served
@@ -145,47 +145,30 @@ class Worker:
         codec: str = "none",
         timeout: float = 20.0,
         limit: int = 10**6,
-        returns: bool | None = None,
-        facts: dict[str, Any] | None = None,
-        scales: dict[str, float] | None = None,
-        amp: str = "none",
-        optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig = OPTIMIZER,
+        **more: Any,
     ) -> None:
-        self.number, self.model, self.rules = number, model, rules
-        shards = len(served.servers)
-        config = optimizer or OptimizerConfig()
-        self.clipping = Clipping.of(config, model, build_optimizer(model, config))
-        self.stripes = cut_model(described_parameters(model), shards, scales, whole=needs_whole_parameters(config))
-        policy = read_policy(codec)
-        tensors = {name: own.data for name, own in trained_parameters(model).items()}
-        comes_again = not rules.barrier if returns is None else returns
-        options = LinkOptions(number, model_fingerprint(model), policy, TOKEN, timeout, comes_again)
-        self.links = Links([server.address for server in served.servers], self.stripes, tensors, options)
-        self._limit, self._facts = limit, facts or {}
-        self._amp, self._tensors = amp, tensors
+        self.number, self.model, self._limit = number, model, limit
+        self.config = config_of(rules, optimizer, compress=codec, timeout=timeout, **more)
+        addresses = [server.address for server in served.servers]
+        self.servers = Servers(model, self.config, number, addresses, TOKEN)
         self._thread = ThreadPoolExecutor(1)  # lanes take work from the thread that made them
         self._lanes = self._thread.submit(Lanes, torch.device("cpu")).result()
         self.engine: ServedEngine | None = None
 
-    def begin(self) -> list[Welcome]:
-        welcome = self.links.hello(flat_buffers(self.model).numel(), 0 if self.number == 0 else None)
-        if self.number == 0:
-            starts = shard_starts(
-                self.model, self.stripes, limit=self._limit, clipping=self.clipping, facts=self._facts
-            )
-            welcome = self.links.start(starts, welcome)
+    def begin(self) -> Weights:
+        starts = partial(shard_starts, self.model, self.servers, limit=self._limit)
+        self.servers.heard = 0 if self.number == 0 else None
+        welcome = self.servers.come(starts if self.number == 0 else None)
         self.engine = self._thread.submit(self._open_engine).result()
         self.engine.gradients.take_weights()
         return welcome
 
     def _open_engine(self) -> ServedEngine:
-        config = TrainConfig(amp=self._amp)
-        parts = EngineParts(
-            *(self.model, resolve(config, 1), None, lambda _: None, as_sum(nn.CrossEntropyLoss()), config),
-            *(World(), self._lanes),
-        )
-        servers = Servers(self.number, self.links, self._tensors, self.rules.barrier, self.clipping)
-        return ServedEngine(parts, servers)
+        config = TrainConfig(amp=self.config.amp)
+        loss, world = as_sum(nn.CrossEntropyLoss()), World()
+        parts = EngineParts(self.model, resolve(config, 1), None, no_optimizer, loss, config, world, self._lanes)
+        return ServedEngine(parts, self.servers)
 
     def step(self, seed: int, workers: int = 1, **more: Any) -> Any:
         return self.step_on(images(seed), workers, **more)
@@ -193,20 +176,24 @@ class Worker:
     def step_on(self, batch: tuple[Tensor, Tensor], workers: int = 1, lowered: float | None = None, **more: Any) -> Any:
         """The answer to a push, the norm that was added up, and bytes pushed and pulled."""
         assert self.engine is not None
-        before = self.links.traffic
+        before = self.servers.traffic
         self.engine.gradients.lowered = lowered
         given = StepInput([batch], 4, 4 * workers, **more)
         self._thread.submit(self.engine.step, given).result()
-        pushed, pulled = (now - then for now, then in zip(self.links.traffic, before, strict=True))
+        pushed, pulled = (now - then for now, then in zip(self.servers.traffic, before, strict=True))
         answer = vars(self.engine.gradients.answer)
-        return SimpleNamespace(**answer, norm=self.links.squares, pushed=pushed, pulled=pulled)
+        return SimpleNamespace(**answer, norm=self.servers.squares, pushed=pushed, pulled=pulled)
 
     def close(self, *, graceful: bool = True) -> None:
         if self.engine is not None:
             self._thread.submit(self.engine.close).result()
         self._thread.submit(self._lanes.__exit__, None, None, None).result()
-        self.links.close(graceful=graceful)
+        self.servers.close(graceful=graceful)
         self._thread.shutdown()
+
+
+def no_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    raise AssertionError("servers run the optimizer")
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -69,6 +69,10 @@ def shaken(served: Served, token: str = TOKEN) -> socket.socket:
     return made
 
 
+def strangers(served: Served) -> list[object]:
+    return [peer for peer in served.servers[0]._peers if not peer.is_known]
+
+
 def received(connection: socket.socket, count: int) -> bytes:
     found = b""
     while len(found) < count:
@@ -103,12 +107,8 @@ def garbage(text: bytes, size: int = 0) -> bytes:
 
 HELLO = {
     "worker": 1,
-    "pushes": 0,
-    "fingerprint": "f",
-    "stripe": "s",
+    "model": "f",
     "policy": "none",
-    "buffers": 0,
-    "rows": None,
 }
 PUSH = {"learner": 1, "sequence": 1, "clock": 0, "pieces": []}
 HOSTILE = [
@@ -173,7 +173,7 @@ def test_no_bytes_end_a_server(served, worker, known, caplog):
         frame("Squares", {"squares": 1.0}),
         frame("Start", {**PUSH}),
         frame("Hello", {**HELLO, "worker": 5}),
-        frame("Welcome"),
+        frame("Missing"),
     ],
     ids=itertools.count(),
 )
@@ -181,12 +181,12 @@ def test_a_worker_that_goes_wrong_is_gone_and_the_others_go_on(served, worker, w
     (model,) = copies(1)
     other = Worker(served, 1, model, RULES)
     other.begin()
-    link = other.links.links[0]
+    link = other.servers.links[0]
     sent(link._connection._socket, wrong)
     assert_closed(link._connection._socket.dup())
     assert_served(worker)
-    assert served.servers[0]._peers.keys() == {0}
-    other.links.close(graceful=False)
+    assert served.servers[0]._workers.keys() == {0}
+    other.servers.close(graceful=False)
 
 
 def test_a_wrong_token_is_refused_and_the_worker_is_told_what_to_look_at(served, worker, monkeypatch):
@@ -227,7 +227,7 @@ def test_who_is_slow_to_reply_is_not_waited_for():
         clock.seconds += HANDSHAKE_SECONDS - 1
         slow.sendall(bytes(10))
         worker.step(0)
-        assert len(served.servers[0]._strangers) == 2
+        assert len(strangers(served)) == 2
         clock.seconds += 2
         assert_closed(silent), assert_closed(slow)
         assert_served(worker)
@@ -243,7 +243,7 @@ def test_many_who_wait_for_nothing_keep_nobody_out(served, worker, monkeypatch):
         received(crowd[-1], GREETING_BYTES)
     other = Worker(served, 1, copies(1)[0], RULES)
     other.begin()
-    assert len(server._strangers) <= 5
+    assert len(strangers(served)) <= 5
     for one in crowd[:15]:
         assert_closed(one)
     other.close()
