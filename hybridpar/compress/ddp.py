@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridpar.comm.group import Group, TorchGroup, open_group, split, timeout_of
+from hybridpar.comm.group import Group, TorchGroup, split, timeout_of
 from hybridpar.comm.items import gather_items, gather_on_first
-from hybridpar.comm.sockets import MOST_WORKERS, open_sockets
+from hybridpar.comm.world import World
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import ParameterCoders, in_rows
 from hybridpar.compress.exchange import Exchange, Traffic
@@ -358,9 +358,7 @@ class Paths:
     def close(self) -> None:
         """Leave both groups."""
         for one in (self.codec, self.inside):
-            if isinstance(one, TorchGroup):
-                dist.destroy_process_group(one.group)
-            elif one is not None:
+            if one is not None:
                 one.close()
 
 
@@ -374,23 +372,16 @@ def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: fl
 
 def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None, timeout: float) -> Group | None:
     """Make a group of each party of the group's ranks, and return this worker's; None where it is in none."""
-    if dist.get_backend(group) == "gloo" and not torch.cuda.is_available() and max(map(len, parties)) <= MOST_WORKERS:
-        own = dist.get_rank(group)
-        members = next((party for party in parties if own in party), ())
-        with contextlib.suppress(OSError):
-            groups = open_sockets(
-                own, members or (own,), lambda item: gather_items(item, TorchGroup(group)), timeout, 1
-            )
-            return groups[0] if members else None
-    jobs = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    mine: Group | None = None
-    own = dist.get_rank(group)
-    for party in parties:
-        if group is None or own in party:
-            # Inside of a part of the job only the members make a group: the other workers do not call this.
-            made = open_group([jobs[rank] for rank in party], timeout, members_only=group is not None)
-            mine = TorchGroup(made) if own in party and made is not None else mine
-    return mine
+    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    on_cpu = dist.get_backend(group) == "gloo" and not torch.cuda.is_available()
+    world = World(
+        *(dist.get_rank(group), len(members), torch.device("cpu" if on_cpu else "cuda"), timeout),
+        control=group or dist.group.WORLD,
+        share_memory=False,
+        members=members,
+        job_size=dist.get_world_size(),
+    )
+    return next((one for one in world.open_groups(parties) if one is not None), None)
 
 
 def require_agreement(mine: tuple[str, int, int, bool], group: dist.ProcessGroup | None) -> list[str]:

@@ -129,7 +129,7 @@ def be_busy(world):
     world.timeout = 0.5
     world._roll_call = RollCall(world._roll_call._store, world.rank, 2, beat=1.0)
     end = world._roll_call.show_life()
-    [group] = world._connect(world, [world.members], 1)
+    [group] = world.open_groups([world.members])
     world.barrier()
     if world.rank == 1:
         time.sleep(3.0)
