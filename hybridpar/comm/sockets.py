@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -99,22 +100,25 @@ class SocketGroup(Connected, Group):
         """Send and receive until nothing is missing."""
         for stream in streams:
             stream.send()
-        if any(stream.unsent for stream in streams):
+        if any(stream.out for stream in streams):
             self._go_on_both_ways(streams, advance)
         for stream in streams:
-            while stream.missing:
-                stream.wait(stream.missing if advance is None else _CHUNK)
-                if advance is not None:
-                    advance(stream.arrived)
+            if advance is None:
+                stream.peer.receive(stream.into)
+                continue
+            while stream.into:
+                stream.peer.receive(stream.into[:_CHUNK])
+                stream.into = stream.into[_CHUNK:]
+                advance(stream.done)
 
     def _go_on_both_ways(self, streams: Sequence[_Stream], advance: _Advance | None) -> None:
         """Send and receive, whatever is possible, until everything has left."""
         poller = select.poll()
-        by_number = {stream.number: stream for stream in streams}
-        for stream in streams:
-            poller.register(stream.number, stream.wanted)
+        by_number = {stream.peer.socket.fileno(): stream for stream in streams}
+        for number, stream in by_number.items():
+            poller.register(number, stream.wanted)
         patience = self._timeout
-        while any(stream.unsent for stream in streams):
+        while any(stream.out for stream in streams):
             ready = poller.poll(patience * 1e3)
             if not ready and not patience:
                 raise late(self._timeout)
@@ -130,45 +134,33 @@ class SocketGroup(Connected, Group):
                 else:  # a peer that is done and leaves would be reported for ever
                     poller.unregister(number)
             if advance is not None:
-                stream = streams[0]
-                advance(min(stream.arrived, stream.left) // _CHUNK * _CHUNK)
+                advance(streams[0].done // _CHUNK * _CHUNK)
 
 
 class _Stream:
-    """A message to a peer and one from it."""
+    """A message to a peer and a message from it, or what is left of them."""
 
     def __init__(self, peer: Peer, sent: Tensor, received: Tensor) -> None:
-        self._peer, self._socket = peer, peer.socket
-        self._out, self._in = buffer_of(sent), buffer_of(received)
-        self.number = self._socket.fileno()
-        self.left = self.arrived = 0
+        self.peer = peer
+        self.out, self.into = buffer_of(sent), buffer_of(received)
+        self._count = len(self.out)
 
     @property
-    def unsent(self) -> int:
-        """Bytes that have not left."""
-        return len(self._out) - self.left
-
-    @property
-    def missing(self) -> int:
-        """Bytes that have not arrived."""
-        return len(self._in) - self.arrived
+    def done(self) -> int:
+        """Bytes that have left and arrived, where as many go each way."""
+        return self._count - max(len(self.out), len(self.into))
 
     @property
     def wanted(self) -> int:
         """What the poller is to look for."""
-        return (select.POLLOUT if self.unsent else 0) | (select.POLLIN if self.missing else 0)
+        return (select.POLLOUT if self.out else 0) | (select.POLLIN if self.into else 0)
 
     def send(self) -> None:
         """Send as much as the kernel takes."""
-        if self.unsent:
-            self.left += self._peer.attempt(lambda flags: self._socket.send(self._out[self.left :], flags))
+        if self.out:
+            self.out = self.out[self.peer.attempt(partial(self.peer.socket.send, self.out)) :]
 
     def receive(self) -> None:
         """Receive what is there."""
-        if self.missing:
-            self.arrived += self._peer.attempt(lambda flags: self._socket.recv_into(self._in[self.arrived :], 0, flags))
-
-    def wait(self, most: int) -> None:
-        """Wait for up to `most` bytes more, in the kernel."""
-        self._peer.receive(part := self._in[self.arrived : self.arrived + most])
-        self.arrived += len(part)
+        if self.into:
+            self.into = self.into[self.peer.attempt(partial(self.peer.socket.recv_into, self.into, 0)) :]
