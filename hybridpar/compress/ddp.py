@@ -30,7 +30,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import ParameterCoders, in_rows
 from hybridpar.compress.exchange import Exchange, Traffic
-from hybridpar.compress.hierarchy import NodeExchange, Nodes
+from hybridpar.compress.nodes import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.machine.process import host_identity
