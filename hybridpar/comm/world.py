@@ -143,37 +143,32 @@ class World:
         party can be divided further into single workers only, which need no groups.
         """
         divided = [tuple(sorted(party)) for party in parties]
-        if self.size < self.job_size and divided == [(rank,) for rank in range(self.size)]:
-            place = {"members": (self.job_rank,), "job_size": self.job_size, "_roll_call": self._roll_call}
-            return World(0, 1, self.device, self.timeout, share_memory=self.share_memory, **place)  # type: ignore[arg-type]
-        if sorted(rank for party in divided for rank in party) != list(range(self.job_size)):
-            raise UsageError(
-                f"{self.job_size} workers cannot be divided into {[list(party) for party in divided]}",
-                "Every worker of the whole job is in exactly one party.",
-                f"Name each rank from 0 to {self.job_size - 1} once.",
-            )
-        if self.size != self.job_size:
+        if self.size < self.job_size:
+            if divided == [(rank,) for rank in range(self.size)]:
+                return self._part((self.job_rank,))
             raise UsageError(
                 f"workers {list(self.members)} of {self.job_size} cannot be divided further",
                 "Process groups are made by all workers of the job together.",
                 "Divide the world of the whole job.",
             )
-        mine = next(party for party in divided if self.rank in party)
-        world = World(
-            mine.index(self.rank),
-            len(mine),
-            self.device,
-            self.timeout,
-            share_memory=self.share_memory,
-            members=mine,
-            job_size=self.job_size,
-            _roll_call=self._roll_call,
-        )
+        if sorted(rank for party in divided for rank in party) != list(range(self.size)):
+            raise UsageError(
+                f"{self.size} workers cannot be divided into {[list(party) for party in divided]}",
+                "Every worker of the whole job is in exactly one party.",
+                f"Name each rank from 0 to {self.size - 1} once.",
+            )
+        world = self._part(next(party for party in divided if self.rank in party))
         with self.named_errors("dividing the workers into parties"):
-            parties = [party for party in divided if len(party) > 1]
-            world._open_control(parties)
-            world._open_lanes(self, parties, lanes)
+            several = [party for party in divided if len(party) > 1]
+            world._open_control(several)
+            world._open_lanes(self, several, lanes)
         return world
+
+    def _part(self, members: tuple[int, ...]) -> World:
+        """Some workers of the job, this worker among them, without groups yet."""
+        facts: dict[str, Any] = {"members": members, "job_size": self.job_size, "share_memory": self.share_memory}
+        rank = members.index(self.job_rank)
+        return World(rank, len(members), self.device, self.timeout, _roll_call=self._roll_call, **facts)
 
     def memory_host(self) -> str | None:
         """Equal in workers that may exchange data through shared memory; None where this one must not."""
@@ -264,41 +259,33 @@ class World:
 
         Where that may take long, such as measuring, the others wait for `patience` seconds in place of the time-out.
         """
-        usual, patient = self._meeting, None
-        if patience is not None and usual is not None:
+        patient = None
+        if patience is not None and self._meeting is not None:
             with self.named_errors("connecting to wait for worker 0"):
                 patient = open_group(self.members, patience, members_only=self.size < dist.get_world_size())
+        usual, self._meeting = self._meeting, patient or self._meeting
         try:
-            self._meeting = patient or usual
-            decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
+            mine = self.on_all(lambda: decide() if self.rank == 0 else None)
         finally:
             self._meeting = usual
             if patient is not None:
                 patient.close()
+        decided: _T = self.gather(mine)[0]  # type: ignore[assignment]
         return decided
 
     def on_all(self, act: Callable[[], _T]) -> _T:
-        """What `act` returns on this worker; a problem of one worker is everybody's. As `gather`."""
-        done: _T = self._share_errors(act, share=False)[self.rank]
-        return done
-
-    def _share_errors(self, act: Callable[[], Any] | None, *, share: bool) -> list[Any]:
-        """What `act` returned by rank, on all workers if `share`, else here alone; raises the first worker's error."""
-        mine: Any = None
+        """What `act` returns on this worker; the first problem of a worker is everybody's. As `gather`."""
         problem: HybridparError | None = None
         try:
-            mine = act() if act is not None else None
+            done = act()
         except HybridparError as error:
             problem = error
-        answers: list[Any] = self.gather(problem or (mine if share else None))
-        for rank, answer in enumerate(answers):
+        for rank, answer in enumerate(self.gather(problem)):
             if isinstance(answer, HybridparError):
-                raised = problem if problem is not None and rank == self.rank else answer
+                raised = answer if problem is None or rank != self.rank else problem
                 raised.is_repeated = rank != self.rank
                 raise raised
-        if not share:
-            answers[self.rank] = mine
-        return answers
+        return done
 
     @contextlib.contextmanager
     def named_errors(self, doing: str, *, transfer: tuple[int, int] | None = None) -> Iterator[None]:
