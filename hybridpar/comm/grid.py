@@ -13,6 +13,7 @@ Whatever needs all workers to set up is set up here, in one order that is the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -46,7 +47,6 @@ class Grid:
         self.replica = next(replica for replica, row in enumerate(self._homes) if world.rank in row)
         self.ranks = list(dict.fromkeys(self._homes[self.replica]))
         self.position = self.ranks.index(world.rank)
-        self._is_rectangle = homes is None
         self.senders: dict[int, Channel] = {}
         self.receivers: dict[int, Channel] = {}
         self._agree(pairs)
@@ -54,7 +54,8 @@ class Grid:
         self.worlds: dict[int, World] = {}
         wanted = [(row[source], row[target]) for source, target in pairs for row in self._homes]
         try:
-            self._divide(lanes)
+            worlds = world.worlds_of(self.columns, lanes)
+            self.worlds = {position: world for position, world in enumerate(worlds) if world is not None}
             with world.named_errors("connecting the stages of the pipeline"):
                 self._connect([ends for ends in dict.fromkeys(wanted) if ends[0] != ends[1]])
         except BaseException:
@@ -70,18 +71,6 @@ class Grid:
         """The workers of this worker's position, or of its first."""
         return next(iter(self.worlds.values()))
 
-    def _divide(self, lanes: int) -> None:
-        """Open the worlds of this worker's positions, in one order on all workers."""
-        rank = self.world.rank
-        if self._is_rectangle:
-            self.worlds[self.position] = self.world.split(self.columns, lanes)
-            return
-        for position, column in enumerate(self.columns):
-            others = [[one] for one in range(self.world.size) if one not in column]
-            party = self.world.split([column, *others], lanes)
-            if rank in column:
-                self.worlds[position] = party
-
     def close(self) -> None:
         """Leave all channels and worlds. Safe to call twice."""
         for channel in (*self.senders.values(), *self.receivers.values()):
@@ -94,9 +83,9 @@ class Grid:
 
     def _agree(self, pairs: list[tuple[int, int]]) -> None:
         """Make sure that all workers want the same grid."""
-        mine = (self.positions, pairs, [] if self._is_rectangle else [list(row) for row in self._homes])
-        for rank, theirs in enumerate(self.world.gather(mine)):
-            assert isinstance(theirs, tuple)
+        mine = (self.positions, pairs, [list(row) for row in self._homes])
+        answers: list[Any] = self.world.gather(mine)
+        for rank, theirs in enumerate(answers):
             if theirs != mine:
                 raise SyncError(
                     f"worker {rank} wants {theirs[0]} positions and pairs {theirs[1]}, worker {self.world.rank} wants "

@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -121,10 +122,10 @@ class World:
         try:
             world._roll_call = open_roll_call(timeout)
             world._end_life = world._roll_call.show_life() if world._roll_call is not None else None
-            world._open_control([world.members])
+            world._control_by(open_group(world.members, timeout))
             # Where hosts do not share the directory of a run that is resumed, worker 0 alone knows its options.
             lanes, world.share_memory = world.gather((lanes, shared_memory))[0]  # type: ignore[misc]
-            world._open_lanes(world, [world.members], lanes)
+            world._open_lanes([world], [world.members], lanes)
         except BaseException as error:
             world.close()
             if not isinstance(error, RuntimeError):
@@ -139,74 +140,78 @@ class World:
     def split(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> World:
         """Divide the workers into parties and return this worker's, as a world of its own; a collective.
 
-        The new world has its groups, and is closed apart from this one, which stays as it is. A
-        party can be divided further into single workers only, which need no groups.
+        The new world has its groups, and is closed apart from this one, which stays as it is.
         """
-        divided = [tuple(sorted(party)) for party in parties]
-        if self.size < self.job_size:
-            if divided == [(rank,) for rank in range(self.size)]:
-                return self._part((self.job_rank,))
+        if sorted(rank for party in parties for rank in party) != list(range(self.size)):
+            raise UsageError(
+                f"{self.size} workers cannot be divided into {[list(party) for party in parties]}",
+                "Every worker is in exactly one party.",
+                f"Name each rank from 0 to {self.size - 1} once.",
+            )
+        (world,) = [world for world in self.worlds_of(parties, lanes) if world is not None]
+        return world
+
+    def worlds_of(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> list[World | None]:
+        """A world for each party that this worker is in, of which there may be several; a collective, as `split`.
+
+        Of a world that is a part of the job only single workers can be a party: they need no groups.
+        """
+        parties = [sorted(party) for party in parties]
+        if self.size < self.job_size and max(map(len, parties)) > 1:
             raise UsageError(
                 f"workers {list(self.members)} of {self.job_size} cannot be divided further",
                 "Process groups are made by all workers of the job together.",
                 "Divide the world of the whole job.",
             )
-        if sorted(rank for party in divided for rank in party) != list(range(self.size)):
-            raise UsageError(
-                f"{self.size} workers cannot be divided into {[list(party) for party in divided]}",
-                "Every worker of the whole job is in exactly one party.",
-                f"Name each rank from 0 to {self.size - 1} once.",
-            )
-        world = self._part(next(party for party in divided if self.rank in party))
+        facts: dict[str, Any] = {"job_size": self.job_size, "share_memory": self.share_memory}
+        worlds: list[World | None] = [None] * len(parties)
+        for index, party in enumerate(parties):
+            if self.rank in party:
+                members, rank = tuple(self.members[each] for each in party), party.index(self.rank)
+                place = rank, len(party), self.device, self.timeout
+                worlds[index] = World(*place, members=members, _roll_call=self._roll_call, **facts)
         with self.named_errors("dividing the workers into parties"):
-            several = [party for party in divided if len(party) > 1]
-            world._open_control(several)
-            world._open_lanes(self, several, lanes)
-        return world
-
-    def _part(self, members: tuple[int, ...]) -> World:
-        """Some workers of the job, this worker among them, without groups yet."""
-        facts: dict[str, Any] = {"members": members, "job_size": self.job_size, "share_memory": self.share_memory}
-        rank = members.index(self.job_rank)
-        return World(rank, len(members), self.device, self.timeout, _roll_call=self._roll_call, **facts)
+            for party, world in zip(parties, worlds, strict=True):
+                group = open_group(party, self.timeout) if len(party) > 1 else None
+                if world is not None:
+                    world._control_by(group)
+            self._open_lanes(worlds, parties, lanes)
+        return worlds
 
     def memory_host(self) -> str | None:
         """Equal in workers that may exchange data through shared memory; None where this one must not."""
         return host_identity() if self.share_memory and self.device.type == "cpu" else None
 
-    def _open_control(self, parties: Sequence[Sequence[int]]) -> None:
-        """Give every party its control group. All workers of the job make all groups in one order, theirs or not."""
-        for party in parties:
-            group = open_group(party, self.timeout)
-            if group is not None:
-                self.control, self._meeting, self._ours = group.group, group, group
+    def _control_by(self, group: TorchGroup | None) -> None:
+        if group is not None:
+            self.control, self._meeting, self._ours = group.group, group, group
 
-    def _open_lanes(self, job: World, parties: Sequence[Sequence[int]], lanes: int) -> None:
-        """Give every party the groups of plain values, of control messages, and of its lanes.
+    def _open_lanes(self, worlds: Sequence[World | None], parties: Sequence[Sequence[int]], lanes: int) -> None:
+        """Give the worlds of parties groups of plain values, of control messages, and of lanes.
 
         Plain values are gathered over connections where that is possible, as these wait for workers that are busy.
         """
-
-        def opened(count: int, **how: bool) -> list[Group]:
-            groups = job.open_groups([party for party in parties for _ in range(count)], **how)
-            return [group for group in groups if group is not None]
-
-        self._meeting = next(iter(opened(1, on_host=True, by_torch=False)), self._ours)
-        self.control_group = next(iter(opened(1, by_torch=False)), self._ours)
-        self.lane_groups = opened(lanes)
-        self.transport = "none" if self.control_group is None else self.control_group.transport
+        meetings = self.open_groups(parties, on_host=True, by_torch=False)
+        controls = self.open_groups(parties, by_torch=False)
+        groups = iter(self.open_groups([party for party in parties for _ in range(lanes)]))
+        for world, meeting, control in zip(worlds, meetings, controls, strict=True):
+            of_lanes = [group for group in islice(groups, lanes) if group is not None]
+            if world is not None and of_lanes:
+                world._meeting, world.control_group = meeting or world._ours, control or world._ours
+                world.lane_groups, world.transport = of_lanes, of_lanes[0].transport
 
     def open_groups(
         self, parties: Sequence[Sequence[int]], *, on_host: bool = False, by_torch: bool = True
     ) -> list[Group | None]:
         """Open a group for each party: in shared memory, over sockets, or by torch; a collective of this world.
 
-        Parties are ranks in this world, ascending; a worker may be in none, with None for a group, or in several. With
-        `on_host` tensors are on the host also where workers compute on GPUs. Without `by_torch` there may be no group.
+        Parties are ranks in this world, ascending; a worker may be in none, or in several. The group is None where this
+        worker is no member or the only member. With `on_host` tensors are on the host also where workers compute on
+        GPUs. Without `by_torch` there may be no group.
         """
         answers: list[Any] = self.gather((self.memory_host(), on_host or self.device.type == "cpu"))
         hosts, are_on_host = zip(*answers, strict=True)
-        left = dict(enumerate(parties))
+        left = {index: party for index, party in enumerate(parties) if len(party) > 1}
         groups: dict[int, Group | None] = {}
         kinds: tuple[type[SharedMemoryGroup | SocketGroup], ...] = (SharedMemoryGroup, SocketGroup)
         for kind in kinds if all(are_on_host) else ():

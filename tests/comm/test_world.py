@@ -159,7 +159,7 @@ def divide(world):
         for group in party.lane_groups:
             group.all_reduce(tensor)
         try:
-            party.split([[0, 1, 2]])
+            party.split([[0, 1]])
             further = ""
         except UsageError as error:
             further = str(error)
