@@ -179,22 +179,19 @@ def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or len({place.host for place in places}) == 1:
         return
-    hidden = [one for one, place in enumerate(places) if reachable_address(places, one) is None]
-    if hidden:
+    addresses = [reachable_address(places, each) for each in range(len(places))]
+    if None in addresses:
+        hidden = addresses.index(None)
         raise LaunchError(
-            f"worker {hidden[0]} would listen on {places[hidden[0]].listens}, which other hosts cannot reach",
+            f"worker {hidden} would listen on {places[hidden].listens}, which other hosts cannot reach",
             "The name of its host stands for the loopback, and so does its way to MASTER_ADDR.",
             "Set GLOO_SOCKET_IFNAME to its network interface (`ip address` lists them) on every host, or give "
             "torchrun --local-addr with the host's address on the network.",
         )
-    if not is_loopback(places[rank].listens):
-        return
-    address = reachable_address(places, rank)
-    if address is not None and is_loopback(address):  # an address of another host; ours on the way to it counts
-        address = None
-    name = interface_of(address_towards(address)) if address is not None else None
-    if name is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
+    if is_loopback(places[rank].listens):
+        name = interface_of(address_towards(str(addresses[rank])))
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def reachable_address(places: Sequence[Place], rank: int) -> str | None:

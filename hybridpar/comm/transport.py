@@ -30,14 +30,7 @@ def flat_view(dense: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor fills its memory without gaps or overlaps, whatever the order of its dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 @dataclass(frozen=True)
