@@ -93,7 +93,7 @@ class Ours:
     def transport(self) -> str:
         """The transport by which activations are sent."""
         ends = self.engine.grid.senders.values() if self.engine.grid is not None else ()
-        return next((end.transport for end in ends), "none")
+        return next((end.group.transport for end in ends), "none")
 
     def close(self) -> None:
         """End lanes, channels and process groups."""

@@ -12,9 +12,10 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hybridpar.comm.world import World
 from hybridpar.schedule.spans import StepSpans
@@ -55,26 +56,20 @@ def gather_spans(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Recording:
     """Bring together what all workers recorded. A collective; all workers get the result."""
-    answers = world.gather((clock_identity() if identity is None else identity, dict(mine)))
-    clocks: list[str] = []
-    spans: list[dict[int, StepSpans]] = []
-    for answer in answers:
-        assert isinstance(answer, tuple)
-        clocks.append(answer[0])
-        spans.append(answer[1])
+    answers: list[Any] = world.gather((clock_identity() if identity is None else identity, dict(mine)))
+    clocks, spans = zip(*answers, strict=True)
     ahead_of_main = _ahead_of_main(world, clocks, clock)
-    common = sorted(set.intersection(*(set(one) for one in spans)))
     steps = {
         step: {
-            rank: replace(one[step], origin=one[step].origin - ahead)
-            for rank, (one, ahead) in enumerate(zip(spans, ahead_of_main, strict=True))
+            rank: replace(recorded[step], origin=recorded[step].origin - ahead)
+            for rank, (recorded, ahead) in enumerate(zip(spans, ahead_of_main, strict=True))
         }
-        for step in common
+        for step in sorted(set.intersection(*map(set, spans)))
     }
     return Recording(steps, len(set(clocks)), ahead_of_main[world.rank])
 
 
-def _ahead_of_main(world: World, clocks: list[str], clock: Callable[[], float]) -> list[float]:
+def _ahead_of_main(world: World, clocks: Sequence[str], clock: Callable[[], float]) -> list[float]:
     """For every rank how far its clock is ahead of rank 0's, in seconds; one number per clock."""
     if len(set(clocks)) == 1:
         return [0.0] * len(clocks)
@@ -82,9 +77,9 @@ def _ahead_of_main(world: World, clocks: list[str], clock: Callable[[], float]) 
     for _ in range(_MOMENTS):
         world.gather(None)
         readings.append(clock())
-    everyone: list[list[float]] = world.gather(readings)  # type: ignore[assignment]
-    speaker = {one: clocks.index(one) for one in clocks}
-    return [
-        statistics.median(theirs - ours for theirs, ours in zip(everyone[speaker[one]], everyone[0], strict=True))
-        for one in clocks
-    ]
+    everyone: list[Any] = world.gather(readings)
+    ahead = {
+        name: statistics.median(theirs - ours for theirs, ours in zip(everyone[rank], everyone[0], strict=True))
+        for rank, name in reversed([*enumerate(clocks)])
+    }
+    return [ahead[name] for name in clocks]

@@ -11,7 +11,6 @@ interpreter's lock; a dump on a signal would need it to run. Taking a note is a 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import mmap
 import os
@@ -25,18 +24,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 #: Folder of a run directory that holds a file per worker.
 FOLDER = "flight"
-#: Entries of a lane, lanes of a process, and bytes of an entry.
+#: Entries of a lane, and lanes of a process.
 DEPTH, LANES = 16, 64
-_ENTRY = struct.Struct("<QQddH94s")
-_NUMBER, _END = struct.Struct("<Q"), struct.Struct("<d")
-_END_AT = 24
-_TEXT = 94
+_NUMBERS = [("number", "<u8"), ("order", "<u8"), ("begin", "<f8"), ("end", "<f8"), ("channel", "<u2")]
+_ENTRY = np.dtype([*_NUMBERS, ("doing", "S94")])
 #: The header is JSON behind its length.
 _HEADER = 1 << 16
 _LENGTH = struct.Struct("<I")
-_BYTES = _HEADER + LANES * DEPTH * _ENTRY.size
+_BYTES = _HEADER + LANES * DEPTH * _ENTRY.itemsize
 _VERSION = 1
 
 
@@ -52,17 +51,16 @@ class Channel(NamedTuple):
     is_transfer: bool = False
 
 
+def _entries_in(memory: bytes | bytearray | mmap.mmap) -> Any:
+    """The entries as (lane, note)."""
+    return np.frombuffer(memory, _ENTRY, offset=_HEADER).reshape(LANES, DEPTH)
+
+
 @dataclass
-class _LaneNotes:
-    """Where a lane's notes go.
+class _Lane:
+    """A lane that takes notes: its number, its notes so far, and those on each channel."""
 
-    Attributes:
-        base: Offset of its ring.
-        count: Notes so far.
-        orders: Notes so far on each channel.
-    """
-
-    base: int
+    number: int
     count: int = 0
     orders: dict[int, int] = field(default_factory=dict)
 
@@ -74,9 +72,10 @@ class FlightRecorder:
         self.names_ranges = False
         self._outside = ""  # what `outside` was given
         self._memory: bytearray | mmap.mmap = bytearray(_BYTES)
+        self._entries = _entries_in(self._memory)
         self._path: Path | None = None
         self._facts: dict[str, Any] = {}
-        self._lanes: dict[str, _LaneNotes] = {}
+        self._lanes: dict[str, _Lane] = {}
         self._channels: dict[Channel, int] = {}
         self._own = threading.local()
         self._lock = threading.Lock()
@@ -93,9 +92,24 @@ class FlightRecorder:
                 self._write_header()
         return known
 
-    def noted(self, doing: str, channel: int = 0) -> _Noted:
+    @contextlib.contextmanager
+    def noted(self, doing: str, channel: int = 0) -> Iterator[None]:
         """Context of something that the current thread does."""
-        return _Noted(self, doing, channel)
+        lane = getattr(self._own, "lane", None) or self._enter_lane()
+        count = 0 if lane is None else self._begin(lane, doing, channel)
+        try:
+            if not self.names_ranges:
+                yield
+            else:
+                from torch.profiler import record_function
+
+                with record_function(doing):
+                    yield
+        finally:
+            if lane is not None:
+                entry = self._entries[lane.number, count % DEPTH]
+                if entry["number"] == count:  # it may be another note's by now
+                    entry["end"] = time.time()
 
     @contextlib.contextmanager
     def outside(self, doing: str) -> Iterator[None]:
@@ -113,12 +127,11 @@ class FlightRecorder:
         aside = path.with_name(f".{path.name}.tmp")
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with open(aside, "w+b") as file:
-                # Reserve the blocks now: a full disk would kill the process when it takes a note.
-                os.posix_fallocate(file.fileno(), 0, _BYTES)
-                memory = mmap.mmap(file.fileno(), _BYTES)
+            aside.write_bytes(bytes(_BYTES))  # no hole: a full disk would kill the process when it takes a note
+            with open(aside, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
             aside.replace(path)
-        except (AttributeError, OSError):  # AttributeError: not on macOS
+        except OSError:
             with contextlib.suppress(OSError):
                 aside.unlink()
             return
@@ -133,7 +146,7 @@ class FlightRecorder:
                 "job": os.environ.get("TORCHELASTIC_RUN_ID"),
             }
             memory[:] = bytes(self._memory)
-            self._memory, self._path = memory, path
+            self._memory, self._entries, self._path = memory, _entries_in(memory), path
             self._write_header()
 
     def close(self) -> None:
@@ -141,6 +154,7 @@ class FlightRecorder:
         path, self._path = self._path, None
         if path is not None:
             self._memory = bytearray(self._memory)
+            self._entries = _entries_in(self._memory)
             with contextlib.suppress(OSError):
                 path.unlink()
                 path.parent.rmdir()  # by the last one
@@ -148,24 +162,32 @@ class FlightRecorder:
     def busy_with(self) -> str | None:
         """What this process does outside of a step; None in a step, or where one of its lanes waits for others."""
         channels = [None, *self._channels]
-        notes = [note for lane in range(len(self._lanes)) for note in _notes(self._memory, lane, channels)]
+        notes = [note for lane in self._entries[: len(self._lanes)] for note in _notes(lane, channels)]
         begun = [note for note in notes if note.end is None]
         if any(note.channel is not None for note in begun):
             return None
         return self._outside or (None if begun else "outside of a step")
 
-    def _enter_lane(self) -> _LaneNotes | None:
-        """The notes of the current thread, which go on where an earlier thread of the same name has left them."""
+    def _begin(self, lane: _Lane, doing: str, channel: int) -> int:
+        lane.count += 1
+        order = 0
+        if channel:
+            lane.orders[channel] = order = lane.orders.get(channel, 0) + 1
+        entry = lane.count, order, time.time(), 0.0, channel, doing.encode()
+        self._entries[lane.number, lane.count % DEPTH] = entry
+        return lane.count
+
+    def _enter_lane(self) -> _Lane | None:
+        """The lane of the current thread, which goes on where an earlier thread of the same name has left it."""
         name = threading.current_thread().name.removeprefix("lane ")
         with self._lock:
-            lane = self._lanes.get(name)
-            if lane is None:
+            if name not in self._lanes:
                 if len(self._lanes) >= LANES:
                     return None
-                lane = self._lanes[name] = _LaneNotes(_HEADER + len(self._lanes) * DEPTH * _ENTRY.size)
+                self._lanes[name] = _Lane(len(self._lanes))
                 self._write_header()
-        self._own.lane = lane
-        return lane
+            self._own.lane = self._lanes[name]
+            return self._lanes[name]
 
     def _write_header(self) -> None:
         facts = {**self._facts, "lanes": list(self._lanes), "channels": list(self._channels)}
@@ -174,43 +196,9 @@ class FlightRecorder:
             self._memory[: _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
 
 
-class _Noted:
-    __slots__ = ("_channel", "_count", "_doing", "_offset", "_range", "_recorder")
-
-    def __init__(self, recorder: FlightRecorder, doing: str, channel: int = 0) -> None:
-        self._recorder = recorder
-        self._doing = doing
-        self._channel = channel
-        self._offset = self._count = 0
-        self._range: Any = None
-
-    def __enter__(self) -> None:
-        recorder, doing, channel, order = self._recorder, self._doing, self._channel, 0
-        lane = getattr(recorder._own, "lane", None) or recorder._enter_lane()
-        if lane is not None:
-            self._count = lane.count = lane.count + 1
-            self._offset = lane.base + self._count % DEPTH * _ENTRY.size
-            if channel:
-                lane.orders[channel] = order = lane.orders.get(channel, 0) + 1
-            numbers = self._count, order, time.time(), 0.0, channel
-            _ENTRY.pack_into(recorder._memory, self._offset, *numbers, doing.encode()[:_TEXT])
-        if recorder.names_ranges:
-            from torch.profiler import record_function
-
-            self._range = record_function(doing)
-            self._range.__enter__()
-
-    def __exit__(self, *raised: object) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-        memory = self._recorder._memory
-        if self._count and _NUMBER.unpack_from(memory, self._offset)[0] == self._count:  # it is not another note's yet
-            _END.pack_into(memory, self._offset + _END_AT, time.time())
-
-
 #: Of this process.
 FLIGHT = FlightRecorder()
-noted = functools.partial(_Noted, FLIGHT)
+noted = FLIGHT.noted
 outside = FLIGHT.outside
 
 
@@ -299,19 +287,16 @@ def _read(path: Path) -> Flight | None:
         if facts.get("version") != _VERSION:
             return None
         channels = [None, *(Channel(tuple(members), pair) for members, pair in facts["channels"])]
-        lanes = {name: _notes(data, place, channels) for place, name in enumerate(facts["lanes"])}
+        lanes = {name: _notes(lane, channels) for name, lane in zip(facts["lanes"], _entries_in(data), strict=False)}
         return Flight(lanes=lanes, **{key: facts[key] for key in ("rank", "size", "host", "pid", "started", "job")})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None  # not ours, or of a process that was killed while it wrote the header
 
 
-def _notes(data: bytes | bytearray | mmap.mmap, place: int, channels: Sequence[Channel | None]) -> tuple[Note, ...]:
-    notes = []
-    for slot in range(DEPTH):
-        number, order, begin, end, channel, text = _ENTRY.unpack_from(
-            data, _HEADER + (place * DEPTH + slot) * _ENTRY.size
-        )
-        if number and channel < len(channels):
-            doing = text.rstrip(b"\0").decode(errors="replace")
-            notes.append(Note(number, order, begin, end or None, channels[channel], doing))
+def _notes(lane: Any, channels: Sequence[Channel | None]) -> tuple[Note, ...]:
+    notes = [
+        Note(number, order, begin, end or None, channels[channel], doing.decode(errors="replace"))
+        for number, order, begin, end, channel, doing in lane.tolist()
+        if number and channel < len(channels)
+    ]
     return tuple(sorted(notes, key=attrgetter("number")))

@@ -12,26 +12,14 @@ Whatever needs all workers to set up is set up here, in one order that is the sa
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hybridpar.comm.group import TorchGroup, open_group
-from hybridpar.comm.shared_channel import Offer, take_offer
-from hybridpar.comm.transport import GroupReceive, GroupSend, MessagePart, ReceiveEnd, SendEnd
+from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError, UsageError
-
-_log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
-#: (rank of the sender, rank of the receiver)
-Channel = tuple[int, int]
 
 
 class Grid:
@@ -59,20 +47,17 @@ class Grid:
         self.replica = next(replica for replica, row in enumerate(self._homes) if world.rank in row)
         self.ranks = list(dict.fromkeys(self._homes[self.replica]))
         self.position = self.ranks.index(world.rank)
-        self._is_rectangle = homes is None
-        self.senders: dict[int, SendEnd] = {}
-        self.receivers: dict[int, ReceiveEnd] = {}
-        self._groups: list[dist.ProcessGroup] = []
-        hosts = self._agree(pairs)
+        self.senders: dict[int, Channel] = {}
+        self.receivers: dict[int, Channel] = {}
+        self._agree(pairs)
         self.columns = [list(column) for column in zip(*self._homes, strict=True)]
         self.worlds: dict[int, World] = {}
         wanted = [(row[source], row[target]) for source, target in pairs for row in self._homes]
-        channels = [one for one in dict.fromkeys(wanted) if one[0] != one[1]]
         try:
-            self._divide(lanes)
-            shared = self._share_memory([one for one in channels if hosts[one[0]] == hosts[one[1]] is not None])
+            worlds = world.worlds_of(self.columns, lanes)
+            self.worlds = {position: world for position, world in enumerate(worlds) if world is not None}
             with world.named_errors("connecting the stages of the pipeline"):
-                self._connect([one for one in channels if one not in shared])
+                self._connect([ends for ends in dict.fromkeys(wanted) if ends[0] != ends[1]])
         except BaseException:
             self.close()
             raise
@@ -86,41 +71,21 @@ class Grid:
         """The workers of this worker's position, or of its first."""
         return next(iter(self.worlds.values()))
 
-    def _divide(self, lanes: int) -> None:
-        """Open the worlds of this worker's positions, in one order on all workers."""
-        rank = self.world.rank
-        if self._is_rectangle:
-            self.worlds[self.position] = self.world.split(self.columns, lanes)
-            return
-        for position, column in enumerate(self.columns):
-            others = [[one] for one in range(self.world.size) if one not in column]
-            party = self.world.split([column, *others], lanes)
-            if rank in column:
-                self.worlds[position] = party
-
     def close(self) -> None:
-        """Leave all channels and destroy the grid's process groups. Safe to call twice."""
-        ends: list[SendEnd | ReceiveEnd] = [*self.senders.values(), *self.receivers.values()]
-        for end in ends:
-            end.close()
+        """Leave all channels and worlds. Safe to call twice."""
+        for channel in (*self.senders.values(), *self.receivers.values()):
+            channel.group.close()
         self.senders, self.receivers = {}, {}
-        groups, self._groups = self._groups, []
-        if dist.is_initialized():
-            for group in groups:
-                dist.destroy_process_group(group)
         for world in self.worlds.values():
             world.close()
 
     # ------------------------------------------------------------------- set-up
 
-    def _agree(self, pairs: list[tuple[int, int]]) -> list[str | None]:
-        """Make sure that all workers want the same grid, and learn where they are."""
-        mine = (self.positions, pairs, [] if self._is_rectangle else [list(row) for row in self._homes])
-        answers = self.world.gather((mine, self.world.memory_host()))
-        hosts: list[str | None] = []
-        for rank, answer in enumerate(answers):
-            assert isinstance(answer, tuple)
-            theirs, host = answer
+    def _agree(self, pairs: list[tuple[int, int]]) -> None:
+        """Make sure that all workers want the same grid."""
+        mine = (self.positions, pairs, [list(row) for row in self._homes])
+        answers: list[Any] = self.world.gather(mine)
+        for rank, theirs in enumerate(answers):
             if theirs != mine:
                 raise SyncError(
                     f"worker {rank} wants {theirs[0]} positions and pairs {theirs[1]}, worker {self.world.rank} wants "
@@ -128,63 +93,25 @@ class Grid:
                     "All workers must make the same grid.",
                     "Start all workers with the same plan.",
                 )
-            hosts.append(host)
-        return hosts
 
-    def _share_memory(self, wanted: list[Channel]) -> set[Channel]:
-        """Open channels in shared memory, and return those that could be opened, at both ends."""
-        rank, patience = self.world.rank, (self.world.timeout, self.world.wait_on)
-        offers: dict[Channel, Offer] = {}
-        try:
-            for one in wanted:
-                if one[0] == rank and (offer := _attempt(partial(Offer, one[1], *patience), one[1])) is not None:
-                    offers[one] = offer
-            places = _merged(self.world.gather({one: offer.place for one, offer in offers.items()}))
-            taken: dict[Channel, bool] = {}
-            for one, place in places.items():
-                take = partial(take_offer, place, one[0], *patience)
-                if one[1] == rank and (end := _attempt(take, one[0])) is not None:
-                    self.receivers[self.ranks.index(one[0])] = end
-                    taken[one] = True
-            opened = _merged(self.world.gather(taken))
-            for one in offers.keys() & opened.keys():
-                self.senders[self.ranks.index(one[1])] = offers[one].accept()
-        except OSError as error:
-            raise self.world.peer_error("connecting the stages of the pipeline", error) from error
-        finally:
-            for offer in offers.values():
-                offer.close()
-        return set(opened)
-
-    def _connect(self, channels: list[Channel]) -> None:
-        """Open channels over the backend. All workers make all groups, in one order, theirs or not.
+    def _connect(self, channels: Sequence[tuple[int, int]]) -> None:
+        """Open a channel from each first rank to the second.
 
         A first message goes over every channel at once, as NCCL connects on first use, when the order in which workers
         come to different channels is nobody's to control. In this one order the first exchange can always go on.
         """
-        device = self.world.device
-        first = MessagePart((1,))
-        for source, target in channels:
-            group = self._open_group((source, target))
+        device, first = self.world.device, MessagePart((1,))
+        groups = self.world.open_groups([sorted(ends) for ends in channels])
+        for (source, target), group in zip(channels, groups, strict=True):
             if group is None:
                 continue
-            self._groups.append(group)
-            # Ranks in a group follow the ranks in the job.
+            channel = Channel(group, 1 - group.rank, device)
             if self.world.rank == source:
-                sender = GroupSend(TorchGroup(group), int(source < target), device)
-                sender.send([torch.zeros(first.shape, device=device)])
-                sender.bytes_sent = 0
-                self.senders[self.ranks.index(target)] = sender
+                self.senders[self.ranks.index(target)] = channel
+                channel.send([torch.zeros(first.shape, device=device)])
             else:
-                receiver = GroupReceive(TorchGroup(group), int(target < source), device)
-                receiver.receive([first])
-                self.receivers[self.ranks.index(source)] = receiver
-
-    def _open_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of some workers of the grid; where that is a part of the job, the others make none."""
-        world = self.world
-        part = world.size < world.job_size
-        return open_group([world.members[rank] for rank in ranks], world.timeout, members_only=part)
+                self.receivers[self.ranks.index(source)] = channel
+                channel.receive([first])
 
 
 def _check(world: World, positions: int, pairs: list[tuple[int, int]], columns: int) -> None:
@@ -202,19 +129,3 @@ def _check(world: World, positions: int, pairs: list[tuple[int, int]], columns: 
             "A channel is from one position to another.",
             f"Name two different positions from 0 to {columns - 1}.",
         )
-
-
-def _attempt(make: Callable[[], _T], peer: int) -> _T | None:
-    try:
-        return make()
-    except OSError as error:
-        _log.warning("no shared memory between this worker and worker %d (%s); they use the network", peer, error)
-        return None
-
-
-def _merged(answers: list[object]) -> dict[Channel, Any]:
-    merged: dict[Channel, Any] = {}
-    for answer in answers:
-        assert isinstance(answer, dict)
-        merged.update(answer)
-    return merged

@@ -56,10 +56,12 @@ class Group(ABC):
         size: How many workers there are.
         rank: This worker.
         device: Where tensors are.
+        transport: What carries them.
     """
 
     size: int
     rank: int
+    transport: str
     device: torch.device = torch.device("cpu")
 
     @abstractmethod
@@ -141,18 +143,21 @@ _OPERATIONS = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MA
 
 
 class TorchGroup(Group):
-    """A process group of torch.distributed, which stays its owner's to destroy.
+    """A process group of torch.distributed.
 
     Args:
         group: The group; None for the default one.
+        is_ours: Whether `close` destroys it; else its maker does.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, is_ours: bool = False) -> None:
         #: The process group.
         self.group = group
+        self._is_ours = is_ours
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        # NCCL has no bitwise operations.
-        self._bitwise = dist.get_backend(group) != "nccl"
+        backend = dist.get_backend(group)
+        self.transport = "nccl" if "nccl" in dist.get_backend_config(group) else backend
+        self._bitwise = backend != "nccl"  # which has no bitwise operations
         if not self._bitwise:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
@@ -177,7 +182,9 @@ class TorchGroup(Group):
         self._transfer(dist.irecv, tensor, rank)
 
     def close(self) -> None:
-        """Do nothing: the group belongs to its maker."""
+        if self._is_ours and dist.is_initialized():
+            self._is_ours = False
+            dist.destroy_process_group(self.group)
 
     def _transfer(self, kind: Callable[..., Any], tensor: Tensor, rank: int) -> None:
         if tensor.numel():
@@ -198,7 +205,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
     return float(made._get_backend(made._device_types[0]).options._timeout.total_seconds())
 
 
-def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = False) -> dist.ProcessGroup | None:
+def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = False) -> TorchGroup | None:
     """Make a process group with threads of its own, on which all members can be reached when this returns.
 
     Gloo lets a worker go on as soon as its own connections stand. One that fails right after that, for a reason of its
@@ -212,4 +219,4 @@ def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = Fal
         return None
     if "gloo" in dist.get_backend_config(group):  # NCCL connects on first use
         dist.all_reduce(torch.zeros(1), group=group)
-    return group
+    return TorchGroup(group, is_ours=True)

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from hybridpar.machine.addresses import address_towards, gloo_address, interface
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: Stores of this process by the address they were reached at. Each is kept to the end: on rank 0 it may be the server,
 #: which the peers may still need for a process group that this worker has left already.
@@ -177,22 +179,19 @@ def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or len({place.host for place in places}) == 1:
         return
-    hidden = [one for one, place in enumerate(places) if reachable_address(places, one) is None]
-    if hidden:
+    addresses = [reachable_address(places, each) for each in range(len(places))]
+    if None in addresses:
+        hidden = addresses.index(None)
         raise LaunchError(
-            f"worker {hidden[0]} would listen on {places[hidden[0]].listens}, which other hosts cannot reach",
+            f"worker {hidden} would listen on {places[hidden].listens}, which other hosts cannot reach",
             "The name of its host stands for the loopback, and so does its way to MASTER_ADDR.",
             "Set GLOO_SOCKET_IFNAME to its network interface (`ip address` lists them) on every host, or give "
             "torchrun --local-addr with the host's address on the network.",
         )
-    if not is_loopback(places[rank].listens):
-        return
-    address = reachable_address(places, rank)
-    if address is not None and is_loopback(address):  # an address of another host; ours on the way to it counts
-        address = None
-    name = interface_of(address_towards(address)) if address is not None else None
-    if name is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
+    if is_loopback(places[rank].listens):
+        name = interface_of(address_towards(str(addresses[rank])))
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def reachable_address(places: Sequence[Place], rank: int) -> str | None:
@@ -250,7 +249,7 @@ class RollCall:
     def __init__(self, store: Any, rank: int, size: int, beat: float = 5.0) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self._others = [other for other in range(size) if other != rank]
         self._beat = beat
         self._lock = threading.Lock()
         self._missing: list[int] | None = None
@@ -271,73 +270,65 @@ class RollCall:
 
     def is_busy(self) -> bool:
         """Whether some other worker is alive outside of a step. One worker then logs which, and what it does."""
-        busy: dict[int, str] = {}
-        self._within(5 * self._beat, lambda: self._watch(busy))
+        busy: dict[int, str] = _within(5 * self._beat, self._watch, {})
         with self._lock:
             for rank, doing in busy.items():
-                if self._rank == min(other for other in range(self._size) if other not in busy):
+                if self._rank == min({self._rank, *self._others} - busy.keys()):
                     _log.warning("worker %d waits for worker %d, which is alive: %s", self._rank, rank, doing)
         return bool(busy)
 
-    def _watch(self, busy: dict[int, str]) -> None:
-        """Wait for new signs of workers that are busy, for up to four beats."""
-        before = self._signs()
-        deadline = time.monotonic() + 4 * self._beat
-        while not busy and time.monotonic() < deadline:
-            time.sleep(self._beat / 10)
-            for rank, (number, doing) in self._signs().items():
-                if number != before.get(rank, (0, ""))[0] and doing is not None:
-                    busy[rank] = doing
-
-    def _signs(self) -> dict[int, tuple[int, str | None]]:
-        others = [rank for rank in range(self._size) if rank != self._rank and self._store.check([f"sign-{rank}"])]
-        return {rank: tuple(json.loads(self._store.get(f"sign-{rank}"))) for rank in others}
-
     def leave(self, reason: str) -> None:
         """Say how this worker came to take part no more, before the others notice."""
-        self._within(1.0, lambda: self._store.set(f"left-{self._rank}", reason))
+        _within(1.0, lambda: self._store.set(f"left-{self._rank}", reason), None)
 
     def left(self) -> dict[int, str]:
         """What workers that take part no more have said."""
-        said: dict[int, str] = {}
-
-        def ask() -> None:
-            for rank in range(self._size):
-                if rank != self._rank and self._store.check([f"left-{rank}"]):
-                    said[rank] = self._store.get(f"left-{rank}").decode()
-
-        self._within(1.0, ask)
-        return dict(said)
-
-    @staticmethod
-    def _within(seconds: float, work: Callable[[], object]) -> None:
-        """Use the store. One whose server is stopped does not answer at all, so the main thread does not ask it."""
-
-        def whole() -> None:
-            with contextlib.suppress(RuntimeError):
-                work()
-
-        asker = threading.Thread(target=whole, daemon=True)
-        asker.start()
-        asker.join(seconds)
+        return _within(1.0, lambda: self._said("left"), {})
 
     def missing(self, patience: float) -> list[int]:
-        """Workers that have not called this within `patience` seconds; asked once, the answer is kept.
+        """Workers that have not called this within `patience` seconds; asked once, then the answer stays.
 
         Worker 0 counts as missing where the store does not answer, which it may serve.
         """
         with self._lock:
             if self._missing is None:
-                found: list[list[int]] = []
-                self._within(patience + 1.0, lambda: self._ask(patience, found))
-                self._missing = found[0] if found else [0][: self._rank]
+                self._missing = _within(patience + 1.0, lambda: self._call(patience), [0][: self._rank])
             return self._missing
 
-    def _ask(self, patience: float, found: list[list[int]]) -> None:
-        missing = [rank for rank in range(self._size) if rank != self._rank]
+    def _watch(self) -> dict[int, str]:
+        """What workers are busy with that give a new sign within four beats."""
+        before, busy = self._said("sign"), dict[int, str]()
+        deadline = time.monotonic() + 4 * self._beat
+        while not busy and time.monotonic() < deadline:
+            time.sleep(self._beat / 10)
+            new = {rank: json.loads(sign) for rank, sign in self._said("sign").items() if sign != before.get(rank)}
+            busy = {rank: doing for rank, (_, doing) in new.items() if doing is not None}
+        return busy
+
+    def _call(self, patience: float) -> list[int]:
         self._store.set(f"here-{self._rank}", "")
-        deadline = time.monotonic() + patience
+        missing, deadline = self._others, time.monotonic() + patience
         while missing and time.monotonic() < deadline:
             time.sleep(0.02)
-            missing = [rank for rank in missing if not self._store.check([f"here-{rank}"])]
-        found.append(missing)
+            here = self._said("here")
+            missing = [rank for rank in missing if rank not in here]
+        return missing
+
+    def _said(self, what: str) -> dict[int, str]:
+        """What others have written to the store."""
+        keys = {rank: f"{what}-{rank}" for rank in self._others}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+
+def _within(seconds: float, ask: Callable[[], _T], otherwise: _T) -> _T:
+    """What the store answers. One whose server is stopped does not answer at all, so a thread asks it."""
+    answers: list[_T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else otherwise

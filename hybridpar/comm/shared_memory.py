@@ -5,201 +5,57 @@ worker writes into slots that all of them read. Work is cut into chunks that sta
 reader.
 
 Workers wait for each other on Unix sockets, one byte per phase, so a worker that dies is noticed at once by its closed
-socket, and waiting costs no CPU time. The segment is unlinked as soon as everybody has mapped it, so a killed job
-leaves nothing behind.
+socket, and waiting costs no CPU time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
-import socket
-import struct
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.comm.connections import Connected, connect
 from hybridpar.comm.group import SMALL, Gather, Group, Reduction, WaitOn, never, reduce_rows, split
 
 #: Bytes of a chunk: small enough that all workers' parts of it stay in the last-level cache, large enough that meeting
 #: twice per chunk costs little.
 CHUNK_BYTES = 2 << 20
 
-#: Bytes of a piece of a message between two: the receiver copies a piece while the sender writes the next.
-_PIECE_BYTES = CHUNK_BYTES // 2
-
-_SHARED = Path("/dev/shm")
-_RANK = struct.Struct("I")
-
-_T = TypeVar("_T")
+#: Bytes of a piece of a message between two: the receiver copies a piece while the sender writes the next. Copying it
+#: takes about as long as to wake the other end, which costs up to 60 microseconds where the processors are virtual.
+_PIECE_BYTES = CHUNK_BYTES // 4
 
 
-def shared_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory in memory where workers find each other. It is removed afterwards, so that nothing is left of the
-    job.
-    """
-    return tempfile.TemporaryDirectory(prefix="hybridpar-", dir=_SHARED if _SHARED.is_dir() else None)
-
-
-def map_segment(path: Path, size: int) -> mmap.mmap:
-    """Map a file of shared memory."""
-    with open(path, "r+b") as segment:
-        # Reserve the pages now: a full tmpfs would kill the process at the first write.
-        os.posix_fallocate(segment.fileno(), 0, size)
-        return mmap.mmap(segment.fileno(), size)
-
-
-def open_door(path: Path, timeout: float, callers: int = 1) -> socket.socket:
-    """A Unix socket that listens for so many callers."""
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        door.settimeout(timeout)
-        door.bind(str(path))
-        door.listen(callers)
-    except OSError:
-        door.close()
-        raise
-    return door
-
-
-def call(path: Path, timeout: float) -> socket.socket:
-    """A Unix socket connected to one that listens."""
-    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        caller.settimeout(timeout)
-        caller.connect(str(path))
-    except OSError:
-        caller.close()
-        raise
-    return caller
-
-
-class Bell:
-    """A Unix socket to one peer, on which a byte says that something is there or gone."""
-
-    def __init__(self, connection: socket.socket, timeout: float, wait_on: WaitOn = never) -> None:
-        self._socket = connection
-        self._timeout = timeout
-        self._wait_on = wait_on
-        # The kernel's time-out: Python's own costs a second system call for every wait.
-        connection.settimeout(None)
-        limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-    def ring(self, doing: str, times: int = 1) -> None:
-        """Tell the peer, so many times."""
-        self._patiently(lambda flags: self._socket.send(b"+" * times, flags), doing)
-
-    def wait(self, doing: str, most: int = 1) -> int:
-        """Wait until the peer has rung, and return how often, at most `most` times."""
-        heard = len(self._patiently(lambda flags: self._socket.recv(most, flags), doing))
-        if heard == 0:
-            raise RuntimeError(f"Connection closed by peer while {doing}")
-        return heard
-
-    def close(self) -> None:
-        """Leave, and end a wait that runs on another thread. Safe to call twice."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _patiently(self, use: Callable[[int], _T], doing: str) -> _T:
-        """Use the socket; after a time-out again, while some worker is alive and busy."""
-        flags = 0
-        while True:
-            try:
-                return use(flags)
-            except BlockingIOError as error:
-                if flags:
-                    raise RuntimeError(f"Timed out waiting {self._timeout:g} s for a peer while {doing}") from error
-                # Without patience once more, at once: the peer may have rung meanwhile.
-                flags = 0 if self._wait_on() else socket.MSG_DONTWAIT
-            except OSError as error:
-                raise RuntimeError(f"Connection closed by peer while {doing}") from error
-
-
-class SharedSegment:
-    """Memory that the workers of one machine share, and a `Bell` between every two of them."""
-
-    def __init__(
-        self, rank: int, size: int, gather: Gather, timeout: float, count: int, wait_on: WaitOn = never
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self._timeout = timeout
-        self._wait_on = wait_on
-        self._count = count
-        self._peers: dict[int, Bell] = {}
-        self._map: mmap.mmap | None = None
-        with contextlib.ExitStack() as stack:
-            # Rank 0's directory holds the segment and everybody's socket until all are connected. Each step is
-            # followed by a gather, so a worker's problem is everybody's, and no step starts before its predecessor.
-            place: object = None
-            problem: object = None
-            if rank == 0:
-                try:
-                    place = stack.enter_context(shared_directory())
-                except OSError as error:
-                    problem = error.strerror or str(error)
-            place, problem = gather((place, problem))[0]  # type: ignore[misc]
-            place = Path(str(place))
-            for step in (self._create, self._open, self._connect):
-                if problem is None:
-                    problem = _problem_of(step, place, stack)
-                problem = next((answer for answer in gather(problem) if answer is not None), None)
-        if problem is not None:
-            self.close()
-            raise OSError(problem)
-
-    def close(self) -> None:
-        """Close the sockets and let go of the memory. Safe to call twice."""
-        for peer in self._peers.values():
-            peer.close()
-        self._peers = {}
-        self._map = None  # unmapped when the last tensor over it is gone
+class SharedSegment(Connected):
+    """Memory that the workers of one machine share, in which they tell each other that something is there or gone."""
 
     def view(self, dtype: torch.dtype) -> Tensor:
         """The memory as a 1-D tensor."""
-        if self._map is None:
+        if self._memory is None:
             raise RuntimeError("Connection closed: this worker has left the job")
-        return torch.frombuffer(self._map, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype)
 
-    def ring(self, doing: str) -> None:
+    def ring(self) -> None:
         """Tell every peer that something is there or gone."""
         for peer in self._peers.values():
-            peer.ring(doing)
+            peer.ring()
 
-    def wait(self, doing: str) -> None:
+    def wait(self) -> None:
         """Wait until every peer has rung once more."""
         for peer in self._peers.values():
-            peer.wait(doing)
+            peer.wait()
 
-    # ------------------------------------------------------------------- set-up
 
-    def _create(self, place: Path, stack: contextlib.ExitStack) -> None:
-        self._door = stack.enter_context(open_door(place / str(self.rank), self._timeout, self.size))
-        if self.rank == 0:
-            (place / "segment").touch()
-
-    def _open(self, place: Path, stack: contextlib.ExitStack) -> None:
-        self._map = map_segment(place / "segment", self._count)
-
-    def _connect(self, place: Path, stack: contextlib.ExitStack) -> None:
-        """Every pair connects once: the higher rank calls, the lower answers."""
-        for lower in range(self.rank):
-            connection = call(place / str(lower), self._timeout)
-            connection.sendall(_RANK.pack(self.rank))
-            self._peers[lower] = Bell(connection, self._timeout, self._wait_on)
-        for _ in range(self.size - 1 - self.rank):
-            connection = self._door.accept()[0]
-            (caller,) = _RANK.unpack(connection.recv(_RANK.size, socket.MSG_WAITALL))
-            self._peers[caller] = Bell(connection, self._timeout, self._wait_on)
+def open_segment(
+    rank: int, size: int, gather: Gather, timeout: float, memory_bytes: int, wait_on: WaitOn = never
+) -> SharedSegment:
+    """Memory with so many bytes for each worker of a machine; a collective, with an OSError where there is none."""
+    (made,) = connect(SharedSegment, rank, [range(size)], gather, timeout, wait_on, memory_bytes=memory_bytes)
+    assert made is not None
+    return made
 
 
 class SharedMemoryGroup(SharedSegment, Group):
@@ -208,14 +64,30 @@ class SharedMemoryGroup(SharedSegment, Group):
     All workers get the same bits, because each element is reduced in the order of ranks, wherever that happens.
 
     Two sets of slots take turns. A worker that writes chunk j + 2 has met all peers in chunk j + 1, so these have taken
-    everything from chunk j, whose slots it now overwrites.
+    everything from chunk j, whose slots it now overwrites. Messages between two go through the sender's slot of the
+    next turn, which nobody reads any more: a ring of pieces. So a short message leaves before it is received.
     """
 
-    def __init__(self, rank: int, size: int, gather: Gather, timeout: float, wait_on: WaitOn = never) -> None:
+    transport = "shared memory"
+    memory_bytes = 2 * (CHUNK_BYTES + 8)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._turn = 0
         self._views: dict[torch.dtype, Tensor] = {}
-        self._others = [other for other in range(size) if other != rank]
-        super().__init__(rank, size, gather, timeout, 2 * size * (CHUNK_BYTES + 8), wait_on)
+        self._others = list(self._peers)
+        slots = self._slots(torch.uint8).view(2, self.size, -1, _PIECE_BYTES)
+        #: By turn and worker.
+        self._pieces = [[row.unbind() for row in turn] for turn in slots]
+        #: Pieces sent to and received from each worker.
+        self._sent, self._received = [0] * self.size, [0] * self.size
+        #: Who was sent something last, and pieces of that which it may not have taken.
+        self._reader, self._unread = 0, 0
+
+    @classmethod
+    def fits(cls, hosts: Sequence[object]) -> bool:
+        """All on the same host, where all may share memory."""
+        return len(set(hosts)) == 1 and hosts[0] is not None
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
         flat = tensor.detach().view(-1)
@@ -225,7 +97,7 @@ class SharedMemoryGroup(SharedSegment, Group):
             if chunk.nbytes <= SMALL:
                 slots = self._next_slots(chunk.dtype)[:, : chunk.numel()]
                 slots[self.rank] = chunk
-                self._meet("handing out tensors")
+                self._meet()
                 reduce_rows(slots, chunk, reduction)
             else:
                 self._reduce_chunk(chunk, reduction)
@@ -242,7 +114,7 @@ class SharedMemoryGroup(SharedSegment, Group):
             for other in self._others:
                 part = sent[other][start : start + step]
                 slots[self.rank, other * step : other * step + part.numel()] = part
-            self._meet("handing out tensors")
+            self._meet()
             most = int(lengths.max())  # all workers meet as often
             for other in self._others:
                 part = received[other][start : start + step]
@@ -255,30 +127,31 @@ class SharedMemoryGroup(SharedSegment, Group):
             part = inp[start : start + step]
             slots = self._next_slots(inp.dtype)[:, : part.numel()]
             slots[self.rank] = part
-            self._meet("handing out tensors")
+            self._meet()
             rows[:, start : start + step] = slots
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        slots, bell, doing = self._pieces(self.rank), self._peers[rank], f"sending to worker {rank} of the group"
-        pieces = _pieces_of(tensor.view(torch.uint8))
-        for number, piece in enumerate(pieces):
-            if number >= len(slots):
-                bell.wait(doing)
-            slots[number % len(slots)][: piece.numel()] = piece
-            bell.ring(doing)
-        for _ in range(min(len(slots), len(pieces))):
-            bell.wait(doing)
+        if rank != self._reader:
+            self._settle()
+            self._reader = rank
+        slots, peer = self._pieces[1 - self._turn][self.rank], self._peers[rank]
+        for piece in _pieces_of(tensor.view(torch.uint8)):
+            if self._unread == len(slots):
+                self._unread -= peer.wait(self._unread)
+            slots[self._sent[rank] % len(slots)][: piece.numel()] = piece
+            peer.ring()
+            self._sent[rank] += 1
+            self._unread += 1
 
     def recv(self, tensor: Tensor, rank: int) -> None:
-        slots, bell, doing = self._pieces(rank), self._peers[rank], f"receiving from worker {rank} of the group"
-        for number, piece in enumerate(_pieces_of(tensor.view(torch.uint8))):
-            bell.wait(doing)
-            piece.copy_(slots[number % len(slots)][: piece.numel()])
-            bell.ring(doing)
-
-    def close(self) -> None:
-        self._views.clear()
-        super().close()
+        self._settle()
+        slots, peer = self._pieces[1 - self._turn][rank], self._peers[rank]
+        for piece in _pieces_of(tensor.view(torch.uint8)):
+            peer.wait()
+            piece.copy_(slots[self._received[rank] % len(slots)][: piece.numel()])
+            self._received[rank] += 1
+            with contextlib.suppress(RuntimeError):  # a sender that has sent its last message may have left
+                peer.ring()
 
     def _reduce_chunk(self, chunk: Tensor, reduction: Reduction) -> None:
         """A chunk in three phases: each worker hands the others what they reduce, reduces its stripe, takes theirs."""
@@ -288,25 +161,27 @@ class SharedMemoryGroup(SharedSegment, Group):
         mine = stripes[self.rank]
         for other in self._others:
             slots[self.rank, stripes[other]] = chunk[stripes[other]]
-        self._meet("handing out gradients")
+        self._meet()
         rows = [chunk[mine] if rank == self.rank else slots[rank, mine] for rank in range(self.size)]
         reduce_rows(rows, slots[self.rank, mine], reduction)
-        self._meet("adding gradients")
+        self._meet()
         for rank in range(self.size):
             chunk[stripes[rank]] = slots[rank, stripes[rank]]
 
-    def _meet(self, doing: str) -> None:
-        self.ring(doing)
-        self.wait(doing)
+    def _meet(self) -> None:
+        self.ring()
+        self.wait()
+
+    def _settle(self) -> None:
+        """Wait until all that was sent has been taken."""
+        while self._unread:
+            self._unread -= self._peers[self._reader].wait(self._unread)
 
     def _next_slots(self, dtype: torch.dtype) -> Tensor:
         """The slots of the next turn as (worker, element)."""
+        self._settle()
         self._turn = 1 - self._turn
         return self._slots(dtype)[self._turn]
-
-    def _pieces(self, rank: int) -> tuple[Tensor, ...]:
-        """A worker's slot of the next turn, which nobody reads any more, in pieces; the turn stays."""
-        return _pieces_of(self._slots(torch.uint8)[1 - self._turn, rank])
 
     def _slots(self, dtype: torch.dtype) -> Tensor:
         """The slots as (turn, worker, element)."""
@@ -324,13 +199,3 @@ class SharedMemoryGroup(SharedSegment, Group):
 def _pieces_of(memory: Tensor) -> tuple[Tensor, ...]:
     pieces: tuple[Tensor, ...] = memory.split(_PIECE_BYTES)  # type: ignore[no-untyped-call]
     return pieces
-
-
-def _problem_of(
-    step: Callable[[Path, contextlib.ExitStack], None], place: Path, stack: contextlib.ExitStack
-) -> str | None:
-    try:
-        step(place, stack)
-    except OSError as error:
-        return error.strerror or str(error)
-    return None

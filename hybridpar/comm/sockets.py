@@ -3,71 +3,33 @@
 Gloo hands each message to threads of its own, which cost a core that computes more than the message does, and each
 must wake up before the next can go on. Here the calling thread, which is a sync lane, writes to and reads from a
 connection to each peer. Messages that arrive while others leave are added up on the way.
-
-Workers and strangers reach the same door while connections are made. Both ends prove that they know the job's token
-(`hybridpar.comm.handshake`); a stranger is turned away, waits in vain, or gives way to who comes later, and delays
-nobody.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
-import selectors
-import socket
-import struct
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm.group import REDUCE, SMALL, Gather, Group, Reduction, WaitOn, buffer_of, never, reduce_rows, split
-from hybridpar.comm.handshake import (
-    GREETING_BYTES,
-    PROOF_BYTES,
-    REPLY_BYTES,
-    HandshakeError,
-    ServerHandshake,
-    WorkerHandshake,
-)
-from hybridpar.machine.addresses import gloo_address
-from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
+from hybridpar.comm.connections import Connected, Peer, late
+from hybridpar.comm.group import REDUCE, SMALL, Group, Reduction, buffer_of, reduce_rows, split
 
 #: Bytes after which what arrives is added up while the rest is on its way.
 _CHUNK = 1 << 18
 
-#: Workers up to which each has a connection to every other one.
-MOST_WORKERS = 16
-
-#: Seconds for connections to be made.
-_SETUP_SECONDS = 30.0
-
-#: Connections that may be in their handshake at a time, beside those that are expected. The oldest gives way.
-_MOST_STRANGERS = 64
-
-_HEADER = struct.Struct("!II")  # rank of the caller, number of the group; behind its reply
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+#: Called with how many bytes have both left and arrived.
+_Advance = Callable[[int], None]
 
 
-class SocketGroup(Group):
-    """A connection to every other worker. After `timeout` seconds of silence `wait_on` says whether to wait again."""
+class SocketGroup(Connected, Group):
+    """A connection to every other worker."""
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], timeout: float, wait_on: WaitOn = never) -> None:
-        self.rank, self.size = rank, len(peers) + 1
-        self._peers = dict(sorted(peers.items()))
-        self._timeout = timeout
-        self._wait_on = wait_on
-        self._scratch = _NOTHING
-        # The kernel's time-out: Python's own costs a second system call for every wait.
-        limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
-        for one in self._peers.values():
-            one.settimeout(None)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    transport = "sockets"
+    _scratch = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
         flat = tensor.detach().view(-1)
@@ -93,16 +55,10 @@ class SocketGroup(Group):
         self._exchange([inp] * self.size, rows)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        self._carry([_Stream(rank, self._peers[rank], tensor, _NOTHING)])
+        self._peers[rank].send(buffer_of(tensor))
 
     def recv(self, tensor: Tensor, rank: int) -> None:
-        self._carry([_Stream(rank, self._peers[rank], _NOTHING, tensor)])
-
-    def close(self) -> None:
-        for one in self._peers.values():
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+        self._peers[rank].receive(buffer_of(tensor))
 
     def _reduce_with_the_other(self, flat: Tensor, reduce: Callable[..., Tensor]) -> None:
         """Exchange everything with the one peer; what has left and has arrived is added meanwhile."""
@@ -136,258 +92,75 @@ class SocketGroup(Group):
 
     # ---------------------------------------------------------------- messages
 
-    def _exchange(
-        self, sent: Sequence[Tensor], received: Sequence[Tensor], advance: Callable[[int], None] | None = None
-    ) -> None:
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], advance: _Advance | None = None) -> None:
         """Send each peer a message and receive one from each, all at a time."""
-        self._carry([_Stream(rank, peer, sent[rank], received[rank]) for rank, peer in self._peers.items()], advance)
+        self._carry([_Stream(peer, sent[rank], received[rank]) for rank, peer in self._peers.items()], advance)
 
-    def _carry(self, streams: Sequence[_Stream], advance: Callable[[int], None] | None = None) -> None:
+    def _carry(self, streams: Sequence[_Stream], advance: _Advance | None = None) -> None:
         """Send and receive until nothing is missing."""
-        try:
-            for stream in streams:
-                stream.send()
-            if any(stream.unsent for stream in streams):
-                self._go_on_both_ways(streams, advance)
-            for stream in streams:
-                flags = socket.MSG_WAITALL  # waits for a whole chunk, in the kernel
-                while stream.missing:
-                    if stream.receive(_CHUNK if advance is not None else stream.missing, flags):
-                        flags = socket.MSG_WAITALL
-                    elif flags == socket.MSG_DONTWAIT:
-                        raise self._late()
-                    elif not self._wait_on():
-                        flags = socket.MSG_DONTWAIT  # it may have arrived meanwhile
-                    if advance is not None:
-                        advance(stream.arrived)
-        except OSError as error:
-            raise RuntimeError(f"Connection closed by peer: {error}") from error
+        for stream in streams:
+            stream.send()
+        if any(stream.out for stream in streams):
+            self._go_on_both_ways(streams, advance)
+        for stream in streams:
+            if advance is None:
+                stream.peer.receive(stream.into)
+                continue
+            while stream.into:
+                stream.peer.receive(stream.into[:_CHUNK])
+                stream.into = stream.into[_CHUNK:]
+                advance(stream.done)
 
-    def _go_on_both_ways(self, streams: Sequence[_Stream], advance: Callable[[int], None] | None) -> None:
+    def _go_on_both_ways(self, streams: Sequence[_Stream], advance: _Advance | None) -> None:
         """Send and receive, whatever is possible, until everything has left."""
         poller = select.poll()
-        by_number = {stream.number: stream for stream in streams}
-        for stream in streams:
-            poller.register(stream.number, stream.wanted)
+        by_number = {stream.peer.socket.fileno(): stream for stream in streams}
+        for number, stream in by_number.items():
+            poller.register(number, stream.wanted)
         patience = self._timeout
-        while any(stream.unsent for stream in streams):
+        while any(stream.out for stream in streams):
             ready = poller.poll(patience * 1e3)
             if not ready and not patience:
-                raise self._late()
+                raise late(self._timeout)
             patience = self._timeout if ready or self._wait_on() else 0.0  # once more, at once
             for number, events in ready:
                 stream = by_number[number]
-                if events & ~select.POLLOUT and stream.missing:
-                    stream.receive(stream.missing, socket.MSG_DONTWAIT)
-                if events & ~select.POLLIN and stream.unsent:
+                if events & ~select.POLLOUT:
+                    stream.receive()
+                if events & ~select.POLLIN:
                     stream.send()
                 if stream.wanted:
                     poller.modify(number, stream.wanted)
                 else:  # a peer that is done and leaves would be reported for ever
                     poller.unregister(number)
             if advance is not None:
-                stream = streams[0]
-                advance(min(stream.arrived, stream.left) // _CHUNK * _CHUNK)
-
-    def _late(self) -> RuntimeError:
-        return RuntimeError(f"Timed out waiting {self._timeout:g} s for a peer")
+                advance(streams[0].done // _CHUNK * _CHUNK)
 
 
 class _Stream:
-    """A message to a peer and one from it."""
+    """A message to a peer and a message from it, or what is left of them."""
 
-    def __init__(self, rank: int, connection: socket.socket, sent: Tensor, received: Tensor) -> None:
-        self._rank = rank
-        self._socket = connection
-        self._out, self._in = buffer_of(sent), buffer_of(received)
-        self.number = connection.fileno()
-        self.left = self.arrived = 0
-        if self.number < 0:
-            raise RuntimeError("Connection closed: this worker has left the job")
+    def __init__(self, peer: Peer, sent: Tensor, received: Tensor) -> None:
+        self.peer = peer
+        self.out, self.into = buffer_of(sent), buffer_of(received)
+        self._count = len(self.out)
 
     @property
-    def unsent(self) -> int:
-        """Bytes that have not left."""
-        return len(self._out) - self.left
-
-    @property
-    def missing(self) -> int:
-        """Bytes that have not arrived."""
-        return len(self._in) - self.arrived
+    def done(self) -> int:
+        """Bytes that have left and arrived, where as many go each way."""
+        return self._count - max(len(self.out), len(self.into))
 
     @property
     def wanted(self) -> int:
         """What the poller is to look for."""
-        return (select.POLLOUT if self.unsent else 0) | (select.POLLIN if self.missing else 0)
+        return (select.POLLOUT if self.out else 0) | (select.POLLIN if self.into else 0)
 
     def send(self) -> None:
         """Send as much as the kernel takes."""
-        if self.unsent:
-            with contextlib.suppress(BlockingIOError), self._named():
-                self.left += self._socket.send(self._out[self.left :], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        if self.out:
+            self.out = self.out[self.peer.attempt(partial(self.peer.socket.send, self.out)) :]
 
-    def receive(self, most: int, flags: int) -> bool:
-        """Receive up to `most` bytes; False where there are none yet, as poll may be wrong and waiting has an end."""
-        with self._named():
-            try:
-                got = self._socket.recv_into(self._in[self.arrived : self.arrived + most], 0, flags)
-            except BlockingIOError:
-                return False
-            if not got:
-                raise ConnectionResetError
-        self.arrived += got
-        return True
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except ConnectionError as error:
-            raise ConnectionResetError(f"worker {self._rank} of the group has left") from error
-
-
-# --------------------------------------------------------------------- set-up
-
-
-def open_sockets(
-    own: int,
-    members: Sequence[int],
-    gather: Gather,
-    timeout: float,
-    count: int,
-    wait_on: WaitOn = never,
-) -> list[SocketGroup]:
-    """Connect every worker of a party to every other one, for several groups; a collective of all parties.
-
-    Workers listen on the address that gloo listens on. Where the environment holds no token of the job, rank 0 hands
-    out a random one by `gather`.
-    """
-    peers: list[dict[int, socket.socket]] = [{} for _ in range(count)]
-    rank, size = members.index(own), len(members)
-    with contextlib.ExitStack() as stack:
-        # Each step is followed by a gather, so a worker's problem is everybody's.
-        door, problem = None, None
-        try:
-            door = stack.enter_context(contextlib.closing(_Door(size * count)))
-        except OSError as error:
-            problem = f"worker {own} cannot listen: {error}"
-        secret = os.environ.get(TOKEN_VARIABLE)
-        answers: list[Any] = gather((None if door is None else door.address, None if secret else new_token()))
-        addresses, tokens = zip(*answers, strict=True)
-        if door is not None and None not in addresses:
-            token = secret or tokens[0] or ""
-            try:
-                deadline = time.monotonic() + min(timeout, _SETUP_SECONDS)
-                for lower in range(rank):
-                    for number, known in enumerate(peers):
-                        known[lower] = _call(addresses[members[lower]], token, rank, number, deadline)
-                door.answer(token, peers, count * (size - 1 - rank), deadline)
-            except OSError as error:
-                problem = f"worker {own} cannot reach all others: {error}"
-        problems = [answer for answer in gather(problem) if answer is not None]
-    for connection in (one for known in peers for one in known.values()):
-        if problems:
-            connection.close()
-        else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if problems:
-        raise OSError(problems[0])
-    return [SocketGroup(rank, known, timeout, wait_on) for known in peers]
-
-
-def _call(address: tuple[str, int], token: str, rank: int, number: int, deadline: float) -> socket.socket:
-    """Connect to a worker that listens, and say who calls for which group; again where strangers were in the way."""
-    while True:
-        connection = socket.create_connection(address, _left(deadline))
-        handshake = WorkerHandshake(token, str(address))
-        try:
-            reply = handshake.reply(_receive(connection, GREETING_BYTES))
-            connection.sendall(reply + _HEADER.pack(rank, number))
-            handshake.check(_receive(connection, PROOF_BYTES))
-            return connection
-        except (HandshakeError, OSError) as error:
-            connection.close()
-            if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
-                raise OSError(str(error)) from error
-            time.sleep(0.01)
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise ConnectionResetError("it closed the connection during the handshake")
-        data += more
-    return data
-
-
-class _Door:
-    """Where workers with higher ranks call. What a stranger does there, or does not do, changes nothing."""
-
-    def __init__(self, callers: int) -> None:
-        address = gloo_address()
-        self._callers = callers
-        self._strangers: dict[socket.socket, ServerHandshake] = {}  # in their handshake, the oldest first
-        self._selector = selectors.DefaultSelector()
-        self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self._socket.bind((address, 0))
-            self._socket.listen(socket.SOMAXCONN)  # strangers must not fill it before workers call
-        except OSError:
-            self.close()
-            raise
-        self._socket.setblocking(False)  # who has been reported may have left
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-
-    def answer(self, token: str, peers: Sequence[dict[int, socket.socket]], calls: int, deadline: float) -> None:
-        """Let so many workers in, each for a group."""
-        while calls:
-            if time.monotonic() > deadline:
-                raise TimeoutError("not all have called in time")
-            for key, _ in self._selector.select(_left(deadline)):
-                connection: Any = key.fileobj
-                with contextlib.suppress(OSError, HandshakeError, struct.error):
-                    if connection is self._socket:
-                        self._greet(connection.accept()[0], token)
-                    elif connection in self._strangers:  # it has not given way meanwhile
-                        caller, number, known = self._let_in(connection)
-                        peers[number][caller] = known
-                        calls -= 1
-
-    def close(self) -> None:
-        """End all connections of strangers."""
-        for connection in (self._socket, *self._strangers):
-            connection.close()
-        self._selector.close()
-
-    def _greet(self, stranger: socket.socket, token: str) -> None:
-        self._strangers[stranger] = handshake = ServerHandshake(token, str(self.address))
-        self._selector.register(stranger, selectors.EVENT_READ)
-        if len(self._strangers) > self._callers + _MOST_STRANGERS:
-            self._forget(next(iter(self._strangers))).close()
-        # To be reported when all of a reply is there.
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, REPLY_BYTES + _HEADER.size)
-        stranger.setblocking(False)
-        stranger.send(handshake.greeting)
-
-    def _let_in(self, stranger: socket.socket) -> tuple[int, int, socket.socket]:
-        handshake = self._strangers[stranger]
-        with self._forget(stranger):
-            data = stranger.recv(REPLY_BYTES + _HEADER.size)
-            proof = handshake.proof(data[:REPLY_BYTES])
-            caller, number = _HEADER.unpack(data[REPLY_BYTES:])
-            stranger.send(proof)
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-            return caller, number, stranger.dup()
-
-    def _forget(self, stranger: socket.socket) -> socket.socket:
-        self._selector.unregister(stranger)
-        del self._strangers[stranger]
-        return stranger
-
-
-def _left(deadline: float) -> float:
-    """Seconds until then, as a time-out: 0 would mean none."""
-    return max(deadline - time.monotonic(), 1e-3)
+    def receive(self) -> None:
+        """Receive what is there."""
+        if self.into:
+            self.into = self.into[self.peer.attempt(partial(self.peer.socket.recv_into, self.into, 0)) :]

@@ -13,22 +13,24 @@ part of every exit path.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hybridpar.comm.connections import connect
 from hybridpar.comm.flight import FLIGHT, noted
 from hybridpar.comm.group import Group, TorchGroup, open_group
 from hybridpar.comm.items import gather_items, gather_on_first
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemoryGroup
-from hybridpar.comm.sockets import MOST_WORKERS, SocketGroup, open_sockets
+from hybridpar.comm.sockets import SocketGroup
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened
 from hybridpar.machine.process import host_identity
 
@@ -80,16 +82,16 @@ class World:
     share_memory: bool = True
     members: tuple[int, ...] = ()
     job_size: int = 0
-    _groups: list[dist.ProcessGroup] = field(default_factory=list)
     _default: dist.ProcessGroup | None = None
     _meeting: Group | None = None
+    _ours: Group | None = None
     _roll_call: RollCall | None = None
     _end_life: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
         self.job_size = self.job_size or self.size
-        self._meet_over(self.control)
+        self._meeting = None if self.control is None else TorchGroup(self.control)
         self._channel = FLIGHT.channel(self.members)
 
     @classmethod
@@ -120,10 +122,10 @@ class World:
         try:
             world._roll_call = open_roll_call(timeout)
             world._end_life = world._roll_call.show_life() if world._roll_call is not None else None
-            world._open_control(world, [world.members])
+            world._control_by(open_group(world.members, timeout))
             # Where hosts do not share the directory of a run that is resumed, worker 0 alone knows its options.
             lanes, world.share_memory = world.gather((lanes, shared_memory))[0]  # type: ignore[misc]
-            world._open_groups(world, [world.members], lanes)
+            world._open_lanes([world], [world.members], lanes)
         except BaseException as error:
             world.close()
             if not isinstance(error, RuntimeError):
@@ -138,111 +140,96 @@ class World:
     def split(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> World:
         """Divide the workers into parties and return this worker's, as a world of its own; a collective.
 
-        The new world has its groups, and is closed apart from this one, which stays as it is. A
-        party can be divided further into single workers only, which need no groups.
+        The new world has its groups, and is closed apart from this one, which stays as it is.
         """
-        divided = [tuple(sorted(party)) for party in parties]
-        if self.size < self.job_size and divided == [(rank,) for rank in range(self.size)]:
-            place = {"members": (self.job_rank,), "job_size": self.job_size, "_roll_call": self._roll_call}
-            return World(0, 1, self.device, self.timeout, share_memory=self.share_memory, **place)  # type: ignore[arg-type]
-        if sorted(rank for party in divided for rank in party) != list(range(self.job_size)):
+        if sorted(rank for party in parties for rank in party) != list(range(self.size)):
             raise UsageError(
-                f"{self.job_size} workers cannot be divided into {[list(party) for party in divided]}",
-                "Every worker of the whole job is in exactly one party.",
-                f"Name each rank from 0 to {self.job_size - 1} once.",
+                f"{self.size} workers cannot be divided into {[list(party) for party in parties]}",
+                "Every worker is in exactly one party.",
+                f"Name each rank from 0 to {self.size - 1} once.",
             )
-        if self.size != self.job_size:
+        (world,) = [world for world in self.worlds_of(parties, lanes) if world is not None]
+        return world
+
+    def worlds_of(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> list[World | None]:
+        """A world for each party that this worker is in, of which there may be several; a collective, as `split`.
+
+        Of a world that is a part of the job only single workers can be a party: they need no groups.
+        """
+        parties = [sorted(party) for party in parties]
+        if self.size < self.job_size and max(map(len, parties)) > 1:
             raise UsageError(
                 f"workers {list(self.members)} of {self.job_size} cannot be divided further",
                 "Process groups are made by all workers of the job together.",
                 "Divide the world of the whole job.",
             )
-        mine = next(party for party in divided if self.rank in party)
-        world = World(
-            mine.index(self.rank),
-            len(mine),
-            self.device,
-            self.timeout,
-            share_memory=self.share_memory,
-            members=mine,
-            job_size=self.job_size,
-            _roll_call=self._roll_call,
-        )
+        facts: dict[str, Any] = {"job_size": self.job_size, "share_memory": self.share_memory}
+        worlds: list[World | None] = [None] * len(parties)
+        for index, party in enumerate(parties):
+            if self.rank in party:
+                members, rank = tuple(self.members[each] for each in party), party.index(self.rank)
+                place = rank, len(party), self.device, self.timeout
+                worlds[index] = World(*place, members=members, _roll_call=self._roll_call, **facts)
         with self.named_errors("dividing the workers into parties"):
-            world._open_control(self, divided)
-            world._open_groups(self, divided, lanes)
-        return world
+            for party, world in zip(parties, worlds, strict=True):
+                group = open_group(party, self.timeout) if len(party) > 1 else None
+                if world is not None:
+                    world._control_by(group)
+            self._open_lanes(worlds, parties, lanes)
+        return worlds
 
     def memory_host(self) -> str | None:
         """Equal in workers that may exchange data through shared memory; None where this one must not."""
         return host_identity() if self.share_memory and self.device.type == "cpu" else None
 
-    def _open_control(self, job: World, parties: Sequence[tuple[int, ...]]) -> None:
-        """Give every party its control group. All workers of the job make all groups in one order, theirs or not.
+    def _control_by(self, group: TorchGroup | None) -> None:
+        if group is not None:
+            self.control, self._meeting, self._ours = group.group, group, group
 
-        Plain values are gathered over sockets where that is possible, as these wait for workers that are busy.
+    def _open_lanes(self, worlds: Sequence[World | None], parties: Sequence[Sequence[int]], lanes: int) -> None:
+        """Give the worlds of parties groups of plain values, of control messages, and of lanes.
+
+        Plain values are gathered over connections where that is possible, as these wait for workers that are busy.
         """
-        for party in parties:
-            group = open_group(party, self.timeout) if len(party) > 1 else None
-            if group is not None:
-                self.control = group
-                self._groups.append(group)
-        self._meet_over(self.control)
-        opened = self._connect(job, [party for party in parties if len(party) > 1], 1)
-        if opened:
-            self._meeting = opened[0]
+        meetings = self.open_groups(parties, on_host=True, by_torch=False)
+        controls = self.open_groups(parties, by_torch=False)
+        groups = iter(self.open_groups([party for party in parties for _ in range(lanes)]))
+        for world, meeting, control in zip(worlds, meetings, controls, strict=True):
+            of_lanes = [group for group in islice(groups, lanes) if group is not None]
+            if world is not None and of_lanes:
+                world._meeting, world.control_group = meeting or world._ours, control or world._ours
+                world.lane_groups, world.transport = of_lanes, of_lanes[0].transport
 
-    def _meet_over(self, control: dist.ProcessGroup | None) -> None:
-        """Gather plain values over a process group."""
-        self._meeting = None if control is None else TorchGroup(control)
+    def open_groups(
+        self, parties: Sequence[Sequence[int]], *, on_host: bool = False, by_torch: bool = True
+    ) -> list[Group | None]:
+        """Open a group for each party: in shared memory, over sockets, or by torch; a collective of this world.
 
-    def _open_groups(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> None:
-        """Give every party its groups: through shared memory, over sockets, or over groups that all workers make."""
-        hosts = job.gather(self.memory_host())
-        ours = {hosts[rank] for rank in self.members}
-        shared = self.size > 1 and None not in ours and len(ours) == 1 and self._share_memory(lanes)
-        answers: list[Any] = job.gather((shared, self.device.type == "cpu"))
-        apart = [party for party in parties if len(party) > 1 and not answers[party[0]][0]]
-        groups = self._connect(job, apart, lanes + 1) if all(on_cpu for _, on_cpu in answers) else None
-        if groups is not None:
-            if groups:
-                self.control_group, self.lane_groups, self.transport = groups[0], [*groups[1:]], "sockets"
-            return
-        for party in apart:
-            made = [group for _ in range(lanes) if (group := open_group(party, self.timeout)) is not None]
-            self._groups += made
-            self.lane_groups += [TorchGroup(group) for group in made]
-        if self.control is not None and not shared:
-            self.control_group = TorchGroup(self.control)
-            self.transport = "nccl" if self.device.type == "cuda" else "gloo"
-
-    def _connect(self, job: World, parties: Sequence[tuple[int, ...]], count: int) -> list[SocketGroup] | None:
-        """Connect the workers of each of these parties by sockets, `count` times; in all parties, or in none (None).
-
-        No groups come of it for a worker that is in none of the parties.
+        Parties are ranks in this world, ascending; a worker may be in none, or in several. The group is None where this
+        worker is no member or the only member. With `on_host` tensors are on the host also where workers compute on
+        GPUs. Without `by_torch` there may be no group.
         """
-        if not parties or max(map(len, parties)) > MOST_WORKERS:
-            return None
-        mine = next((party for party in parties if job.rank in party), None)
-        try:
-            groups = open_sockets(job.rank, mine or (job.rank,), job.gather, self.timeout, count, self.wait_on)
-        except OSError as error:
-            if job.rank == 0:
-                _log.warning("no sockets between workers (%s); messages are sent over gloo", error)
-            return None
-        return groups if mine is not None else []
-
-    def _share_memory(self, lanes: int) -> bool:
-        """Set up shared memory for all lanes, on all workers or on none."""
-        try:
-            facts = self.rank, self.size, self.gather, self.timeout, self.wait_on
-            groups = [SharedMemoryGroup(*facts) for _ in range(lanes + 1)]
-        except OSError as error:
-            _log.warning("no shared memory between workers (%s); gradients travel over gloo", error)
-            return False
-        self.control_group, self.lane_groups = groups[0], [*groups[1:]]
-        self.transport = "shared memory"
-        return True
+        answers: list[Any] = self.gather((self.memory_host(), on_host or self.device.type == "cpu"))
+        hosts, are_on_host = zip(*answers, strict=True)
+        left = {index: party for index, party in enumerate(parties) if len(party) > 1}
+        groups: dict[int, Group | None] = {}
+        kinds: tuple[type[SharedMemoryGroup | SocketGroup], ...] = (SharedMemoryGroup, SocketGroup)
+        for kind in kinds if all(are_on_host) else ():
+            fitting = {index: party for index, party in left.items() if kind.fits([hosts[rank] for rank in party])}
+            if not fitting:
+                continue
+            try:
+                made = connect(kind, self.rank, [*fitting.values()], self.gather, self.timeout, self.wait_on)
+            except OSError as error:
+                if self.rank == 0:
+                    _log.warning("no %s between workers (%s): messages go another way", kind.transport, error)
+                continue
+            groups |= dict(zip(fitting, made, strict=True))
+            left = {index: party for index, party in left.items() if index not in fitting}
+        for index, party in left.items() if by_torch else ():
+            ranks = [self.members[rank] for rank in party]
+            groups[index] = open_group(ranks, self.timeout, members_only=self.size < self.job_size)
+        return [groups.get(index) for index in range(len(parties))]
 
     @property
     def is_main(self) -> bool:
@@ -277,50 +264,49 @@ class World:
 
         Where that may take long, such as measuring, the others wait for `patience` seconds in place of the time-out.
         """
-        usual = self.control, self._meeting
-        if patience is not None and self.control is not None:
+        patient = None
+        if patience is not None and self._meeting is not None:
             with self.named_errors("connecting to wait for worker 0"):
-                self.control = open_group(self.members, patience, members_only=self.size < dist.get_world_size())
-                self._meet_over(self.control)
+                patient = open_group(self.members, patience, members_only=self.size < dist.get_world_size())
+        usual, self._meeting = self._meeting, patient or self._meeting
         try:
-            decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
+            mine = self.on_all(lambda: decide() if self.rank == 0 else None)
         finally:
-            if self.control is not usual[0]:
-                dist.destroy_process_group(self.control)
-                self.control, self._meeting = usual
+            self._meeting = usual
+            if patient is not None:
+                patient.close()
+        decided: _T = self.gather(mine)[0]  # type: ignore[assignment]
         return decided
 
     def on_all(self, act: Callable[[], _T]) -> _T:
-        """What `act` returns on this worker; a problem of one worker is everybody's. As `gather`."""
-        done: _T = self._share_errors(act, share=False)[self.rank]
-        return done
-
-    def _share_errors(self, act: Callable[[], Any] | None, *, share: bool) -> list[Any]:
-        """What `act` returned by rank, on all workers if `share`, else here alone; raises the first worker's error."""
-        mine: Any = None
+        """What `act` returns on this worker; the first problem of a worker is everybody's. As `gather`."""
         problem: HybridparError | None = None
         try:
-            mine = act() if act is not None else None
+            done = act()
         except HybridparError as error:
             problem = error
-        answers: list[Any] = self.gather(problem or (mine if share else None))
-        for rank, answer in enumerate(answers):
+        for rank, answer in enumerate(self.gather(problem)):
             if isinstance(answer, HybridparError):
-                raised = problem if problem is not None and rank == self.rank else answer
+                raised = answer if problem is None or rank != self.rank else problem
                 raised.is_repeated = rank != self.rank
                 raise raised
-        if not share:
-            answers[self.rank] = mine
-        return answers
+        return done
 
-    def named_errors(self, doing: str, *, transfer: tuple[int, int] | None = None) -> _NamedErrors:
+    @contextlib.contextmanager
+    def named_errors(self, doing: str, *, transfer: tuple[int, int] | None = None) -> Iterator[None]:
         """Context that turns a backend's error into a `SyncError` that says who waited for what.
 
         It is also noted in the flight record (`hybridpar.comm.flight`), so all workers of this world enter it in the
         same order.
         """
         channel = self._channel if transfer is None else FLIGHT.channel(transfer, is_transfer=True)
-        return _NamedErrors(self, doing, channel)
+        try:
+            with noted(doing, channel):
+                yield
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            raise self.peer_error(doing, error) from error
 
     def peer_error(self, doing: str, error: BaseException) -> SyncError:
         """The backend's error as one that says which worker is at fault, and which one waited for what."""
@@ -375,34 +361,13 @@ class World:
         """Destroy all process groups of this world. Safe to call twice."""
         if self._end_life is not None:
             self._end_life()
-        for one in [*self.lane_groups, self.control_group, self._meeting]:
-            if one is not None:
-                one.close()
-        groups, self._groups = self._groups, []
+        for group in [*self.lane_groups, self.control_group, self._meeting, self._ours]:
+            if group is not None:
+                group.close()
         self.lane_groups, self.control_group, self.control, self._meeting = [], None, None, None
-        if dist.is_initialized():
-            for group in groups:
-                dist.destroy_process_group(group)
         default, self._default = self._default, None
         if default is not None:
             leave_group(default)
-
-
-class _NamedErrors:
-    def __init__(self, world: World, doing: str, channel: int) -> None:
-        self._world = world
-        self._doing = doing
-        self._noted = noted(doing, channel)
-
-    def __enter__(self) -> None:
-        self._noted.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._noted.__exit__()
-        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
-            raise self._world.peer_error(self._doing, error) from error
 
 
 def default_device() -> torch.device:

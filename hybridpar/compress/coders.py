@@ -18,7 +18,7 @@ from hybridpar.comm.group import split
 from hybridpar.compress.codec import Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.feedback import RescaledCoder
-from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
+from hybridpar.compress.nodes import Leaders, NodeExchange, Nodes
 from hybridpar.compress.policy import Policy
 
 
@@ -115,7 +115,7 @@ class ParameterCoders:
         """Forget all coders; those that are made from now on go on from a state."""
         self._coders, self._rescaling, self._saved = {}, [], dict(state.get("parameters", {}))
         if self._members and "leaders" in state:
-            self._leaders.adopt(state["leaders"])
+            self._leaders.chosen = dict(state["leaders"])
 
     @property
     def _node_sizes(self) -> list[int]:

@@ -17,7 +17,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hybridpar.comm.group import Group, TorchGroup, open_group, split, timeout_of
+from hybridpar.comm.group import Group, TorchGroup, split, timeout_of
 from hybridpar.comm.items import gather_items, gather_on_first
-from hybridpar.comm.sockets import MOST_WORKERS, open_sockets
+from hybridpar.comm.world import World
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import ParameterCoders, in_rows
 from hybridpar.compress.exchange import Exchange, Traffic
-from hybridpar.compress.hierarchy import NodeExchange, Nodes
+from hybridpar.compress.nodes import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.machine.process import host_identity
@@ -341,21 +340,16 @@ def open_party(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 
     A collective of the process group, which is the default one where it is None.
     """
-    rank, timeout = dist.get_rank(group), timeout_of(group)
-    mine = next((party for party in parties if rank in party), ())
-    if dist.get_backend(group) == "gloo" and not torch.cuda.is_available() and max(map(len, parties)) <= MOST_WORKERS:
-        with contextlib.suppress(OSError):
-            gather = partial(gather_items, group=TorchGroup(group))
-            opened = open_sockets(rank, mine or (rank,), gather, timeout, 1)
-            return opened[0] if mine else None
-    jobs = dist.get_process_group_ranks(group or dist.group.WORLD)
-    ours: dist.ProcessGroup | None = None
-    for party in parties:
-        # Inside of a part of the job only the members make a group: the other workers do not call this.
-        if group is None or party is mine:
-            made = open_group([jobs[member] for member in party], timeout, members_only=group is not None)
-            ours = made if party is mine else ours
-    return None if ours is None else TorchGroup(ours)
+    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    on_cpu = dist.get_backend(group) == "gloo" and not torch.cuda.is_available()
+    world = World(
+        *(dist.get_rank(group), len(members), torch.device("cpu" if on_cpu else "cuda"), timeout_of(group)),
+        control=group or dist.group.WORLD,
+        share_memory=False,
+        members=members,
+        job_size=dist.get_world_size(),
+    )
+    return next((one for one in world.open_groups(parties) if one is not None), None)
 
 
 def _agree(said: str, group: Group) -> list[str]:

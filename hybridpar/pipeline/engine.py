@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.replicate import broadcast_state, replicate
 from hybridpar.comm.world import World
+from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import agree_on_policy
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
@@ -45,7 +46,6 @@ from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
-from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
 
 Loss = Callable[[Any, Any], Tensor]

@@ -23,7 +23,7 @@ import torch
 
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.rendezvous import first_line
-from hybridpar.comm.transport import ReceiveEnd, SendEnd
+from hybridpar.comm.transport import Channel
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
@@ -95,8 +95,8 @@ class Executor:
         self._micro_batches = micro_batches
         self._lanes = lanes
         self._mailbox = mailbox
-        self._senders: dict[int, tuple[SendEnd, Lane]] = {}
-        self._receivers: dict[int, tuple[ReceiveEnd, Lane]] = {}
+        self._senders: dict[int, tuple[Channel, Lane]] = {}
+        self._receivers: dict[int, tuple[Channel, Lane]] = {}
         if grid is not None:
             for peer, sender in grid.senders.items():
                 self._senders[peer] = sender, lanes.open(f"send to {peer}", priority=-1)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hybridpar.comm.group import Group
 from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
@@ -35,7 +36,6 @@ from hybridpar.sync.clipping import clip_each, clip_factor
 from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncCosts
-from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
 from hybridpar.sync.reducer import Reducer, StepGradients, SyncLanes

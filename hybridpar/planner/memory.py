@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
 from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.planner.codecs import stage_buckets
 from hybridpar.planner.cuts import StageFigures
@@ -97,7 +96,7 @@ def _shared_bytes(inputs: PlannerInputs, shape: Shape, layout: Layout, figures: 
         return sum(sizes[: inputs.sync_lanes]) if shape.replicas > 1 else 0
     adding = shape.replicas > 1 and not inputs.rates  # codecs need process groups
     sums = inputs.sync_lanes * 2 * shape.replicas * CHUNK_BYTES if adding else 0
-    return sums + (2 * SLOTS * SLOT_BYTES if layout.workers > 1 else 0)
+    return sums + (2 * CHUNK_BYTES if layout.workers > 1 else 0)
 
 
 def gradient_bytes(figures: StageFigures, shape: Shape, bucket_bytes: int) -> tuple[int, ...]:

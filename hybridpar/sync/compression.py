@@ -25,12 +25,11 @@ from hybridpar.compress import (
 from hybridpar.compress.codec import Full
 from hybridpar.compress.coders import ParameterCoders, in_rows
 from hybridpar.compress.feedback import FeedbackCoder
-from hybridpar.compress.hierarchy import NodeExchange
+from hybridpar.compress.nodes import NodeExchange, NodeWorlds
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
 from hybridpar.sync.buckets import Bucket
 from hybridpar.sync.figures import BucketCost, SyncCosts
-from hybridpar.sync.node_worlds import NodeWorlds
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.group import Group
-from hybridpar.comm.shared_memory import SharedSegment
+from hybridpar.comm.shared_memory import open_segment
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Exchange, Phase, PhaseTimer
 from hybridpar.compress.received import Received, Sum, hand_over
@@ -158,8 +158,8 @@ class SharedGradients:
             size = parameter.numel() * parameter.element_size()
             offsets[name] = end, size
             end += -(-size // _ALIGN) * _ALIGN
-        count = max(end, _ALIGN) * world.size
-        self._segment = SharedSegment(world.rank, world.size, world.gather, world.timeout, count, world.wait_on)
+        count = max(end, _ALIGN)
+        self._segment = open_segment(world.rank, world.size, world.gather, world.timeout, count, world.wait_on)
         rows = self._segment.view(torch.uint8).view(world.size, -1)
         #: By parameter the gradient of each worker, by rank.
         self.slots = {
@@ -178,19 +178,19 @@ class SharedGradients:
         if self._awaits_end:
             self._awaits_end = False
             with self.world.named_errors("waiting for the end of the last step"):
-                self._segment.wait("waiting for the end of the last step")
+                self._segment.wait()
 
     def meet(self) -> None:
         """Wait until all workers have handed over a bucket's gradients."""
-        self._segment.ring("handing over gradients")
-        self._segment.wait("handing over gradients")
+        self._segment.ring()
+        self._segment.wait()
 
     def end_step(self) -> None:
         """The gradients of this step are needed no more."""
         if self._is_handing:
             self._is_handing, self._awaits_end = False, True
             with suppress(RuntimeError):  # a worker that has left after its last step needs not know
-                self._segment.ring("ending a step")
+                self._segment.ring()
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -42,13 +42,13 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Policy
+from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Event, Lanes
 from hybridpar.models.state_dicts import copy_of
 from hybridpar.sync.buckets import Bucket, layout_fingerprint, make_buckets, sum_of_squares
 from hybridpar.sync.compression import Compression, add_plainly
 from hybridpar.sync.figures import SyncCosts
-from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.statistics import Statistics
 
 #: Makes what takes the outer steps, of the weights of the last exchange.

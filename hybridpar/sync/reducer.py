@@ -30,6 +30,7 @@ from hybridpar.comm.group import Group
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.comm.world import World
 from hybridpar.compress.coders import has_rows
+from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.received import functions
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
@@ -38,7 +39,6 @@ from hybridpar.sync.buckets import Bucket, Slot, as_real, check_layout, layout_f
 from hybridpar.sync.compression import Compression, add_plainly
 from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.meetings import EncodedMeeting, FlatMeeting, Meeting, SharedGradients, SharedMeeting
-from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import Policy, agree_on_policy
 from hybridpar.config import TrainConfig
 from hybridpar.config.sync import Outer
@@ -39,7 +40,6 @@ from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat, layer_bytes
 from hybridpar.sync.figures import SyncFigures, add_up
-from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.outer import OuterLoop, OuterResult, OuterRound, Timetable
 from hybridpar.sync.statistics import average_model

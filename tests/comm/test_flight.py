@@ -108,7 +108,7 @@ def test_a_record_that_cannot_be_written_costs_the_record_only(tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     recorder = FlightRecorder()
-    monkeypatch.setattr(flight.os, "posix_fallocate", full)
+    monkeypatch.setattr(flight.mmap, "mmap", full)
     recorder.open(tmp_path / "flight", 0, 1)
     (tmp_path / "file").touch()
     recorder.open(tmp_path / "file", 0, 1)

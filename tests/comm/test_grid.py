@@ -9,13 +9,13 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybridpar.comm import grid as grid_module
-from hybridpar.comm import shared_memory as shared_memory_module
+from hybridpar.comm import connections
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
@@ -23,7 +23,7 @@ from hybridpar.errors import SyncError, UsageError
 from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks, start_processes
 
-BOTH_FORMS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+BOTH_FORMS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "sockets"])
 PART = [MessagePart((3,))]
 
 
@@ -148,32 +148,21 @@ def test_workers_must_want_the_same_grid() -> None:
 # ------------------------------------------------------------------------------ without shared memory
 
 
-def no_room(world: World, directory: str) -> tuple[str, float | None]:
-    """The last worker cannot take the offer that is made to it."""
-    taken = grid_module.take_offer
-
-    def fail(*args: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    shared_memory_module._SHARED, before = Path(directory), shared_memory_module._SHARED
-    if world.rank == world.size - 1:
-        grid_module.take_offer = fail
-    try:
+def no_room(world: World) -> tuple[set[str], float | None]:
+    """The last worker cannot map the memory that it is handed."""
+    with pytest.MonkeyPatch.context() as patched:
+        if world.rank == world.size - 1:
+            patched.setattr(connections.mmap, "mmap", mock.Mock(side_effect=OSError(28, "No space left on device")))
         grid = Grid(world, world.size, chain(world.size))
-        try:
-            ends = [*grid.senders.values(), *grid.receivers.values()]
-            return "+".join(sorted(end.transport for end in ends)), pass_on(grid, 1.0)
-        finally:
-            grid.close()
+    try:
+        channels = [*grid.senders.values(), *grid.receivers.values()]
+        return {channel.group.transport for channel in channels}, pass_on(grid, 1.0)
     finally:
-        grid_module.take_offer = taken
-        shared_memory_module._SHARED = before
+        grid.close()
 
 
-def test_a_channel_without_shared_memory_uses_the_network(tmp_path: Path) -> None:
-    answers = run_ranks(no_room, 3, str(tmp_path))
-    assert answers == [("shared memory", None), ("gloo+shared memory", None), ("gloo", 3.0)]
-    assert list(tmp_path.iterdir()) == []
+def test_channels_without_shared_memory_use_the_network() -> None:
+    assert run_ranks(no_room, 3) == [({"sockets"}, None), ({"sockets"}, None), ({"sockets"}, 3.0)]
 
 
 # ------------------------------------------------------------------------------ what is left
@@ -193,39 +182,33 @@ def use_and_close(world: World) -> None:
     world.barrier()
 
 
-def held(directory: str) -> dict[str, int]:
-    """Open files, Python's threads, mapped segments, and names in the directory of shared memory."""
+def held() -> dict[str, int]:
+    """Open files, Python's threads, and mapped memory of groups."""
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "segments": Path("/proc/self/maps").read_text().count(directory),
-        "names": len(os.listdir(directory)),
+        "segments": Path("/proc/self/maps").read_text().count("/memfd:hybridpar"),
     }
 
 
-def leftovers(world: World, directory: str) -> tuple[dict[str, int], dict[str, int]]:
-    shared_memory_module._SHARED, before = Path(directory), shared_memory_module._SHARED
-    try:
-        use_and_close(world)  # the first use opens what the process keeps
-        first = held(directory)
-        for _ in range(3):
-            use_and_close(world)
-        for _ in range(200):  # gloo closes its sockets on a thread of its own
-            last = held(directory)
-            if last["files"] <= first["files"]:
-                break
-            time.sleep(0.02)
-        return first, last
-    finally:
-        shared_memory_module._SHARED = before
+def leftovers(world: World) -> tuple[dict[str, int], dict[str, int]]:
+    use_and_close(world)  # the first use opens what the process keeps
+    first = held()
+    for _ in range(3):
+        use_and_close(world)
+    for _ in range(200):  # gloo closes its sockets on a thread of its own
+        last = held()
+        if last["files"] <= first["files"]:
+            break
+        time.sleep(0.02)
+    return first, last
 
 
 @BOTH_FORMS
-def test_nothing_is_left_of_a_closed_grid(shared_memory: bool, tmp_path: Path) -> None:
-    for before, after in run_ranks(leftovers, 2, str(tmp_path), shared_memory=shared_memory):
+def test_nothing_is_left_of_a_closed_grid(shared_memory: bool) -> None:
+    for before, after in run_ranks(leftovers, 2, shared_memory=shared_memory):
         assert after["files"] <= before["files"]
-        assert after["threads"] == before["threads"]
-        assert (after["segments"], after["names"]) == (0, 0)
+        assert (after["threads"], after["segments"]) == (before["threads"], before["segments"])
 
 
 # ------------------------------------------------------------------------------ two by two, and a death
@@ -242,7 +225,7 @@ def two_by_two(rank: int, directory: str, answers: Any) -> None:
     )
     facts: dict[str, Any] = {}
     grids = {}
-    for form, shared_memory in (("shared memory", True), ("gloo", False)):
+    for form, shared_memory in (("shared memory", True), ("sockets", False)):
         world = World.join(lanes=1, timeout=60, shared_memory=shared_memory)
         grid = grids[form] = Grid(world, 2, [(0, 1), (1, 0)])
         facts[form] = {
@@ -281,7 +264,7 @@ def four_workers() -> list[dict[str, Any]]:
     return [facts[rank] for rank in range(4)]
 
 
-@pytest.mark.parametrize("form", ["shared memory", "gloo"])
+@pytest.mark.parametrize("form", ["shared memory", "sockets"])
 def test_two_positions_of_two_replicas(four_workers: list[dict[str, Any]], form: str) -> None:
     facts = [worker[form] for worker in four_workers]
     assert [fact["place"] for fact in facts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -290,7 +273,7 @@ def test_two_positions_of_two_replicas(four_workers: list[dict[str, Any]], form:
     assert [fact["arrived"] for fact in facts] == [None, None, 1.0, 11.0]
 
 
-@pytest.mark.parametrize("form", ["shared memory", "gloo"])
+@pytest.mark.parametrize("form", ["shared memory", "sockets"])
 def test_the_death_of_a_worker_is_named_by_ranks_of_the_job(four_workers: list[dict[str, Any]], form: str) -> None:
     first, second, third = (worker[form]["error"] for worker in four_workers[:3])
     assert first is None

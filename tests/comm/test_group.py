@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rig.in_process import InProcessGroup, Meeting
-from hybridpar.comm import shared_memory as shared_memory_module
+from hybridpar.comm import connections
 from hybridpar.comm import sockets as sockets_module
+from hybridpar.comm.connections import connect
 from hybridpar.comm.group import Group, Reduction, TorchGroup, open_group
 from hybridpar.comm.shared_memory import CHUNK_BYTES, SharedMemoryGroup
-from hybridpar.comm.sockets import SocketGroup, open_sockets
+from hybridpar.comm.sockets import SocketGroup
 from hybridpar.comm.world import World
 from hybridpar.machine.supervise import TOKEN_VARIABLE
 from tests.ranks import run_ranks
@@ -39,13 +40,18 @@ CASES += [(CHUNK_BYTES // 4 + 3, torch.float32), (CHUNK_BYTES + 1, torch.uint8)]
 Open = Callable[[Meeting, int], Group]
 
 
-def shared_memory(meeting: Meeting, rank: int, timeout: float = 20.0, wait_on: Any = lambda: False) -> Group:
-    return SharedMemoryGroup(rank, meeting.size, lambda item: meeting.gather(rank, item), timeout, wait_on)
+def opened(kind: type[Any], gather: Any, size: int, rank: int, timeout: float = 20.0, wait_on: Any = None) -> Group:
+    (group,) = connect(kind, rank, [range(size)], gather, timeout, wait_on or (lambda: False))
+    assert group is not None
+    return group
 
 
-def sockets(meeting: Meeting, rank: int, timeout: float = 20.0, wait_on: Any = lambda: False) -> Group:
-    gather = lambda item: meeting.gather(rank, item)  # noqa: E731
-    return open_sockets(rank, range(meeting.size), gather, timeout, 1, wait_on)[0]
+def shared_memory(meeting: Meeting, rank: int, *waits: Any) -> Group:
+    return opened(SharedMemoryGroup, lambda item: meeting.gather(rank, item), meeting.size, rank, *waits)
+
+
+def sockets(meeting: Meeting, rank: int, *waits: Any) -> Group:
+    return opened(SocketGroup, lambda item: meeting.gather(rank, item), meeting.size, rank, *waits)
 
 
 KINDS: list[Open] = [InProcessGroup, shared_memory, sockets]
@@ -186,8 +192,8 @@ def test_a_silent_peer_ends_the_wait_at_the_time_out(kind: Any, operation: str, 
         done.set()
         return str(caught.value)
 
-    opened = on_threads(2, work, lambda meeting, rank: kind(meeting, rank, 0.2))
-    assert "Timed out waiting 0.2 s" in opened[0]
+    answers = on_threads(2, work, lambda meeting, rank: kind(meeting, rank, 0.2))
+    assert "Timed out waiting 0.2 s" in answers[0]
 
 
 def use(group: Group, operation: str, count: int) -> Tensor:
@@ -242,6 +248,29 @@ def test_a_peer_that_leaves_ends_the_wait_at_once(kind: Open, operation: str) ->
 
     answer = on_threads(2, work, kind)[0]
     assert kind is InProcessGroup or "Connection closed by peer" in answer
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_the_last_messages_of_a_worker_that_has_left_arrive(kind: Any) -> None:
+    left = threading.Event()
+
+    def work(group: Group) -> list[float]:
+        messages = [torch.full((3,), float(number)) for number in range(2)]
+        if group.rank == 0:
+            for message in messages:
+                group.send(message, 1)
+            group.close()
+            left.set()
+            return []
+        assert left.wait(20)
+        received = [torch.empty(3) for _ in messages]
+        for message in received:
+            group.recv(message, 0)
+        with pytest.raises(RuntimeError, match="Connection closed by peer: worker 0 of the group has left"):
+            group.recv(torch.empty(3), 0)
+        return [float(message[0]) for message in received]
+
+    assert on_threads(2, work, kind)[1] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", WAITING)
@@ -303,12 +332,19 @@ def test_a_poll_that_reports_what_is_not_there_ends_nothing(monkeypatch: pytest.
 # ----------------------------------------------------------------------------- strangers, and workers that cannot
 
 
+def knock(address: str | tuple[str, int]) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    connection.settimeout(20)
+    connection.connect(address)
+    return connection
+
+
 class Stranger:
     """Somebody who knows where a worker listens, and not the token."""
 
-    def __init__(self, address: tuple[str, int], kind: str) -> None:
+    def __init__(self, address: str | tuple[str, int], kind: str) -> None:
         self.kind = kind
-        self.connections = [socket.create_connection(address, 20) for _ in range(200 if kind == "many" else 1)]
+        self.connections = [knock(address) for _ in range(200 if kind == "many" else 1)]
 
     def act(self) -> None:
         (connection, *_) = self.connections
@@ -325,11 +361,14 @@ class Stranger:
             connection.close()
 
 
+@pytest.mark.parametrize("doors", [SocketGroup, SharedMemoryGroup])
 @pytest.mark.parametrize("kind", ["silent", "talks", "begins", "resets", "many"])
-def test_a_stranger_neither_delays_nor_ends_anything(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_neither_delays_nor_ends_anything(
+    kind: str, doors: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All waits are longer than the test may take."""
     strangers: list[Stranger] = []
-    monkeypatch.setattr(sockets_module, "_SETUP_SECONDS", 300.0)
+    monkeypatch.setattr(connections, "_SETUP_SECONDS", 300.0)
 
     def open_group(meeting: Meeting, rank: int) -> Group:
         answers = []
@@ -344,7 +383,7 @@ def test_a_stranger_neither_delays_nor_ends_anything(kind: str, monkeypatch: pyt
                 meeting.barrier.wait()
             return answers[-1]
 
-        return open_sockets(rank, range(meeting.size), gather, 300.0, 2)[1]
+        return connect(doors, rank, [range(meeting.size)] * 2, gather, 300.0)[1]
 
     try:
         answers = on_threads(3, lambda group: use(group, "all_reduce", 10), open_group)
@@ -361,8 +400,8 @@ def test_the_token_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         sent.append(real(connection, size))
         return sent[-1]
 
-    real = sockets_module._receive
-    monkeypatch.setattr(sockets_module, "_receive", receive)
+    real = connections._receive
+    monkeypatch.setattr(connections, "_receive", receive)
     gathered = list[object]()
 
     def open_group(meeting: Meeting, rank: int) -> Group:
@@ -370,7 +409,7 @@ def test_the_token_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
             gathered.append(item)
             return meeting.gather(rank, item)
 
-        return open_sockets(rank, range(2), gather, 20.0, 1)[0]
+        return opened(SocketGroup, gather, 2, rank)
 
     on_threads(2, lambda group: None, open_group)
     assert len(sent) == 2
@@ -381,9 +420,9 @@ def test_the_token_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_different_tokens(world: World) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(TOKEN_VARIABLE, f"the token of worker {world.rank}")
-        patched.setattr(sockets_module, "_SETUP_SECONDS", 0.5)
+        patched.setattr(connections, "_SETUP_SECONDS", 0.5)
         with pytest.raises(OSError, match="worker") as caught:
-            open_sockets(world.rank, range(world.size), world.gather, 20.0, 1)
+            opened(SocketGroup, world.gather, world.size, world.rank)
     return str(caught.value)
 
 
@@ -402,14 +441,14 @@ def problem_of(meeting: Meeting, rank: int) -> str:
 def test_where_a_worker_cannot_listen_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def door(callers: int) -> Any:
-        tried.append(callers)
+    def door(address: str) -> Any:
+        tried.append(address)
         if len(tried) == 2:
             raise OSError("no such address")
-        return real(callers)
+        return real(address)
 
-    real = sockets_module._Door
-    monkeypatch.setattr(sockets_module, "_Door", door)
+    real = connections._Door
+    monkeypatch.setattr(connections, "_Door", door)
     meeting = Meeting(2)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: problem_of(meeting, rank), range(2))
@@ -417,30 +456,10 @@ def test_where_a_worker_cannot_listen_all_know(monkeypatch: pytest.MonkeyPatch) 
     assert "cannot listen: no such address" in first
 
 
-def test_nothing_is_left_behind_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory_module, "_SHARED", tmp_path)
-
-    def work(group: Group) -> list[Path]:
-        group.all_reduce(torch.ones(3))  # from here on every rank has finished its set-up
-        return list(tmp_path.iterdir())
-
-    assert on_threads(2, work, shared_memory) == [[], []]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_without_shared_memory_makes_all_do_without(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory_module, "_SHARED", Path("/nonexistent"))
-    opened, full = SharedMemoryGroup._open, OSError(28, "No space left on device")
-
-    def fail_on_one(self: SharedMemoryGroup, directory: Path, stack: Any) -> None:
-        if self.rank == 1:
-            raise full
-        opened(self, directory, stack)
-
-    if rank == 1:
-        monkeypatch.setattr(SharedMemoryGroup, "_open", fail_on_one)
-    else:
-        monkeypatch.setattr(shared_memory_module, "shared_directory", Mock(side_effect=full))
+@pytest.mark.parametrize("step", ["memfd_create", "mmap"])
+def test_a_worker_without_shared_memory_makes_all_do_without(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(connections.os if step == "memfd_create" else connections.mmap, step, full)
     meeting = Meeting(2)
 
     def problem(rank: int) -> str:

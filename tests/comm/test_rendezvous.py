@@ -224,7 +224,7 @@ def live_store(signs):
     numbers = itertools.count()
     store = Mock()
     store.check = lambda keys: int(keys[0].removeprefix("sign-")) in signs
-    store.get = lambda key: json.dumps([next(numbers), signs[int(key.removeprefix("sign-"))]])
+    store.get = lambda key: json.dumps([next(numbers), signs[int(key.removeprefix("sign-"))]]).encode()
     return store
 
 

@@ -129,7 +129,7 @@ def be_busy(world):
     world.timeout = 0.5
     world._roll_call = RollCall(world._roll_call._store, world.rank, 2, beat=1.0)
     end = world._roll_call.show_life()
-    [group] = world._connect(world, [world.members], 1)
+    [group] = world.open_groups([world.members])
     world.barrier()
     if world.rank == 1:
         time.sleep(3.0)
@@ -159,7 +159,7 @@ def divide(world):
         for group in party.lane_groups:
             group.all_reduce(tensor)
         try:
-            party.split([[0, 1, 2]])
+            party.split([[0, 1]])
             further = ""
         except UsageError as error:
             further = str(error)

@@ -42,7 +42,7 @@ from tests.runs import check_run, saved_state, small_arguments, train, train_ran
 from tests.small_nets import plain
 
 #: Modules that ask on which host they are.
-IDENTIFIED = ("comm.world", "sync.node_worlds", "run.kernels")
+IDENTIFIED = ("comm.world", "compress.nodes", "run.kernels")
 IDENTIFIED += tuple(f"planner.{name}" for name in ("links", "measure", "measure_run", "step_costs"))
 #: What was predicted, by the keys of the summary.
 PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_per_step", "memory_bytes")

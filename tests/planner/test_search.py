@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
 from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
@@ -185,10 +184,10 @@ def test_what_one_core_moves_is_the_same_however_it_is_stated():
 def test_parameters_that_are_not_trained_take_memory():
     profile = chain([(1, 2)] * 2, [(64, 64)] * 2)
     info = profile.info.model_copy(update={"parameters": 20_000_000})
-    frozen = inputs(replace(profile, info=info), cluster(2, memory="40MB"))
-    with pytest.raises(PlanError, match="no plan fits into 40"):
+    frozen = inputs(replace(profile, info=info), cluster(2, memory="36MB"))
+    with pytest.raises(PlanError, match="no plan fits into 36"):
         find_plan(frozen)
-    assert find_plan(inputs(profile, cluster(2, memory="40MB"))).chosen
+    assert find_plan(inputs(profile, cluster(2, memory="36MB"))).chosen
 
 
 def test_sums_inside_hosts_do_not_take_what_stages_on_other_hosts_send():
@@ -597,7 +596,7 @@ def test_on_a_cpu_a_process_needs_what_passes_work_in_and_workers_share():
     arriving = 4 * 64 * 64 * 4  # workers of several hosts share no memory: a bucket arrives over a socket
     assert more(devices=1, **data_parallel) == working + arriving
     pipeline = {"workers": 2, "replicas": 1, "stages": 2, "micro_batches": 2, "schedule": "1f1b", "placement": "linear"}
-    assert more(**pipeline) == working + 2 * SLOTS * SLOT_BYTES
+    assert more(**pipeline) == working + 2 * CHUNK_BYTES
 
 
 def test_the_first_worker_of_a_pipeline_gathers_the_optimizer_state_for_a_checkpoint():

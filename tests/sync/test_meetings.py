@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.shared_memory import SharedSegment
 from hybridpar.comm.sockets import SocketGroup
 from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, read_policy
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.exchange import Exchange
-from hybridpar.sync import reducer
+from hybridpar.sync import meetings, reducer
 from hybridpar.sync.meetings import EncodedMeeting, FlatMeeting, SharedMeeting
 from hybridpar.train.trainer import Trainer
 from tests.compress.team import run_together
@@ -179,7 +178,7 @@ def without_memory(world: World, codec: str) -> tuple[type[object], int]:
         raise OSError("no space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedSegment, "_open", no_room)
+        patch.setattr(meetings, "open_segment", no_room)
         patch.setattr(reducer._log, "warning", lambda text, error: said.append(text % error))
         with Trainer(Net(), config=make_config(), world=world) as trainer:
             trainer.step(make_data(4))

@@ -419,7 +419,7 @@ NODES = ["a", "a", "b"]
 
 def _on_nodes(world, options):
     with (
-        mock.patch("hybridpar.sync.node_worlds.host_identity", return_value=NODES[world.rank]),
+        mock.patch("hybridpar.compress.nodes.host_identity", return_value=NODES[world.rank]),
         Trainer(make_net(True), config=config(**options), world=world) as trainer,
     ):
         found = []

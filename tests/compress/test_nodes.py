@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.world import World
-from hybridpar.compress.hierarchy import Nodes
+from hybridpar.compress.nodes import Nodes
 from tests.compress.test_ddp import make as make_ddp
 from tests.compress.test_ddp import net, train, weights
 from tests.ranks import run_ranks
@@ -33,7 +33,8 @@ UNEVEN = ("a", "b", "b", "b")
 def test_nodes(names: tuple[str, ...], members: Any, leaders: int, columns: Any) -> None:
     nodes = Nodes.of(names)
     assert (nodes.members, nodes.leaders, nodes.columns, nodes.pays) == (members, leaders, columns, True)
-    assert [nodes.place_of(rank) for rank in nodes.node_of(3)] == list(range(len(nodes.node_of(3))))
+    for node in nodes.members:
+        assert [nodes.place_of(rank) for rank in node] == list(range(len(node)))
 
 
 @pytest.mark.parametrize("names", ["aaaa", "abcd", "a"])
@@ -90,7 +91,7 @@ def test_replicas_stay_equal_and_leaders_share_the_work(names: tuple[str, ...], 
 
 def summed(world: World, codec: str) -> tuple[list[Tensor], list[Any]]:
     """The gradients after a step, and what codecs know of nodes."""
-    with mock.patch("hybridpar.sync.node_worlds.host_identity", return_value=EVEN[world.rank]):
+    with mock.patch("hybridpar.compress.nodes.host_identity", return_value=EVEN[world.rank]):
         trainer = make_trainer(world, codec)
     with trainer:
         trainer.step(batch(world.rank, 0))
@@ -115,7 +116,7 @@ def staged(
 ) -> tuple[dict[str, Tensor], dict[str, str], list[list[int]], bool]:
     """State after three steps, what parameters travel as, the sizes of nodes, and whether any residual is kept."""
     config = {"stages": 2, "replicas": replicas, "micro_batches": 2, "hierarchy": hierarchy}
-    with mock.patch("hybridpar.sync.node_worlds.host_identity", return_value=names[world.rank]):
+    with mock.patch("hybridpar.compress.nodes.host_identity", return_value=names[world.rank]):
         trainer = make_trainer(world, codec, **config)
     skipped, unmoved = list[bool](), list[bool]()
     with trainer:
@@ -172,7 +173,7 @@ def resumed(world: World, names: str, directory: str) -> tuple[dict[str, Tensor]
     """Four steps of stages in one go, and two by two with a checkpoint between."""
     states = []
     for part in ("whole", "rest"):
-        with mock.patch("hybridpar.sync.node_worlds.host_identity", return_value=names[world.rank]):
+        with mock.patch("hybridpar.compress.nodes.host_identity", return_value=names[world.rank]):
             trainer = make_trainer(world, "onebit", stages=2, replicas=4)
         with trainer:
             if part == "rest":

@@ -7,19 +7,23 @@ At last everybody gets the result inside its node, which is a sum again: all but
 Leaders take turns by parameter and not by bucket: buckets are cut anew while training goes on, and what a leader did
 not send would be with somebody else. So all links and cores of a node share the work in every bucket, and a residual
 stays where it is. Nodes may be of different sizes; as many workers lead as the smallest node has.
+
+Workers that sum gradients with each other are a **party**: all workers, or the replicas of a stage.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridpar.comm.group import Group
+from hybridpar.comm.group import Group, split
+from hybridpar.comm.world import World
 from hybridpar.compress.codec import Coder
 from hybridpar.compress.exchange import Exchange, PhaseTimer, Traffic
+from hybridpar.machine.process import host_identity
 
 
 @dataclass(frozen=True)
@@ -61,50 +65,42 @@ class Nodes:
         led = [tuple(sorted(node[place] for node in self.members)) for place in range(self.leaders)]
         return (*led, *((rank,) for node in self.members for rank in node[self.leaders :]))
 
-    def node_of(self, rank: int) -> tuple[int, ...]:
-        """The workers of a worker's node."""
-        return next(node for node in self.members if rank in node)
-
     def place_of(self, rank: int) -> int:
         """A worker's place in its node."""
-        return self.node_of(rank).index(rank)
+        return next(node.index(rank) for node in self.members if rank in node)
 
 
 class Leaders:
     """Which of a node's workers exchanges a parameter; equal on all nodes.
 
-    It is decided when a parameter is first seen, for the one that has the least to do, and stays so.
+    It is decided when a parameter is first seen, for the worker that has the least to do, and stays so.
     """
 
     def __init__(self, count: int) -> None:
-        self._load = [0] * count
-        self._counted: set[str] = set()
+        self._count = count
+        self._sizes: dict[str, int] = {}
         #: Place in the node by parameter. A resumed run starts with what was saved.
         self.chosen: dict[str, int] = {}
 
-    def of(self, name: str, count: int) -> int:
+    def of(self, name: str, size: int) -> int:
         """The leader of a parameter."""
+        self._sizes[name] = size
         if name not in self.chosen:
-            self.chosen[name] = self._load.index(min(self._load))
-        leader = self.chosen[name]
-        if name not in self._counted:
-            self._counted.add(name)
-            self._load[leader] += count
-        return leader
-
-    def adopt(self, chosen: Mapping[str, int]) -> None:
-        """Go on with the leaders of the run that is resumed."""
-        self.chosen, self._load, self._counted = dict(chosen), [0] * len(self._load), set()
+            loads = [0] * self._count
+            for known, leader in self.chosen.items():
+                loads[leader] += self._sizes.get(known, 0)
+            self.chosen[name] = loads.index(min(loads))
+        return self.chosen[name]
 
 
 class NodeExchange:
     """Exchanges the gradients of some parameters in full precision inside a node, and by a codec between nodes."""
 
     def __init__(self, sizes: Sequence[int], coders: Sequence[Coder | None], share: float = 1.0) -> None:
-        own = [coder for coder in coders if coder is not None]
+        led = [coder for coder in coders if coder is not None]
         self._sizes = list(sizes)
         self._leads = [coder is not None for coder in coders]
-        self._exchange = Exchange(own) if own else None
+        self._exchange = Exchange(led) if led else None
         self._share = share
 
     @property
@@ -123,7 +119,7 @@ class NodeExchange:
             inside.all_reduce(flat)
         if self._share != 1:
             flat.mul_(self._share)
-        parts: Sequence[Tensor] = flat.split(self._sizes)  # type: ignore[no-untyped-call]
+        parts = split(flat, self._sizes)
         mine = [part for part, leads in zip(parts, self._leads, strict=True) if leads]
         timer = None
         if self._exchange is not None:
@@ -140,3 +136,46 @@ class NodeExchange:
         """Keep the state of the step: it counts, but for the parameters named in `unused`."""
         if self._exchange is not None:
             self._exchange.commit(unused)
+
+
+class NodeWorlds:
+    """The two worlds of a worker: its party on this node, and those of its party with its place on the other nodes."""
+
+    def __init__(self, nodes: Nodes, inside: World, across: World) -> None:
+        self.nodes = nodes
+        self.inside = inside
+        self.across = across
+
+    @classmethod
+    def open(cls, job: World, parties: Sequence[Sequence[int]], lanes: int) -> NodeWorlds | None:
+        """Find the nodes and divide the parties; a collective of all workers of the job. None where nodes change
+        nothing.
+        """
+        hosts = job.gather(host_identity())
+        divided = [Nodes.of([hosts[rank] for rank in party]) for party in parties]
+        if len(set(hosts)) == 1 or not any(nodes.share for nodes in divided):
+            return None
+        inside, across = list[list[int]](), list[list[int]]()
+        for party, nodes in zip(parties, divided, strict=True):
+            inside += ([party[place] for place in node] for node in nodes.members)
+            columns = nodes.columns if nodes.share else [(place,) for place in range(len(party))]
+            across += ([party[place] for place in column] for column in columns)
+        nodes = next(nodes for party, nodes in zip(parties, divided, strict=True) if job.rank in party)
+        worlds = job.split(inside, lanes), job.split(across, lanes)
+        # Worlds of one worker have nothing to close.
+        return cls(nodes, *worlds) if nodes.share else None
+
+    def inner(self, lane: int) -> Group | None:
+        """What adds inside the node on a sync lane; None where this worker is alone there."""
+        return self.inside.lane_groups[lane] if self.inside.size > 1 else None
+
+    def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> PhaseTimer | None:
+        """Exchange a bucket on a sync lane."""
+        # A worker that leads nothing has no group.
+        group = self.across.lane_groups[lane] if self.across.size > 1 else None
+        return exchange.run(self.inner(lane), group, flat)
+
+    def close(self) -> None:
+        """Leave both worlds. Safe to call twice."""
+        self.inside.close()
+        self.across.close()

@@ -1,0 +1,348 @@
+"""Connections between the workers of a group, and how they are made.
+
+Workers of one machine are connected by Unix sockets and share memory, others by TCP. Workers and strangers reach the
+same door while connections are made. Both ends prove that they know the job's token (`hybridpar.comm.handshake`); a
+stranger is turned away, waits in vain, or gives way to who comes later, and delays nobody.
+
+No name is left on the machine: doors of Unix sockets and memory have none, and end with those who use them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from hybridpar.comm.group import Gather, WaitOn, never
+from hybridpar.comm.handshake import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    REPLY_BYTES,
+    HandshakeError,
+    ServerHandshake,
+    WorkerHandshake,
+)
+from hybridpar.machine.addresses import gloo_address
+from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
+
+#: Seconds for connections to be made.
+_SETUP_SECONDS = 30.0
+
+#: Workers up to which each has a connection to every other worker.
+MOST_WORKERS = 16
+
+#: Connections that may be in their handshake at a time, beside those that are expected. The oldest gives way.
+_MOST_STRANGERS = 64
+
+_HEADER = struct.Struct("!II")  # rank of the caller in its party, number of the party; behind its reply
+
+
+class Peer:
+    """The connection to another worker of a group.
+
+    After `timeout` seconds of silence `wait_on` says whether to wait again. Whatever goes wrong is a RuntimeError.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket, timeout: float, wait_on: WaitOn) -> None:
+        self.socket = connection
+        self._rank = rank
+        self._timeout = timeout
+        self._wait_on = wait_on
+        # The kernel's time-out: Python's own costs a second system call for every wait.
+        connection.settimeout(None)
+        limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def ring(self) -> None:
+        """Tell the peer that something is there or gone."""
+        self.wait_for(lambda flags: self.socket.send(b"+", flags))
+
+    def wait(self, most: int = 1) -> int:
+        """Wait until the peer has rung, and return how often, at most `most` times."""
+        return self.wait_for(lambda flags: len(self.socket.recv(most, flags)))
+
+    def send(self, memory: memoryview) -> None:
+        """Send all of it, and wait in the kernel until it has left."""
+        while memory:
+            memory = memory[self.wait_for(partial(self.socket.send, memory)) :]
+
+    def receive(self, memory: memoryview) -> None:
+        """Wait in the kernel until all of it has arrived."""
+
+        def take(flags: int) -> int:
+            return self.socket.recv_into(memory, 0, flags or socket.MSG_WAITALL)
+
+        while memory:
+            memory = memory[self.wait_for(take) :]
+
+    def wait_for(self, use: Callable[[int], int]) -> int:
+        """How many bytes a use of the socket, which is given flags, moves; waits as the class says."""
+        flags = 0
+        while not (moved := self.attempt(use, flags)):
+            if flags:
+                raise late(self._timeout)
+            # Without patience once more, at once: the peer may have come meanwhile.
+            flags = 0 if self._wait_on() else socket.MSG_DONTWAIT
+        return moved
+
+    def attempt(self, use: Callable[[int], int], flags: int = socket.MSG_DONTWAIT) -> int:
+        """How many bytes a use of the socket moves; 0 where it would have to wait (longer)."""
+        try:
+            moved = use(flags)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost() from error
+        if not moved:
+            raise self._lost()
+        return moved
+
+    def close(self) -> None:
+        """Leave, and end a wait of another thread. Safe to call twice."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _lost(self) -> RuntimeError:
+        if self.socket.fileno() < 0:
+            return RuntimeError("Connection closed: this worker has left the job")
+        return RuntimeError(f"Connection closed by peer: worker {self._rank} of the group has left")
+
+
+def late(timeout: float) -> RuntimeError:
+    """The error of waiting for too long."""
+    return RuntimeError(f"Timed out waiting {timeout:g} s for a peer")
+
+
+class Connected:
+    """A worker that is connected to all others of its group, maybe with memory that all of them see."""
+
+    #: Bytes of that memory for each worker of a group.
+    memory_bytes = 0
+
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        timeout: float,
+        wait_on: WaitOn = never,
+        memory: mmap.mmap | None = None,
+    ) -> None:
+        self.rank, self.size = rank, len(sockets) + 1
+        self._timeout, self._wait_on = timeout, wait_on
+        self._peers = {peer: Peer(peer, sockets[peer], timeout, wait_on) for peer in sorted(sockets)}
+        self._memory = memory
+
+    @classmethod
+    def fits(cls, hosts: Sequence[object]) -> bool:
+        """Whether such a group can be made of workers on these hosts; None where one must not share memory."""
+        return len(hosts) <= MOST_WORKERS
+
+    def close(self) -> None:
+        """Leave, and end a wait of another thread. Safe to call twice."""
+        for peer in self._peers.values():
+            peer.close()
+        self._memory = None  # unmapped when the last tensor over it is gone
+
+
+# ------------------------------------------------------------------------------------------------------------- set-up
+
+_Kind = TypeVar("_Kind", bound=Connected)
+
+
+def connect(
+    kind: type[_Kind],
+    mine: int,
+    parties: Sequence[Sequence[int]],
+    gather: Gather,
+    timeout: float,
+    wait_on: WaitOn = never,
+    *,
+    memory_bytes: int = 0,
+) -> list[_Kind | None]:
+    """Connect every worker of each party to all others of it; a collective of all who `gather`.
+
+    Gives a group for each party, and None where this worker is no member. Parties are ranks among those who gather,
+    ascending, as is `mine`; a worker may be in none, or in several, and two may have the same members. `memory_bytes`
+    is what each worker has in the memory of a party, in place of what the kind says.
+
+    Where the environment holds no token of the job, rank 0 hands out a random token. A problem of any worker is an
+    OSError on all of them.
+    """
+    memory_bytes = memory_bytes or kind.memory_bytes
+    ranks = {index: party.index(mine) for index, party in enumerate(parties) if mine in party}
+    sockets: dict[int, dict[int, socket.socket]] = {index: {} for index in ranks}
+    memory: dict[int, mmap.mmap] = {}
+    with contextlib.ExitStack() as stack:
+        # Each step is followed by a gather, so a worker's problem is everybody's.
+        address = problem = None
+        files: dict[int, int] = {}
+        try:
+            door = stack.enter_context(contextlib.closing(_Door("" if memory_bytes else gloo_address())))
+            for index, rank in ranks.items():
+                if memory_bytes and rank == 0:
+                    files[index] = _new_memory(memory_bytes * len(parties[index]), stack)
+            address = door.address
+        except OSError as error:
+            problem = f"worker {mine} cannot listen: {error}"
+        secret = os.environ.get(TOKEN_VARIABLE)
+        answers: list[Any] = gather((address, None if secret else new_token()))
+        addresses, tokens = zip(*answers, strict=True)
+        if None not in addresses:
+            token, deadline = secret or tokens[0] or "", time.monotonic() + min(timeout, _SETUP_SECONDS)
+            try:
+                for index, rank in ranks.items():
+                    for lower, member in enumerate(parties[index][:rank]):
+                        sockets[index][lower] = _call(addresses[member], token, _HEADER.pack(rank, index), deadline)
+                calls = sum(len(parties[index]) - 1 - rank for index, rank in ranks.items())
+                door.answer(token, sockets, calls, deadline)
+                for index in ranks if memory_bytes else ():
+                    memory[index] = _hand_out(files.get(index), sockets[index])
+            except OSError as error:
+                problem = f"worker {mine} cannot reach all others: {error}"
+        problems = [answer for answer in gather(problem) if answer is not None]
+    if problems:
+        for connection in (connection for known in sockets.values() for connection in known.values()):
+            connection.close()
+        raise OSError(problems[0])
+    return [
+        kind(ranks[index], sockets[index], timeout, wait_on, memory.get(index)) if index in ranks else None
+        for index in range(len(parties))
+    ]
+
+
+def _new_memory(count: int, stack: contextlib.ExitStack) -> int:
+    """A file without a name in memory; pages are taken when they are first written to."""
+    file = os.memfd_create("hybridpar")
+    stack.callback(os.close, file)
+    os.truncate(file, count)
+    return file
+
+
+def _hand_out(file: int | None, sockets: Mapping[int, socket.socket]) -> mmap.mmap:
+    """Map the memory of a group, whose first worker hands it to the others."""
+    if file is not None:
+        for connection in sockets.values():
+            socket.send_fds(connection, [b"+"], [file])
+        return mmap.mmap(file, 0)
+    (given,) = socket.recv_fds(sockets[0], 1, 1)[1]
+    try:
+        return mmap.mmap(given, 0)
+    finally:
+        os.close(given)
+
+
+def _call(address: str | tuple[str, int], token: str, header: bytes, deadline: float) -> socket.socket:
+    """Connect to a worker that listens, and say who calls for which group; again where strangers were in the way."""
+    while True:
+        if isinstance(address, str):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(_left(deadline))
+            connection.connect(address)
+        else:
+            connection = socket.create_connection(address, _left(deadline))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        handshake = WorkerHandshake(token, str(address))
+        try:
+            reply = handshake.reply(_receive(connection, GREETING_BYTES))
+            connection.sendall(reply + header)
+            handshake.check(_receive(connection, PROOF_BYTES))
+            return connection
+        except (HandshakeError, OSError) as error:
+            connection.close()
+            if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
+                raise OSError(str(error)) from error
+            time.sleep(0.01)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("it closed the connection during the handshake")
+        data += more
+    return data
+
+
+class _Door:
+    """Where workers with higher ranks call. What a stranger does there, or does not do, changes nothing.
+
+    An IP address is listened at; an empty one stands for a Unix socket without a name in any directory.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._strangers: dict[socket.socket, ServerHandshake] = {}  # in their handshake, the oldest first
+        self._selector = selectors.DefaultSelector()
+        family = socket.AF_UNIX if not address else socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.bind((address, 0) if address else "")
+            self._socket.listen(socket.SOMAXCONN)  # strangers must not fill it before workers call
+        except OSError:
+            self.close()
+            raise
+        self._socket.setblocking(False)  # who has been reported may have left
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        name = self._socket.getsockname()
+        self.address: str | tuple[str, int] = name[:2] if address else name.decode()
+
+    def answer(self, token: str, sockets: Mapping[int, dict[int, socket.socket]], calls: int, deadline: float) -> None:
+        """Let so many workers in, each to its party."""
+        most_strangers = calls + _MOST_STRANGERS
+        while calls:
+            if time.monotonic() > deadline:
+                raise TimeoutError("not all have called in time")
+            for key, _ in self._selector.select(_left(deadline)):
+                connection: Any = key.fileobj
+                with contextlib.suppress(OSError, HandshakeError, struct.error):
+                    if connection is self._socket:
+                        self._greet(connection.accept()[0], token)
+                        if len(self._strangers) > most_strangers:
+                            self._forget(next(iter(self._strangers))).close()
+                    elif connection in self._strangers:  # it has not given way meanwhile
+                        caller, party, known = self._let_in(connection)
+                        sockets[party][caller] = known
+                        calls -= 1
+
+    def close(self) -> None:
+        """End all connections of strangers."""
+        for connection in (self._socket, *self._strangers):
+            connection.close()
+        self._selector.close()
+
+    def _greet(self, stranger: socket.socket, token: str) -> None:
+        self._strangers[stranger] = handshake = ServerHandshake(token, str(self.address))
+        self._selector.register(stranger, selectors.EVENT_READ)
+        # To be reported when all of a reply is there.
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, REPLY_BYTES + _HEADER.size)
+        stranger.setblocking(False)
+        stranger.send(handshake.greeting)
+
+    def _let_in(self, stranger: socket.socket) -> tuple[int, int, socket.socket]:
+        handshake = self._strangers[stranger]
+        with self._forget(stranger):
+            data = stranger.recv(REPLY_BYTES + _HEADER.size)
+            proof = handshake.proof(data[:REPLY_BYTES])
+            caller, party = _HEADER.unpack(data[REPLY_BYTES:])
+            stranger.send(proof)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            return caller, party, stranger.dup()
+
+    def _forget(self, stranger: socket.socket) -> socket.socket:
+        self._selector.unregister(stranger)
+        del self._strangers[stranger]
+        return stranger
+
+
+def _left(deadline: float) -> float:
+    """Seconds until then, as a time-out: 0 would mean none."""
+    return max(deadline - time.monotonic(), 1e-3)
