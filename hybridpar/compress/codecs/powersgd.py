@@ -19,7 +19,7 @@ subtracted from M is left to the first pass of the next step, which reads M anyw
 rows, in memory and in messages: BLAS multiplies a large matrix with a few long rows three times as fast as with many
 rows of a few numbers.
 
-* On a CPU each pass is a kernel that reads memory once (`hybridpar/compress/kernels/powersgd_source.py`). Without
+* On a CPU each pass is a kernel that reads memory once (`hybridpar/compress/kernels/factors_source.py`). Without
   kernels, error feedback, or for ranks above 4 it is done by BLAS and further passes.
 * On a GPU, where starting a kernel is what costs, matrices of one shape are multiplied together: `Exchange` calls
   `LowRank.write_together` for all that it has. It moves their residuals together once (`lay_together`), so that they

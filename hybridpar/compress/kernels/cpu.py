@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.compress.memory import Memory, Residual
 
-_KERNELS = ("onebit", "twobit", "qsgd", "powersgd")
+_KERNELS = ("onebit", "twobit", "qsgd", "factors")
 _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
 
 
@@ -32,10 +32,9 @@ class CpuKernels:
 
     def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
         """Call the encoder that leaves what is not sent in the type of the residual, or nowhere."""
+        kept, factor = (0, 0), 0.0
         if isinstance(memory, Residual):
             left, pending = memory.halves()
-            way = "keep" if left.dtype == torch.float32 else "short"
-            addresses = values.data_ptr(), left.data_ptr(), pending.data_ptr()
-            self.functions[f"{name}_{way}"](*addresses, *arguments, memory.factor)
-        else:
-            self.functions[name](values.data_ptr(), 0, 0, *arguments)
+            name += "_keep" if left.dtype == torch.float32 else "_short"
+            kept, factor = (left.data_ptr(), pending.data_ptr()), memory.factor
+        self.functions[name](values.data_ptr(), *kept, *arguments, factor)
