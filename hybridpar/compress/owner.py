@@ -23,9 +23,6 @@ from hybridpar.compress.codec import TensorSpec, WarmUpCoder
 from hybridpar.compress.memory import State
 from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser
 
-#: Where AdaGrad may be.
-PLACEMENTS = ("owner", "worker", "after", "off")
-
 #: What is added to the root of h, against division by zero; far below any gradient, whatever its scale.
 _EPSILON = 1e-12
 
@@ -52,7 +49,7 @@ class OwnerRule:
     """What owners do to the sum of a stripe.
 
     Attributes:
-        adagrad: Where AdaGrad is: one of `PLACEMENTS`.
+        adagrad: Where AdaGrad is: `owner`, `worker`, `after` or `off`.
         momentum: mu; 0 for none.
         memory: Of AdaGrad's squares from step to step; less than 1 for a moving average.
         level: Make what AdaGrad divided as long as it was before.

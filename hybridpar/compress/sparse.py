@@ -17,7 +17,6 @@ from torch import Tensor
 from hybridpar.compress.codec import Collective, Round, TensorSpec
 from hybridpar.compress.memory import Scratch
 from hybridpar.compress.packing import aligned
-from hybridpar.errors import check
 
 #: A sample is each of so many elements, a prime number, so that it does not follow the shape of a parameter; where
 #: there are at most `_SMALL` elements none is taken. So many standard deviations more than is needed are taken of it.
@@ -132,11 +131,6 @@ class Picks:
 def share(rate: float, count: int) -> int:
     """How many of so many elements a share is: rounded up, and at least one."""
     return min(max(-int(-rate * count // 1), 1), count)
-
-
-def check_rate(rate: float, instead: float) -> None:
-    """Check a share of elements."""
-    check(0 < rate <= 1, f"rate={rate:g}", "It is a share, above 0 and at most 1.", f"Use {instead:g}.")
 
 
 def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from hybridpar.compress.agreed import GridsCoder, read_levels
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.sparse import check_rate, share
+from hybridpar.compress.sparse import share
+from hybridpar.spec import AT_MOST_1
 
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
@@ -37,7 +39,7 @@ class GlobalRandomK(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    rate: float = 0.01
+    rate: Annotated[float, AT_MOST_1] = 0.01
     levels: str = "4"
     least: int = 1000
     name = "grandk_mn"
@@ -47,7 +49,6 @@ class GlobalRandomK(LargeTensorCodec):
     feedback = True
 
     def __post_init__(self) -> None:
-        check_rate(self.rate, 0.01)
         read_levels(self.levels)
         super().__post_init__()
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit, RowSigns
-from hybridpar.compress.owner import PLACEMENTS, OwnerCoder, OwnerRule
-from hybridpar.errors import check, check_choice
+from hybridpar.compress.owner import OwnerCoder, OwnerRule
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, BELOW_1
 
 
 @CODECS.register("onebit_sgd", "1-bit SGD whole: onebit with AdaGrad and momentum at the owners of stripes")
@@ -36,25 +37,18 @@ class OneBitSgd(Codec):
         least: As of `onebit`.
     """
 
-    adagrad: str = "owner"
-    momentum: float = 0.9
-    memory: float = 1.0
+    adagrad: Literal["owner", "worker", "after", "off"] = "owner"
+    momentum: Annotated[float, BELOW_1] = 0.9
+    memory: Annotated[float, AT_MOST_1] = 1.0
     level: bool = True
-    warm: int = 0
+    warm: Annotated[int, AT_LEAST_0] = 0
     bits: bool = True
-    least: int = 32
+    least: Annotated[int, AT_LEAST_1] = 32
     name = "onebit_sgd"
     biased = True
     feedback = True
     kernels = ("cpu", "cuda")
     gives_sums = False
-
-    def __post_init__(self) -> None:
-        check_choice("adagrad", self.adagrad, PLACEMENTS, "It says where AdaGrad is.")
-        check(0 <= self.momentum < 1, f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
-        check(0 < self.memory <= 1, f"memory={self.memory:g}", "It is above 0 and at most 1.", "Use 1, or 0.99.")
-        check(self.warm >= 0, f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
-        OneBit(self.least)  # checks it
 
     @property
     def keeps_momentum(self) -> bool:  # type: ignore[override]

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import WORKER, lay_together, stacked
 from hybridpar.compress.received import Factors, Received
-from hybridpar.errors import check
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1
 
 #: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
 _FEW = 8
@@ -77,8 +77,8 @@ class PowerSgd(Codec):
         gain: A parameter is compressed where that makes it more than so many times smaller.
     """
 
-    rank: int = 2
-    gain: float = 2.0
+    rank: Annotated[int, AT_LEAST_1] = 2
+    gain: Annotated[float, AT_LEAST_0] = 2.0
     name = "powersgd"
     biased = True
     feedback = True
@@ -86,10 +86,6 @@ class PowerSgd(Codec):
     kernels = ("cpu",)
     decodes_by_kernels = True
     at_once = True
-
-    def __post_init__(self) -> None:
-        check(self.rank >= 1, f"rank={self.rank}", "It is a number of columns.", "Use 1, 2 or 4.")
-        check(self.gain >= 0, f"gain={self.gain:g}", "It is a ratio of sizes.", "Use 2, or 0 to compress everything.")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the factors are so many times smaller."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import ALIGN, bits_size, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import QuantisedCoder, Quantiser, put
-from hybridpar.errors import check_choice
-
-_LEVELS = ("mean", "one")
 
 
 @CODECS.register("signsgd", "signSGD: workers vote on each element's sign, one bit both ways")
@@ -36,17 +34,13 @@ class SignSgd(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    level: str = "mean"
+    level: Literal["mean", "one"] = "mean"
     least: int = 1000
     name = "signsgd"
     biased = True
     at_once = True
     # A worker that was outvoted has not sent what it voted for, and does not know what it has sent instead.
     takes_feedback = False
-
-    def __post_init__(self) -> None:
-        check_choice("level", self.level, _LEVELS, "It says how large a step is.")
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> MajorityCoder:
         return MajorityCoder(spec, SignQuantiser(self.level == "one", spec.workers), "shard")

@@ -16,17 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Annotated, Literal, Self
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Coder, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import WORKER
-from hybridpar.compress.sparse import Picks, check_rate, largest
-from hybridpar.errors import check_choice
-
-_SCOPES = ("layer", "bucket")
+from hybridpar.compress.sparse import Picks, largest
+from hybridpar.spec import AT_MOST_1
 
 
 @CODECS.register("topk", "top-k: the largest elements of each worker with their places, error feedback")
@@ -40,18 +38,13 @@ class TopK(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    rate: float = 0.01
-    scope: str = "layer"
+    rate: Annotated[float, AT_MOST_1] = 0.01
+    scope: Literal["layer", "bucket"] = "layer"
     least: int = 1000
     name = "topk"
     biased = True
     feedback = True
     castable = True
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate, 0.01)
-        check_choice("scope", self.scope, _SCOPES, "It says of what elements are largest.")
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> LargestCoder:
         if self.scope == "bucket":
