@@ -112,21 +112,16 @@ class LowRank(Coder):
         # All factors are transposed. Q is stored as the mean that came, and is made orthonormal when it is used.
         self._q = self.register_state("q", first.t().contiguous().to(spec.device))
         self._p, self._is_orthonormal = torch.empty(0), False
-        self._outline = torch.empty(self._rows, self._columns, device="meta")
+        self._matrix = torch.empty(0)  # M, once it has been made
 
     def begin(self, gradient: Tensor) -> None:
         super().begin(gradient.contiguous().view(self._rows, self._columns))
         self._memory = self.memory[WORKER]
-        # M will be in the residual; where there is none, it is the gradient, of which a copy is made.
-        self._values = self._outline if self._memory.keeps else self._gradient.clone()
+        if not self._memory.keeps:  # M is the gradient, which is not there any more in the second round
+            self._gradient = self._gradient.clone()
 
     def received(self) -> Received:
         return Factors(super().received(), self._p, self._q.next, self._scale)
-
-    @property
-    def _matrix(self) -> Tensor:
-        """M, once it has been taken."""
-        return self._memory.again(self._values)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         self.write_together([self], index, [parts])
@@ -134,25 +129,28 @@ class LowRank(Coder):
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
         factors = orthonormal([coder._p if index else coder._q.now for coder in coders])
-        for numbers in _by_shape(coders):
-            group, mine = [coders[n] for n in numbers], [factors[n] for n in numbers]
-            messages = [parts[n][0].view(coder._rank, -1) for n, coder in zip(numbers, group, strict=True)]
-            for coder, factor in zip(group, mine, strict=True) if index else ():
+        groups: dict[tuple[int, ...], list[tuple[LowRank, Tensor, Tensor]]] = {}
+        for coder, factor, (part,) in zip(coders, factors, parts, strict=True):
+            if index:
                 coder._p, coder._is_orthonormal = factor, True
-            if len(group) > 1:
-                _multiply_together(group, index, mine, messages)
+            message = part.view(coder._rank, -1)
+            if _one_by_one(coder.spec.device):
+                coder._multiply(index, factor, message)
             else:
-                group[0]._multiply(index, mine[0], messages[0])
+                groups.setdefault((*factor.shape, *message.shape), []).append((coder, factor, message))
+        for group in groups.values():
+            _multiply_together(index, *zip(*group, strict=True))
 
     def _multiply(self, index: int, factor: Tensor, message: Tensor) -> None:
         """Write Q^T M^T, and make M before, or P^T M."""
         left = factor if self.spec.share == 1 else factor * self.spec.share
         out = message if message.dtype == torch.float32 else torch.empty_like(message, dtype=torch.float32)
-        if index:
-            if not kernels.powersgd_right(self._memory, left, out):
-                torch.mm(left, self._matrix, out=out)
-        elif not kernels.powersgd_left(self._gradient, self._memory, left, out):
-            torch.mm(left, self._memory.take(self._gradient).t(), out=out)
+        if index == 0:
+            if not kernels.powersgd_left(self._gradient, self._memory, left, out):
+                torch.mm(left, self._memory.take(self._gradient).t(), out=out)
+            self._matrix = self._memory.again(self._gradient)
+        elif not kernels.powersgd_right(self._memory, left, out):
+            torch.mm(left, self._matrix, out=out)
         if out is not message:
             message.copy_(out)
 
@@ -165,6 +163,7 @@ class LowRank(Coder):
                 (self._p,) = orthonormal([self._p])
             self._q.next = factor / (self.spec.share * self.spec.workers)
             self._memory.owe(FactorProduct(self._p, self._q.next))
+            self._matrix = torch.empty(0)  # it may be a copy of the gradient
 
     def finish(self, out: Tensor) -> None:
         result = out.view(self._rows, self._columns)
@@ -216,30 +215,18 @@ def _one_by_one(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _by_shape(coders: Sequence[LowRank]) -> list[list[int]]:
-    """Numbers of the coders whose matrices are multiplied together."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, coder in enumerate(coders):
-        alone = number if _one_by_one(coder.spec.device) else 0
-        groups.setdefault((coder._rank, coder._rows, coder._columns, alone), []).append(number)
-    return list(groups.values())
-
-
 def _multiply_together(
-    group: Sequence[LowRank], index: int, factors: Sequence[Tensor], messages: Sequence[Tensor]
+    index: int, coders: Sequence[LowRank], factors: Sequence[Tensor], messages: Sequence[Tensor]
 ) -> None:
     """What `LowRank._multiply` does, for coders of one shape."""
     if index == 0:
-        lay_together([coder._memory for coder in group])
-        for coder in group:
-            coder._memory.take(coder._gradient)
-    matrices = stacked([coder._matrix for coder in group])
+        lay_together([coder._memory for coder in coders])
+        for coder in coders:
+            coder._matrix = coder._memory.take(coder._gradient)
+    matrices = stacked([coder._matrix for coder in coders])
     if matrices is None:  # gradients themselves, which lie where they lie
-        products = [
-            factor @ (own._matrix if index else own._matrix.t()) for own, factor in zip(group, factors, strict=True)
-        ]
-    else:
-        products = list(torch.stack(list(factors)) @ (matrices if index else matrices.mT))
-    if group[0].spec.share != 1:
-        torch._foreach_mul_(products, group[0].spec.share)
+        matrices = torch.stack([coder._matrix for coder in coders])
+    products = list(torch.stack(list(factors)) @ (matrices if index else matrices.mT))
+    if coders[0].spec.share != 1:
+        torch._foreach_mul_(products, coders[0].spec.share)
     torch._foreach_copy_(list(messages), products)
