@@ -59,38 +59,31 @@ class SignQuantiser(Quantiser):
         return ALIGN + bits_size(shape[0])
 
     def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
+        level, bits = parts_of(out)
+        out[:ALIGN].zero_()
         sums = [values[part].abs().sum(dtype=torch.float64) for part in slices(values.numel())]
         mean = torch.stack(sums).sum() / values.numel()
-        self.write_level(torch.where(mean > 0, 1.0, mean) + 0 * mean if self.plain else mean, out)
+        level.copy_(torch.where(mean > 0, 1.0, mean) + 0 * mean if self.plain else mean)
         for part in slices(values.numel()):
-            self.write_signs(values[part], part, out)
+            pack_bits(values[part] >= 0, bits[bytes_of(part)])
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         """What arrives is already the mean."""
-        level = self.level(message) * (self._workers / divisor)
+        level, bits = parts_of(message)
         for part in slices(out.numel()):
-            signs = scratch.take("signs", part.stop - part.start).copy_(self.bits(message, part)).mul_(2).sub_(1)
-            put(signs.mul_(level), out[part], add=add)
+            count = part.stop - part.start
+            signs = scratch.take("signs", count).copy_(unpack_bits(bits[bytes_of(part)], count)).mul_(2).sub_(1)
+            put(signs.mul_(level * (self._workers / divisor)), out[part], add=add)
 
-    def write_level(self, level: Tensor, out: Tensor) -> None:
-        """Write what signs are multiplied with."""
-        out[:ALIGN].zero_()
-        self.level(out).copy_(level)
 
-    def write_signs(self, values: Tensor, part: slice, out: Tensor) -> None:
-        """Write the signs of a range of values."""
-        pack_bits(values >= 0, out[self._bytes(part)])
+def parts_of(message: Tensor) -> tuple[Tensor, Tensor]:
+    """What signs are multiplied with, a single element, and the bits that say which values are not negative."""
+    return message[:4].view(torch.float32), message[ALIGN:]
 
-    def bits(self, message: Tensor, part: slice) -> Tensor:
-        """Which values of a range are not negative."""
-        return unpack_bits(message[self._bytes(part)], part.stop - part.start)
 
-    def _bytes(self, part: slice) -> slice:
-        return slice(ALIGN + part.start // 8, ALIGN + bits_size(part.stop))
-
-    def level(self, message: Tensor) -> Tensor:
-        """What signs are multiplied with, a single element."""
-        return message[:4].view(torch.float32)
+def bytes_of(part: slice) -> slice:
+    """Where the bits of a range of values are."""
+    return slice(part.start // 8, bits_size(part.stop))
 
 
 class MajorityCoder(QuantisedCoder):
@@ -100,13 +93,15 @@ class MajorityCoder(QuantisedCoder):
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         size = self._sizes[self.spec.rank]
+        out.zero_()
         if not size:
             return
-        levels = torch.cat([self.quantiser.level(message) for message in received])
-        self.quantiser.write_level(levels.max() if self.quantiser.plain else levels.mean(), out)
+        levels = torch.cat([parts_of(message)[0] for message in received])
+        level, bits = parts_of(out[:size])
+        level.copy_(levels.max() if self.quantiser.plain else levels.mean())
         for part in slices(len(self._total)):
-            votes = self._scratch.take("votes", part.stop - part.start).fill_(-len(received) / 2)
+            count = part.stop - part.start
+            votes = self._scratch.take("votes", count).fill_(-len(received) / 2)
             for message in received:
-                votes.add_(self.quantiser.bits(message, part))
-            self.quantiser.write_signs(votes, part, out)
-        out[size:].zero_()
+                votes.add_(unpack_bits(parts_of(message)[1][bytes_of(part)], count))
+            pack_bits(votes >= 0, bits[bytes_of(part)])
