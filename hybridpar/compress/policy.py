@@ -46,8 +46,6 @@ _log = logging.getLogger(__name__)
 #: Characters of a codec with all its options.
 _LONGEST = 500
 
-_TWICE = "The codec keeps the momentum itself; twice would be too much."
-
 
 def parse_codec(text: str) -> Codec:
     """The codec that a text names, in its wrappers.
@@ -130,17 +128,12 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
         return
     kind, name = type(optimizer).__name__, format_codec(codec)
     for group in optimizer.param_groups:
+        of_optimizer = next((f"{option}={group[option]}" for option in ("betas", "momentum") if group.get(option)), "")
         check(
-            "betas" not in group,
-            f"codec {name!r} with {kind}, whose betas are {group.get('betas')}",
-            _TWICE,
-            "Use torch.optim.SGD with momentum=0 (--optimizer sgd --momentum 0).",
-        )
-        check(
-            not group.get("momentum"),
-            f"codec {name!r} with momentum={group.get('momentum')} in {kind}",
-            _TWICE,
-            f"Set momentum=0 in {kind} (--momentum 0); the codec's is the option momentum of {name!r}.",
+            not of_optimizer,
+            f"codec {name!r} with {of_optimizer} in {kind}",
+            "The codec keeps the momentum itself; twice would be too much.",
+            "Use torch.optim.SGD with momentum=0 (--optimizer sgd --momentum 0); the codec has the option momentum.",
         )
 
 
@@ -318,25 +311,26 @@ def agree_on_policy(
     Workers that compress by different rules would read each other's messages wrongly. `auto` stays as it is, and an
     error of a single worker is raised on all of them.
     """
-    mine: str | Policy | HybridparError
+    mine: str | Policy = ""
+    problem = None
     try:
         mine = read_for(codec, names)
     except HybridparError as error:
-        mine = error
-    said = f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine)
-    answers = gather(("", mine.what) if isinstance(mine, HybridparError) else (said, ""))
-    if isinstance(mine, HybridparError):
-        raise mine
+        problem = error
+    answers = gather(
+        (f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine), problem.what if problem else "")
+    )
+    if problem:
+        raise problem
     first = answers[0][0]
-    for rank, (text, problem) in enumerate(answers):
+    for rank, (text, refused) in enumerate(answers):
         check(
-            not problem,
-            f"worker {rank} cannot use the compression policy that it was given: {problem}",
+            not refused,
+            f"worker {rank} cannot use the compression policy that it was given: {refused}",
             "All workers compress alike.",
             "Give every worker the same policy.",
         )
-        pairs = itertools.zip_longest(text.split("; "), first.split("; "), fillvalue="no rule")
-        for rule, other in pairs:
+        for rule, other in itertools.zip_longest(text.split("; "), first.split("; "), fillvalue="no rule"):
             check(
                 rule == other,
                 f"worker {rank} was given another compression policy than worker 0: {rule} and not {other}",
