@@ -74,7 +74,7 @@ class ComponentCoder(Coder):
         self._tile = config.chunk**2
         tiles = -(-spec.count // self._tile)
         self._picked = share(config.rate, self._tile)
-        self._picks = Picks(tiles * self._tile, tiles * self._picked, spec.wire, spec.workers)
+        self._picks = Picks(spec, tiles * self._tile, tiles * self._picked)
         super().__init__(spec, [self._picks.round])
         until_last_tile = torch.zeros(tiles * self._tile, device=spec.device)
         self._momentum = self.register_state("momentum", until_last_tile)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.sparse import Picks, largest
+from hybridpar.compress.sparse import Picks, largest, share
 from hybridpar.spec import AT_LEAST_0, AT_MOST_1, BELOW_1
 
 
@@ -72,7 +72,7 @@ class MomentumCoder(Coder):
         """How many elements the next step sends, and how their message looks: gathered; a sum where that is cheaper."""
         level = self.steps // self._config.ramp if self._config.ramp else math.inf
         rate = max(self._config.rate, 0.25 ** (level + 1)) if self._sparse else 1.0
-        self._picks = Picks.of(self.spec, rate)
+        self._picks = Picks(self.spec, self.spec.count, share(rate, self.spec.count))
         self.rounds = (self._picks.round,)
         return self
 

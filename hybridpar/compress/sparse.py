@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,46 +22,29 @@ from hybridpar.compress.packing import aligned
 _EVERY, _SMALL, _DEVIATIONS = 127, 1 << 16, 3
 
 
-@dataclass(frozen=True)
 class Picks:
     """Some values of a parameter on their way to all workers.
 
-    Attributes:
-        count: Elements of the parameter.
+    Args:
+        spec: Says in which type values are sent, and how many workers send.
+        count: Elements that they are chosen from.
         picked: How many of them are sent.
-        wire: Type in which values are sent.
-        workers: How many workers send.
-        reach: Indices that a message may name; at least `count`, which is the default.
+        reach: Indices that a message may name, where these are more than the elements.
     """
 
-    count: int
-    picked: int
-    wire: torch.dtype
-    workers: int
-    reach: int = 0
-
-    @classmethod
-    def of(cls, spec: TensorSpec, rate: float, reach: int = 0) -> Picks:
-        """A share of a parameter's values, at least one.
-
-        Args:
-            spec: The parameter.
-            rate: Share of the elements, above 0 and at most 1.
-            reach: Indices that a message may name, where these are more than the elements.
-        """
-        return cls(spec.count, share(rate, spec.count), spec.wire, spec.workers, reach)
-
-    @property
-    def dense(self) -> bool:
-        """Whether values are sent among zeros, in float32."""
-        return self.picked == self.count or self.workers * self._size > 8 * self.count
-
-    @property
-    def round(self) -> Round:
-        """What is written and received."""
+    def __init__(self, spec: TensorSpec, count: int, picked: int, reach: int = 0) -> None:
+        #: How many values are sent.
+        self.picked = picked
+        self._wire = spec.wire
+        self._index = torch.int16 if max(count, reach) <= 1 << 15 else torch.int32
+        self._start = aligned(picked * spec.wire.itemsize)  # of indices in a message
+        size = self._start + aligned(picked * self._index.itemsize)
+        #: Whether values are sent among zeros, in float32.
+        self.dense = picked == count or spec.workers * size > 8 * count
+        #: What is written and received.
+        self.round = Round(Collective.GATHER, torch.uint8, (size,))
         if self.dense:
-            return Round(Collective.SUM, torch.float32, (self.count,))
-        return Round(Collective.GATHER, torch.uint8, (self._size,))
+            self.round = Round(Collective.SUM, torch.float32, (count,))
 
     def write(self, values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
         """Write the message.
@@ -109,23 +91,14 @@ class Picks:
         values, indices = self.parts(message)
         out.index_add_(0, indices.to(torch.int64), values.to(torch.float32).div_(divisor))
 
-    @property
-    def _index(self) -> torch.dtype:
-        return torch.int16 if max(self.count, self.reach) <= 1 << 15 else torch.int32
-
-    @property
-    def _size(self) -> int:
-        return aligned(self.picked * self.wire.itemsize) + aligned(self.picked * self._index.itemsize)
-
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Values and indices of a message.
 
         Args:
             message: 1-D uint8, beginning at a multiple of 8 bytes.
         """
-        start = aligned(self.picked * self.wire.itemsize)
-        values = message[: self.picked * self.wire.itemsize].view(self.wire)
-        return values, message[start : start + self.picked * self._index.itemsize].view(self._index)
+        values = message[: self.picked * self._wire.itemsize].view(self._wire)
+        return values, message[self._start :][: self.picked * self._index.itemsize].view(self._index)
 
 
 def share(rate: float, count: int) -> int:
