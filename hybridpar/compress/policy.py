@@ -156,6 +156,8 @@ def _changed(codec: Any) -> dict[str, Any]:
 def _write(value: Any) -> str:
     if value is None:
         return "auto"
+    if isinstance(value, tuple):
+        return "/".join(map(str, value))
     return ("on" if value else "off") if isinstance(value, bool) else f"{value}"
 
 

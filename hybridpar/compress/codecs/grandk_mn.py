@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from hybridpar.compress.agreed import GridsCoder, read_levels
+from hybridpar.compress.agreed import BITS, GridsCoder, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
@@ -40,7 +40,7 @@ class GlobalRandomK(LargeTensorCodec):
     """
 
     rate: Annotated[float, AT_MOST_1] = 0.01
-    levels: str = "4"
+    levels: Annotated[tuple[int, ...], BITS] = (4,)
     least: int = 1000
     name = "grandk_mn"
     kernels = ("cpu", "cuda")
@@ -49,11 +49,11 @@ class GlobalRandomK(LargeTensorCodec):
     feedback = True
 
     def __post_init__(self) -> None:
-        read_levels(self.levels)
+        steps_of(self.levels)
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> QueueCoder:
-        return QueueCoder(spec, self.rate, read_levels(self.levels))
+        return QueueCoder(spec, self.rate, steps_of(self.levels))
 
 
 class QueueCoder(GridsCoder):

@@ -16,10 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from hybridpar.compress.agreed import GridsCoder
+from hybridpar.compress.agreed import BITS, GridsCoder, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
-from hybridpar.errors import check
-from hybridpar.spec import between
 
 
 @CODECS.register("qsgd_mn_ts", "QSGD-MaxNorm with two scales: a finer grid for what is small on all workers")
@@ -33,18 +31,16 @@ class QsgdTwoScale(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    bits: Annotated[int, between(1, 8)] = 4
-    high: Annotated[int, between(2, 16)] = 8
+    bits: Annotated[int, BITS] = 4
+    high: Annotated[int, BITS] = 8
     least: int = 1000
     name = "qsgd_mn_ts"
     kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
-        check(
-            self.bits < self.high, f"high={self.high} with bits={self.bits}", "The finer grid has more bits.", "Use 8."
-        )
+        steps_of((self.bits, self.high))
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> GridsCoder:
-        return GridsCoder(spec, (2**self.bits - 1, 2**self.high - 1))
+        return GridsCoder(spec, steps_of((self.bits, self.high)))
