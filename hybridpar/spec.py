@@ -13,6 +13,7 @@ must be stands beside its type, as in `Annotated[float, POSITIVE]`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -45,7 +46,13 @@ AT_LEAST_1 = Rule("at least 1", lambda number: number >= 1)
 POSITIVE = Rule("greater than 0", lambda number: number > 0)
 BELOW_1 = Rule("at least 0 and less than 1", lambda number: 0 <= number < 1)
 BETWEEN_0_AND_1 = Rule("between 0 and 1", lambda number: 0 < number < 1)
+FINITE = Rule("greater than 0 and finite", lambda number: 0 < number < math.inf)
 AT_MOST_1 = Rule("greater than 0 and at most 1", lambda number: 0 < number <= 1)
+
+
+def between(low: int, high: int) -> Rule:
+    """A number from one to another, both included."""
+    return Rule(f"from {low} to {high}", lambda number: low <= number <= high)
 
 
 def read_choice(option: str, text: str, choices: Mapping[str, type[_T]]) -> _T:

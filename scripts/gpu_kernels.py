@@ -31,7 +31,7 @@ from benchmarks.rig.rows import Row, row  # noqa: E402
 from hybridpar.compress import kernels  # noqa: E402
 from hybridpar.compress.codec import TensorSpec  # noqa: E402
 from hybridpar.compress.codecs.onebit import RowSigns  # noqa: E402
-from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold  # noqa: E402
+from hybridpar.compress.codecs.twobit import TernaryQuantiser  # noqa: E402
 from hybridpar.compress.levels import LevelQuantiser  # noqa: E402
 from hybridpar.compress.memory import Memory, Residual, Scratch  # noqa: E402
 from hybridpar.compress.noise import Noise  # noqa: E402
@@ -62,15 +62,11 @@ def _levels(bits: int) -> Make:
     return make
 
 
-def _ternary(rule: Threshold) -> Make:
-    return lambda shape, device: TernaryQuantiser(rule)
-
-
 #: Codecs by name, and how many float32 their messages begin with for so many groups.
 CODECS: dict[str, tuple[Make, Callable[[int], int]]] = {
     "onebit": (lambda shape, device: RowSigns(shape), lambda groups: 2 * groups),
-    "twobit": (_ternary(Threshold()), lambda groups: 1),
-    "twobit, threshold=0.5": (_ternary(Threshold(fixed=0.5)), lambda groups: 1),
+    "twobit": (lambda shape, device: TernaryQuantiser(), lambda groups: 1),
+    "twobit, threshold=0.5": (lambda shape, device: TernaryQuantiser(fixed=0.5), lambda groups: 1),
     **{f"qsgd_mn, bits={bits}": (_levels(bits), lambda groups: 2) for bits in (1, 3, 4, 8)},
 }
 

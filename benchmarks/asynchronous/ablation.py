@@ -28,13 +28,13 @@ from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.rig.command import run_command
 from benchmarks.rig.in_process import run_together
 from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec
-from hybridpar.compress.owner import OwnerRule
+from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 
 WORKERS, BATCH, EPOCHS = 4, 64, 10
 RATES = (0.1, 0.05, 0.02, 0.01)
 _MOMENTUM = 0.9
-_PLAIN = OwnerRule("off", _MOMENTUM)
+_PLAIN = OneBitSgd("off", _MOMENTUM)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Method:
 
     name: str
     codec: str | None = None
-    rule: OwnerRule = _PLAIN
+    rule: OneBitSgd = _PLAIN
     delay: bool = False
     halves: bool = False
     paper: str = "not reported"
@@ -65,8 +65,8 @@ METHODS = (
     Method("one bit, a batch late", "onebit_sgd:adagrad=off", delay=True),
     Method("one bit, no error feedback", "onebit_sgd:adagrad=off,feedback=off", paper="diverges"),
     Method("one bit, first 8 % in full precision", "onebit_sgd:adagrad=off,warm={warm}"),
-    Method("AdaGrad after momentum, one worker", rule=OwnerRule("after", _MOMENTUM), paper="16.5 (57.4)"),
-    Method("AdaGrad before momentum, one worker", rule=OwnerRule("owner", _MOMENTUM), paper="16.2 (58.2)"),
+    Method("AdaGrad after momentum, one worker", rule=OneBitSgd("after", _MOMENTUM), paper="16.5 (57.4)"),
+    Method("AdaGrad before momentum, one worker", rule=OneBitSgd("owner", _MOMENTUM), paper="16.2 (58.2)"),
     Method("one bit, AdaGrad at workers", "onebit_sgd:adagrad=worker,warm={warm}", paper="16.1 (57.4)"),
     Method("one bit, AdaGrad at owners", "onebit_sgd:adagrad=owner,warm={warm}", paper="15.8 (59.1)"),
     Method("one bit, AdaGrad after momentum", "onebit_sgd:adagrad=after,warm={warm}"),

@@ -19,14 +19,15 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress import CODECS, Coder, TensorSpec
 from hybridpar.compress.codec import LargeTensorCodec
-from hybridpar.compress.sparse import Picks, check_rate, share
-from hybridpar.errors import check
+from hybridpar.compress.sparse import Picks, share
+from hybridpar.spec import AT_MOST_1, between
 
 
 @functools.cache
@@ -50,21 +51,15 @@ class DecoupledMomentum(LargeTensorCodec):
         least: Parameters with fewer elements, and vectors, are sent in full.
     """
 
-    rate: float = 0.0078125
-    momentum: float = 0.999
-    chunk: int = 64
+    rate: Annotated[float, AT_MOST_1] = 0.0078125
+    momentum: Annotated[float, between(0, 1)] = 0.999
+    chunk: Annotated[int, between(2, 256)] = 64
     least: int = 1000
     name = "demo"
     biased = True
     castable = True
     takes_feedback = False
     keeps_momentum = True
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate, 0.0078125)
-        check(0 <= self.momentum <= 1, f"momentum={self.momentum:g}", "It is at least 0 and at most 1.", "Use 0.999.")
-        check(2 <= self.chunk <= 256, f"chunk={self.chunk}", "It is a number of elements from 2 to 256.", "Use 64.")
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> ComponentCoder:
         """The coder of one parameter on one worker."""
@@ -79,7 +74,7 @@ class ComponentCoder(Coder):
         self._tile = config.chunk**2
         tiles = -(-spec.count // self._tile)
         self._picked = share(config.rate, self._tile)
-        self._picks = Picks(tiles * self._tile, tiles * self._picked, spec.wire, spec.workers)
+        self._picks = Picks(spec, tiles * self._tile, tiles * self._picked)
         super().__init__(spec, [self._picks.round])
         until_last_tile = torch.zeros(tiles * self._tile, device=spec.device)
         self._momentum = self.register_state("momentum", until_last_tile)

@@ -20,14 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.sparse import Picks, check_rate, largest
-from hybridpar.errors import check
+from hybridpar.compress.sparse import Picks, largest, share
+from hybridpar.spec import AT_LEAST_0, AT_MOST_1, BELOW_1
 
 
 @CODECS.register("dgc", "deep gradient compression: top-k of momentum that each worker keeps")
@@ -42,20 +42,15 @@ class DeepGradient(Codec):
         least: Parameters with fewer elements, and vectors, are sent in full: u is, and nothing is cleared.
     """
 
-    rate: float = 0.001
-    momentum: float = 0.9
-    ramp: int = 100
+    rate: Annotated[float, AT_MOST_1] = 0.001
+    momentum: Annotated[float, BELOW_1] = 0.9
+    ramp: Annotated[int, AT_LEAST_0] = 100
     least: int = 1000
     name = "dgc"
     biased = True
     castable = True
     takes_feedback = False
     keeps_momentum = True
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate, 0.001)
-        check(0 <= self.momentum < 1, f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
-        check(self.ramp >= 0, f"ramp={self.ramp}", "It is a number of steps.", "Use 0 for no warm-up.")
 
     def bind(self, spec: TensorSpec) -> MomentumCoder:
         """The coder of one parameter on one worker."""
@@ -78,7 +73,7 @@ class MomentumCoder(Coder):
         """Decide how many elements the next step sends: gathered with indices, or as a sum where that is cheaper."""
         level = self.steps // self._config.ramp if self._config.ramp else math.inf
         rate = max(self._config.rate, 0.25 ** (level + 1)) if self._sparse else 1.0
-        self._picks = Picks.of(self.spec, rate)
+        self._picks = Picks(self.spec, self.spec.count, share(rate, self.spec.count))
         self.rounds = (self._picks.round,)
 
     def commit(self) -> None:

@@ -1,15 +1,15 @@
 """Builds kernels for this CPU with TVM, once, and loads them without TVM or a compiler.
 
 Kernels are defined in source files of their own, each with a function `define(writer)` that returns functions of TIR by
-name, written out or made by a schedule of `writer.tvm`. They are compiled to one object file by a child process of
-`hybridpar.codegen.compile_pool`, as `import tvm` takes seconds and starts threads. apache-tvm-ffi-orcjit loads the
-file from memory, without linker or compiler.
+name, read from TVMScript (`hybridpar.codegen.tir_script`), written out, or made by a schedule of `writer.tvm`. They are
+compiled to one object file by a child process of `hybridpar.codegen.compile_pool`, as `import tvm` takes seconds and
+starts threads. apache-tvm-ffi-orcjit loads the file from memory, without linker or compiler.
 
 The file is kept in the user's cache (`hybridpar.codegen.cache`). Its name is a hash of what it was made from: sources,
 TVM's version, the CPU with its features. Where nothing can be built, one line is logged and callers use their fallback.
 `HYBRIDPAR_KERNELS=off` says that from the start.
 
-This is the only module that imports TVM.
+No other module imports TVM, but for `tir_script` in the process that compiles.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
 
 def kernel_path(name: str, sources: Sequence[Path], **arguments: Any) -> Path:
     """The cache file of some kernels on this machine, made with these arguments of `define`."""
-    own = [Path(__file__), Path(__file__).with_name("tir_writer.py")]
+    words = [Path(__file__).with_name(name) for name in ("build.py", "tir_writer.py", "tir_script.py")]
     made_from = {
-        "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (*own, *sources)],
+        "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (*words, *sources)],
         "tvm": [_version("apache-tvm"), _version("apache-tvm-ffi"), _version("apache-tvm-ffi-orcjit")],
         "device": _cpu(),
         "arguments": arguments,

@@ -260,29 +260,12 @@ class Writer(BaseWriter):
         name = "hp_stream" if str(buffer.dtype) == "float32" else "hp_stream_short"
         self.t.evaluate(self.call("void", name, self.t.address_of(buffer[start]), values))
 
-    def widened(self, bits: Any, lanes: int = LANES) -> Any:
-        """bfloat16 values as float32."""
-        kind = "" if lanes == 1 else f"x{lanes}"
-        return self.t.reinterpret(f"float32{kind}", self.t.cast(bits, f"int32{kind}") << self._all(16, lanes))
-
-    def shortened(self, value: Any, lanes: int = LANES) -> Any:
-        """float32 values as the nearest of bfloat16, ties to even; for numbers, not for NaN."""
-        kind = "" if lanes == 1 else f"x{lanes}"
-        bits = self.keep(self.t.reinterpret(f"int32{kind}", value))
-        odd = (bits >> self._all(16, lanes)) & self._all(1, lanes)
-        return self.t.cast((bits + odd + self._all(0x7FFF, lanes)) >> self._all(16, lanes), f"uint16{kind}")
-
-    def _all(self, number: int, lanes: int) -> Any:
-        one = self.t.int32(number)
-        return one if lanes == 1 else self.t.broadcast(one, lanes)
-
-    def put(self, buffer: Any, start: Any, values: Any, *, add: bool = False, past: bool = False) -> None:
+    def put(self, buffer: Any, start: Any, values: Any, *, past: bool) -> None:
         """Store a vector of `LANES` values side by side."""
         if past:
             self.stream(buffer, start, values)
         else:
-            place = self.at(start)
-            self.store(buffer, place, buffer[place] + values if add else values)
+            self.store(buffer, self.at(start), values)
 
     def past_caches(self, where: Any, write: Callable[[bool], None]) -> None:
         """Write past the caches where a condition holds, else to them."""
@@ -292,18 +275,3 @@ class Writer(BaseWriter):
             self.t.evaluate(self.call("int32", "hp_fence"))
 
         self.either(where, past, lambda: write(False))
-
-    def folded(self, buffer: Any, combine: Callable[[Any, Any], Any], count: int = LANES) -> Any:
-        """Combine all elements of a local buffer into one, by a tree."""
-        parts = [buffer[self.t.int64(index)] for index in range(count)]
-        while len(parts) > 1:
-            parts = [combine(left, right) for left, right in zip(parts[::2], parts[1::2], strict=True)]
-        return parts[0]
-
-    def finite(self, value: Any) -> Any:
-        """Whether a float32 is neither infinite nor NaN, by its bits: TIR simplifies comparisons that would tell."""
-        return (self.t.reinterpret("int32", value) & 0x7FFFFFFF) < INFINITE
-
-    def nan(self) -> Any:
-        """NaN, float32."""
-        return self.t.reinterpret("float32", self.t.int32(0x7FC00000))

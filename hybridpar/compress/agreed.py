@@ -19,20 +19,18 @@ from hybridpar.compress.levels import write_scale
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
-from hybridpar.errors import UsageError
+from hybridpar.errors import check
+from hybridpar.spec import between
+
+#: What bits of grids must be; see `steps_of`.
+BITS = between(1, 16)
 
 
-def read_levels(text: str) -> tuple[int, ...]:
-    """Steps of the grids that a text such as `4/8` names by their bits, coarsest first."""
-    try:
-        bits = [int(part) for part in text.split("/")]
-    except ValueError:
-        bits = []
+def steps_of(bits: Sequence[int]) -> tuple[int, ...]:
+    """Steps from zero to the scale of grids of so many bits, coarsest first."""
     ascending = all(left < right for left, right in pairwise(bits))
-    if not bits or not 1 <= bits[0] <= 8 or bits[-1] > 16 or not ascending or text != "/".join(map(str, bits)):
-        raise UsageError(
-            f"levels={text}", "Bits of grids, from coarse to fine: the first 1 to 8, the last up to 16.", "Use 4/8."
-        )
+    what = f"grids of {'/'.join(map(str, bits))} bits"
+    check(ascending and bits[0] <= 8, what, "They go from coarse to fine, and the first has at most 8.", "Use 4/8.")
     return tuple(2**width - 1 for width in bits)
 
 

@@ -16,22 +16,13 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.memory import Scratch
-from hybridpar.errors import check_choice
 
 #: Noise is a multiple of 1 / GRAINS, so that adding it to a whole number of up to 255 is exact in float32.
 GRAINS = 1 << 16
 
-#: How values are rounded: up or down at random, which has no bias; or towards zero.
-ROUNDINGS = ("random", "zero")
-
-
-def check_rounding(rounding: str) -> None:
-    """Check the option `rounding`."""
-    check_choice("rounding", rounding, ROUNDINGS, "It says how values are rounded.")
-
 
 class Noise:
-    """What a worker draws to round the values of one parameter; with the rounding `zero` nothing."""
+    """What a worker draws to round the values of a parameter up or down; with the rounding `zero` nothing."""
 
     def __init__(self, spec: TensorSpec, rounding: str = "random") -> None:
         self._spec = spec

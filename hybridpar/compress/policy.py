@@ -23,12 +23,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import glob
 import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,15 +38,13 @@ from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
 from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
-from hybridpar.errors import HybridparError, UsageError, shortened
+from hybridpar.errors import HybridparError, UsageError, check, shortened
 from hybridpar.spec import fields_of, read_values, split_fields
 
 _log = logging.getLogger(__name__)
 
 #: Characters of a codec with all its options.
 _LONGEST = 500
-
-_TWICE = "The codec keeps the momentum itself; twice would be too much."
 
 
 def parse_codec(text: str) -> Codec:
@@ -61,23 +60,25 @@ def parse_codec(text: str) -> Codec:
         raise UsageError(f"the codec {shortened(repr(text))}", f"Its text has at most {_LONGEST} characters.")
     name, _, tail = text.strip().partition(":")
     kind = CODECS.get(name)
-    own = _options(kind)
-    types_of = {"feedback": bool, "cast": str, **_options(ErrorFeedback), **own}
+    own, around = _options(kind), _options(ErrorFeedback)
+    types_of = {"feedback": bool, "cast": Literal["fp16", "bf16"], **around, **own}
     values = read_values(f"codec {name!r}", split_fields(repr(text), tail), types_of)
-    codec: Codec = kind(**{option: value for option, value in values.items() if option in own})
+    codec: Codec = kind(**_chosen(values, own))
     if "cast" in values:
         codec = Cast(codec, values["cast"])
-    tuned = {option: values[option] for option in _options(ErrorFeedback) if option in values}
-    if values.get("feedback", kind.feedback):
-        _refuse_feedback_of(codec)
-        return ErrorFeedback(codec, **tuned)
-    if tuned:
-        raise UsageError(
+    tuned = _chosen(values, around)
+    if not values.get("feedback", kind.feedback):
+        check(
+            not tuned,
             f"{', '.join(tuned)} in {text!r}",
             f"Codec {name!r} is used without error feedback, which this is an option of.",
             "Add feedback=on, or leave it out.",
         )
-    return codec
+        return codec
+    what, fix = f"codec {name!r} with error feedback", "Leave out feedback=on."
+    check(kind.takes_feedback, what, "What it leaves out is remembered by a rule of its own, or not at all.", fix)
+    check(codec.biased, what, "It is unbiased: on average it leaves out nothing that would have to be sent later.", fix)
+    return ErrorFeedback(codec, **tuned)
 
 
 def bind(codec: Codec, spec: TensorSpec) -> Coder:
@@ -99,18 +100,16 @@ def format_codec(codec: Codec) -> str:
     Args:
         codec: The codec.
     """
-    options: dict[str, Any] = {}
-    core = codec
-    if isinstance(core, ErrorFeedback):
-        options.update(_changed(core, _options(ErrorFeedback)))
-        core = core.inner
-    with_feedback = core is not codec
-    if isinstance(core, Cast):
-        options["cast"] = core.cast
-        core = core.inner
+    core, options = codec.core, _changed(codec.core)
+    inner = codec
+    if isinstance(codec, ErrorFeedback):
+        options |= _changed(codec)
+        inner = codec.inner
+    if isinstance(inner, Cast):
+        options["cast"] = inner.cast
+    with_feedback = inner is not codec
     if with_feedback != core.feedback:
         options["feedback"] = with_feedback
-    options = {**_changed(core, _options(type(core))), **options}
     tail = ",".join(f"{option}={_write(value)}" for option, value in options.items())
     return f"{core.name}:{tail}" if tail else core.name
 
@@ -125,51 +124,41 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: The codec keeps the momentum itself, and the optimizer has one, too.
     """
-    core = codec.core
-    if not core.keeps_momentum:
+    if not codec.core.keeps_momentum:
         return
     kind, name = type(optimizer).__name__, format_codec(codec)
     for group in optimizer.param_groups:
-        if "betas" in group:
-            fix = "Use torch.optim.SGD with momentum=0 (--optimizer sgd --momentum 0)."
-            raise UsageError(f"codec {name!r} with {kind}, whose betas are {group['betas']}", _TWICE, fix)
-        if group.get("momentum"):
-            fix = f"Set momentum=0 in {kind} (--momentum 0); the codec's own is the option momentum of {name!r}."
-            raise UsageError(f"codec {name!r} with momentum={group['momentum']:g} in {kind}", _TWICE, fix)
+        of_optimizer = next((f"{option}={group[option]}" for option in ("betas", "momentum") if group.get(option)), "")
+        check(
+            not of_optimizer,
+            f"codec {name!r} with {of_optimizer} in {kind}",
+            "The codec keeps the momentum itself; twice would be too much.",
+            "Use torch.optim.SGD with momentum=0 (--optimizer sgd --momentum 0); the codec has the option momentum.",
+        )
 
 
 def _options(kind: type[Codec]) -> Mapping[str, Any]:
     """Options of a codec with their types, in order; the codec inside a wrapper is not one."""
-    types_of = fields_of(kind) if dataclasses.is_dataclass(kind) else dict[str, Any]()
-    return {name: one for name, one in types_of.items() if name != "inner"}
+    return {name: type_ for name, type_ in fields_of(kind).items() if name != "inner"}
+
+
+def _chosen(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in options}
+
+
+def _changed(codec: Any) -> dict[str, Any]:
+    """Options whose values are not the default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(codec)}
+    values = {name: getattr(codec, name) for name in _options(type(codec))}
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def _write(value: Any) -> str:
     if value is None:
         return "auto"
+    if isinstance(value, tuple):
+        return "/".join(map(str, value))
     return ("on" if value else "off") if isinstance(value, bool) else f"{value}"
-
-
-def _changed(codec: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options whose values are not the default."""
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(codec)}
-    return {name: getattr(codec, name) for name in options if getattr(codec, name) != defaults[name]}
-
-
-def _refuse_feedback_of(codec: Codec) -> None:
-    core = codec.inner if isinstance(codec, Cast) else codec
-    if not core.takes_feedback:
-        raise UsageError(
-            f"codec {core.name!r} with error feedback",
-            "What it leaves out is remembered by a rule of its own, or not at all.",
-            "Leave out feedback=on.",
-        )
-    if not core.biased:
-        raise UsageError(
-            f"codec {core.name!r} with error feedback",
-            "It is unbiased: on average it leaves out nothing that would have to be sent later.",
-            "Leave out feedback=on.",
-        )
 
 
 _ARROW = "->"
@@ -277,22 +266,12 @@ class Policy:
         """
         for rule in self.rules if names else ():
             if not any(rule.matches(name) for name in names):
+                plain = re.sub(r"[*?\[\]]", "", rule.pattern).strip(".")
                 raise UsageError(
                     f"the pattern {shortened(repr(rule.pattern))} of a compression policy matches no parameter",
                     "Each rule is about a parameter of the model; * stands for anything.",
-                    f"Nearest: {', '.join(nearest_names(rule.pattern, names))}.",
+                    f"Nearest: {', '.join(difflib.get_close_matches(plain, names, cutoff=0))}.",
                 )
-
-    def difference(self, other: Policy) -> str:
-        """Where another policy says something else: `rule 2 is a -> onebit and not a -> twobit`.
-
-        Args:
-            other: The other policy.
-        """
-        for number, (mine, theirs) in enumerate(zip(self.rules, other.rules, strict=False), 1):
-            if str(mine) != str(theirs):
-                return f"rule {number} is {theirs} and not {mine}"
-        return f"it has {len(other.rules)} rule(s) and not {len(self.rules)}"
 
 
 _NONE = parse_codec("none")
@@ -319,10 +298,9 @@ def read_policy(text: str) -> Policy:
         return Policy.of(parse_codec(text))
     rules = []
     for part in text.split(";"):
-        pattern, arrow, codec = (piece.strip() for piece in part.partition(_ARROW))
-        if not (pattern and arrow and codec):
-            what = f"{shortened(repr(part.strip()))} in the policy {shortened(repr(text))}"
-            raise UsageError(what, "Rules are pattern -> codec, joined by ;.")
+        pattern, _, codec = (piece.strip() for piece in part.partition(_ARROW))
+        what = f"{shortened(repr(part.strip()))} in the policy {shortened(repr(text))}"
+        check(bool(pattern and codec), what, "Rules are pattern -> codec, joined by ;.")
         rules.append(Rule(pattern, parse_codec(codec)))
     return Policy(tuple(rules))
 
@@ -335,28 +313,29 @@ def agree_on_policy(
     Workers that compress by different rules would read each other's messages wrongly. `auto` stays as it is, and an
     error of a single worker is raised on all of them.
     """
-    mine: str | Policy | HybridparError
+    mine: str | Policy = ""
+    problem = None
     try:
         mine = read_for(codec, names)
     except HybridparError as error:
-        mine = error
-    said = f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine)
-    answers = gather(("", mine.what) if isinstance(mine, HybridparError) else (said, ""))
-    if isinstance(mine, HybridparError):
-        raise mine
+        problem = error
+    answers = gather(
+        (f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine), problem.what if problem else "")
+    )
+    if problem:
+        raise problem
     first = answers[0][0]
-    for rank, (text, problem) in enumerate(answers):
-        if problem:
-            raise UsageError(
-                f"worker {rank} cannot use the compression policy that it was given: {problem}",
-                "All workers compress alike.",
-                "Give every worker the same policy.",
-            )
-        if text != first:
-            chooses = AUTO in (text.split()[0], first.split()[0])
-            raise UsageError(
-                f"worker {rank} was given another compression policy than worker 0: "
-                + (f"{text} and not {first}" if chooses else read_policy(first).difference(read_policy(text))),
+    for rank, (text, refused) in enumerate(answers):
+        check(
+            not refused,
+            f"worker {rank} cannot use the compression policy that it was given: {refused}",
+            "All workers compress alike.",
+            "Give every worker the same policy.",
+        )
+        for rule, other in itertools.zip_longest(text.split("; "), first.split("; "), fillvalue="no rule"):
+            check(
+                rule == other,
+                f"worker {rank} was given another compression policy than worker 0: {rule} and not {other}",
                 "What a worker writes another reads, by the same rules.",
                 "Start all workers with the same --compress.",
             )
@@ -377,12 +356,12 @@ def check_compression(
         return
     for name, tensor in parameters.items():
         coded = policy.text_of(name) != "none" and policy.codec_of(name).fits(tensor.shape)
-        if coded and tensor.requires_grad and tensor.dtype != torch.float32:
-            raise UsageError(
-                f"the parameter {name!r} of type {tensor.dtype} with --compress {codec}",
-                "Codecs take float32 gradients.",
-                f"Keep parameters in float32 (--amp leaves them there), or start the rules with {name} -> none.",
-            )
+        check(
+            not (coded and tensor.requires_grad) or tensor.dtype == torch.float32,
+            f"the parameter {name!r} of type {tensor.dtype} with --compress {codec}",
+            "Codecs take float32 gradients.",
+            f"Keep parameters in float32 (--amp leaves them there), or start the rules with {name} -> none.",
+        )
     for rule, optimizer in itertools.product(policy.rules, optimizers):
         check_optimizer(rule.codec, optimizer)
     if tell and replicas == 1 and not policy.changes_nothing:
@@ -400,21 +379,4 @@ def read_for(codec: str | Policy, names: Collection[str]) -> str | Policy:
 
 def exact_rules(codecs: Iterable[tuple[str, str]]) -> Policy:
     """A policy of a rule for each parameter."""
-    return Policy(tuple(Rule(_escape(name), parse_codec(codec)) for name, codec in codecs))
-
-
-def nearest_names(pattern: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """The parameters whose names begin most like a pattern, the best first."""
-    depth = pattern.count(".") + 1
-    plain = re.sub(r"[*?\[\]]", "", pattern).strip(".")
-
-    def likeness(name: str) -> float:
-        parts = name.split(".")
-        heads = (".".join(parts[:count]) for count in range(1, max(depth, 1) + 1))
-        return max(difflib.SequenceMatcher(None, plain, head).ratio() for head in (*heads, name))
-
-    return sorted(names, key=likeness, reverse=True)[:most]
-
-
-def _escape(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
+    return Policy(tuple(Rule(glob.escape(name), parse_codec(codec)) for name, codec in codecs))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,53 +16,35 @@ from torch import Tensor
 from hybridpar.compress.codec import Collective, Round, TensorSpec
 from hybridpar.compress.memory import Scratch
 from hybridpar.compress.packing import aligned
-from hybridpar.errors import check
 
 #: A sample is each of so many elements, a prime number, so that it does not follow the shape of a parameter; where
 #: there are at most `_SMALL` elements none is taken. So many standard deviations more than is needed are taken of it.
 _EVERY, _SMALL, _DEVIATIONS = 127, 1 << 16, 3
 
 
-@dataclass(frozen=True)
 class Picks:
     """Some values of a parameter on their way to all workers.
 
-    Attributes:
-        count: Elements of the parameter.
+    Args:
+        spec: Says in which type values are sent, and how many workers send.
+        count: Elements that they are chosen from.
         picked: How many of them are sent.
-        wire: Type in which values are sent.
-        workers: How many workers send.
-        reach: Indices that a message may name; at least `count`, which is the default.
+        reach: Indices that a message may name, where these are more than the elements.
     """
 
-    count: int
-    picked: int
-    wire: torch.dtype
-    workers: int
-    reach: int = 0
-
-    @classmethod
-    def of(cls, spec: TensorSpec, rate: float, reach: int = 0) -> Picks:
-        """A share of a parameter's values, at least one.
-
-        Args:
-            spec: The parameter.
-            rate: Share of the elements, above 0 and at most 1.
-            reach: Indices that a message may name, where these are more than the elements.
-        """
-        return cls(spec.count, share(rate, spec.count), spec.wire, spec.workers, reach)
-
-    @property
-    def dense(self) -> bool:
-        """Whether values are sent among zeros, in float32."""
-        return self.picked == self.count or self.workers * self._size > 8 * self.count
-
-    @property
-    def round(self) -> Round:
-        """What is written and received."""
+    def __init__(self, spec: TensorSpec, count: int, picked: int, reach: int = 0) -> None:
+        #: How many values are sent.
+        self.picked = picked
+        self._wire = spec.wire
+        self._index = torch.int16 if max(count, reach) <= 1 << 15 else torch.int32
+        self._start = aligned(picked * spec.wire.itemsize)  # of indices in a message
+        size = self._start + aligned(picked * self._index.itemsize)
+        #: Whether values are sent among zeros, in float32.
+        self.dense = picked == count or spec.workers * size > 8 * count
+        #: What is written and received.
+        self.round = Round(Collective.GATHER, torch.uint8, (size,))
         if self.dense:
-            return Round(Collective.SUM, torch.float32, (self.count,))
-        return Round(Collective.GATHER, torch.uint8, (self._size,))
+            self.round = Round(Collective.SUM, torch.float32, (count,))
 
     def write(self, values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
         """Write the message.
@@ -110,33 +91,19 @@ class Picks:
         values, indices = self.parts(message)
         out.index_add_(0, indices.to(torch.int64), values.to(torch.float32).div_(divisor))
 
-    @property
-    def _index(self) -> torch.dtype:
-        return torch.int16 if max(self.count, self.reach) <= 1 << 15 else torch.int32
-
-    @property
-    def _size(self) -> int:
-        return aligned(self.picked * self.wire.itemsize) + aligned(self.picked * self._index.itemsize)
-
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Values and indices of a message.
 
         Args:
             message: 1-D uint8, beginning at a multiple of 8 bytes.
         """
-        start = aligned(self.picked * self.wire.itemsize)
-        values = message[: self.picked * self.wire.itemsize].view(self.wire)
-        return values, message[start : start + self.picked * self._index.itemsize].view(self._index)
+        values = message[: self.picked * self._wire.itemsize].view(self._wire)
+        return values, message[self._start :][: self.picked * self._index.itemsize].view(self._index)
 
 
 def share(rate: float, count: int) -> int:
     """How many of so many elements a share is: rounded up, and at least one."""
     return min(max(-int(-rate * count // 1), 1), count)
-
-
-def check_rate(rate: float, instead: float) -> None:
-    """Check a share of elements."""
-    check(0 < rate <= 1, f"rate={rate:g}", "It is a share, above 0 and at most 1.", f"Use {instead:g}.")
 
 
 def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:

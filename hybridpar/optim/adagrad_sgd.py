@@ -11,18 +11,18 @@ from typing import Any, overload
 
 import torch
 
+from hybridpar.compress.codecs.onebit_sgd import OneBitSgd, adagrad_
 from hybridpar.compress.memory import State
-from hybridpar.compress.owner import OwnerRule, adagrad_
 
 
 class AdaGradSGD(torch.optim.Optimizer):
-    """SGD on gradients that AdaGrad has scaled, before momentum or after it; see `hybridpar.compress.owner`."""
+    """SGD on gradients that AdaGrad has scaled, before momentum or after it; see the codec `onebit_sgd`."""
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float,
-        rule: OwnerRule,
+        rule: OneBitSgd,
         weight_decay: float = 0.0,
         momentum_power: float = 1.0,
     ) -> None:

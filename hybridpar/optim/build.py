@@ -26,7 +26,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hybridpar.compress import parse_codec
 from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
-from hybridpar.compress.owner import OwnerRule
 from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, check_optimizer
 from hybridpar.config.recipe import warm_steps
@@ -390,8 +389,8 @@ def make_optimizer(
     return AdaGradSGD(groups, expanded.peak_lr, _rule(config))
 
 
-def _rule(config: TrainConfig) -> OwnerRule:
+def _rule(config: TrainConfig) -> OneBitSgd:
     """What owners of stripes do in the recipe `onebit-sgd`, however long the run is."""
     codec = parse_codec(codec_text(config, 0)).core
     assert isinstance(codec, OneBitSgd)
-    return OwnerRule(codec.adagrad, codec.momentum, codec.memory, codec.level)
+    return codec

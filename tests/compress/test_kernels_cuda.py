@@ -23,7 +23,7 @@ from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
+from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, THREADS, CudaKernels
 from hybridpar.compress.levels import LevelQuantiser
@@ -151,8 +151,8 @@ def test_blocks_may_be_fewer_than_the_work(blocks: int, found: CudaKernels, monk
         made = []
         values, kept = torch.randn(2, count, generator=torch.Generator().manual_seed(0))
         for quantiser in (
-            TernaryQuantiser(Threshold()),
-            TernaryQuantiser(Threshold(fixed=0.5)),
+            TernaryQuantiser(),
+            TernaryQuantiser(fixed=0.5),
             RowSigns((9, 9001 // 9)),
             levels_of(3, count - count % 9),
         ):
@@ -213,7 +213,7 @@ def test_nothing_behind_the_end_is_read(found: CudaKernels) -> None:
                 values.normal_()
                 kept.zero_()
                 quantiser = RowSigns((groups, length))
-                ternary, levels = TernaryQuantiser(Threshold()), levels_of(3, count)
+                ternary, levels = TernaryQuantiser(), levels_of(3, count)
                 for one in (quantiser, ternary, levels):
                     shape = one.view(values).shape
                     message = guarded(4, -(-one.size(shape) // 4) * 4, torch.uint8)[: one.size(shape)]

@@ -35,7 +35,7 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("onebit:rescale=perhaps", "The value of rescale is on or off"),
         ("onebit:meet=gathr", "meet=gathr\nIt says how messages meet.\nDid you mean gather?"),
         ("onebit:cast=fp16", "nothing to cast"),
-        ("none:cast=fp61", "cast=fp61\nIt names a 16-bit type.\nDid you mean fp16"),
+        ("none:cast=fp61", "cast=fp61\nIt must be fp16 or bf16.\nDid you mean fp16"),
         ("none:feedback=on", "'none' with error feedback\nIt is unbiased"),
         ("qsgd_mn:feedback=on", "It is unbiased"),
         ("", "unknown codec ''"),
@@ -46,9 +46,9 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("powersgd:rank=0", "rank=0"),
         ("qsgd:bits=1", "bits=1"),
         ("qsgd:bucket=65537", "bucket=65537"),
-        ("topk:rate=nan", "above 0 and at most 1"),
+        ("topk:rate=nan", "It must be greater than 0 and at most 1."),
         ("terngrad:clip=0.5", "clip=0.5"),
-        ("twobit:threshold=0", "threshold=0\nIt is above 0."),
+        ("twobit:threshold=0", "threshold=0\nIt must be greater than 0 and finite."),
     ],
 )
 def test_slips_are_named(text: str, message: str) -> None:

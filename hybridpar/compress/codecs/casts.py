@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
-from hybridpar.errors import UsageError, check_choice
+from hybridpar.errors import check
 
 #: What floating-point messages can be cast to, by name.
 WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -53,13 +53,12 @@ class Cast(Codec):
     name = "cast"
 
     def __post_init__(self) -> None:
-        check_choice("cast", self.cast, WIRE_TYPES, "It names a 16-bit type.")
-        if not self.inner.castable:
-            raise UsageError(
-                f"codec {self.inner.name!r} with cast={self.cast}",
-                "Its messages are not floating-point numbers, so there is nothing to cast.",
-                "Leave out the cast.",
-            )
+        check(
+            self.inner.castable,
+            f"codec {self.inner.name!r} with cast={self.cast}",
+            "Its messages are not floating-point numbers, so there is nothing to cast.",
+            "Leave out the cast.",
+        )
 
     @property
     def biased(self) -> bool:  # type: ignore[override]

@@ -15,16 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.agreed import GridsCoder, read_levels
+from hybridpar.compress.agreed import BITS, GridsCoder, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.sparse import check_rate, share
+from hybridpar.compress.sparse import share
+from hybridpar.spec import AT_MOST_1
 
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
@@ -38,8 +40,8 @@ class GlobalRandomK(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    rate: float = 0.01
-    levels: str = "4"
+    rate: Annotated[float, AT_MOST_1] = 0.01
+    levels: Annotated[tuple[int, ...], BITS] = (4,)
     least: int = 1000
     name = "grandk_mn"
     kernels = ("cpu", "cuda")
@@ -48,12 +50,11 @@ class GlobalRandomK(LargeTensorCodec):
     feedback = True
 
     def __post_init__(self) -> None:
-        check_rate(self.rate, 0.01)
-        read_levels(self.levels)
+        steps_of(self.levels)
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> QueueCoder:
-        return QueueCoder(spec, self.rate, read_levels(self.levels))
+        return QueueCoder(spec, self.rate, steps_of(self.levels))
 
 
 class QueueCoder(GridsCoder):

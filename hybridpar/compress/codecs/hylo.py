@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.codecs.twobit import TwoBit
 from hybridpar.compress.memory import WORKER
-from hybridpar.compress.sparse import check_rate
-from hybridpar.errors import check
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, FINITE
 
 
 @CODECS.register("hylo", "Hylo: important filters of convolutions, 2 bits for dense layers, small layers in full")
@@ -49,25 +49,18 @@ class Hylo(Codec):
         cap: Of the threshold of dense layers, see `twobit`.
     """
 
-    least: int = 50_000
-    rate: float = 0.1
-    power: float = 0.5
-    delay: int = 50
-    factor: float = 1.5
-    cap: float = 0.5
+    least: Annotated[int, AT_LEAST_1] = 50_000
+    rate: Annotated[float, AT_MOST_1] = 0.1
+    power: Annotated[float, AT_LEAST_0] = 0.5
+    delay: Annotated[int, AT_LEAST_0] = 50
+    factor: Annotated[float, FINITE] = 1.5
+    cap: Annotated[float, AT_MOST_1] = 0.5
     name = "hylo"
     biased = True
     reads_state = True
     feedback = True
     castable = True
     kernels = ("cpu", "cuda")
-
-    def __post_init__(self) -> None:
-        check(self.least >= 1, f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-        check_rate(self.rate, 0.1)
-        check(self.power >= 0, f"power={self.power:g}", "Larger layers do not send more.", "Use 0.5.")
-        check(self.delay >= 0, f"delay={self.delay}", "It is a number of steps.", "Use 50.")
-        self._dense()
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a large convolution or matrix."""
@@ -80,11 +73,8 @@ class Hylo(Codec):
 
     def bind(self, spec: TensorSpec) -> Coder:
         if len(spec.shape) == 2:
-            return self._dense().bind(spec)
+            return TwoBit(factor=self.factor, cap=self.cap).bind(spec)
         return FilterCoder(spec, self.filters(spec.shape), self.delay)
-
-    def _dense(self) -> TwoBit:
-        return TwoBit(factor=self.factor, cap=self.cap)
 
 
 class FilterCoder(Coder):

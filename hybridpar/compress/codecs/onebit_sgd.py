@@ -1,9 +1,17 @@
 """Codec `onebit_sgd`: 1-bit SGD with AdaGrad and momentum applied by the owners of stripes.
 
 Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
-of Speech DNNs", Interspeech 2014. What `onebit` sends, with AdaGrad and momentum at the owner of each stripe and first
-steps in full precision; see `hybridpar.compress.owner`. What arrives is the step to take, so the optimizer is plain
-SGD, whose weight decay acts on the weights alone.
+of Speech DNNs", Interspeech 2014, section 3.3. Stripes are sent as by `onebit`. Where one has been added up, and before
+it is quantised again, its owner divides it by the size of gradients over time (AdaGrad) and smooths it (momentum):
+
+    G = sum of the decoded stripes     h <- h + G^2     G <- G / sqrt(h)     m <- mu m + G     m is encoded and sent
+
+So each worker keeps 1/K of h and of m, and what is quantised the second time is more homogeneous. The paper also tried
+AdaGrad on each worker before the first quantisation, and after momentum; both are here, for the comparison. What
+arrives is the step to take, so the optimizer is plain SGD, whose weight decay acts on the weights alone.
+
+How AdaGrad is written is not printed there. Here the result is made as long as the stripe was before, so that learning
+rates keep their meaning. CNTK divides by the mean of 1 / sqrt(h) to that end, which a few elements near zero decide.
 
 Vectors and short groups are sent in full precision, stripe by stripe like all others: the rule is the same for them.
 """
@@ -13,11 +21,36 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from hybridpar.compress.codec import CODECS, Codec, TensorSpec
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import CODECS, Codec, TensorSpec, WarmUpCoder
 from hybridpar.compress.codecs.onebit import OneBit, RowSigns
-from hybridpar.compress.owner import PLACEMENTS, OwnerCoder, OwnerRule
-from hybridpar.errors import check, check_choice
+from hybridpar.compress.memory import State
+from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, BELOW_1
+
+#: What is added to the root of h, against division by zero; far below any gradient, whatever its scale.
+_EPSILON = 1e-12
+
+
+def adagrad_(values: Tensor, squares: State, *, memory: float = 1.0, level: bool = True) -> Tensor:
+    """Divide values, in place, by the root of what their squares have added up to.
+
+    Duchi, Hazan, Singer, "Adaptive Subgradient Methods", JMLR 2011.
+    """
+    torch.mul(squares.now, memory, out=squares.next)
+    squares.next.addcmul_(values, values, value=1.0 if memory == 1 else 1 - memory)
+    squares.next.clamp_(max=torch.finfo(torch.float32).max)  # NaN stays NaN
+    root = squares.next.sqrt().add_(_EPSILON)
+    if not level:
+        return values.div_(root)
+    before = torch.linalg.vector_norm(values, dtype=torch.float64)
+    after = torch.linalg.vector_norm(values.div_(root), dtype=torch.float64)
+    # Of nothing but zeros the length is 0 before and after.
+    return values.mul_(torch.where(after == 0, 1.0, before / after).float())
 
 
 @CODECS.register("onebit_sgd", "1-bit SGD whole: onebit with AdaGrad and momentum at the owners of stripes")
@@ -36,25 +69,18 @@ class OneBitSgd(Codec):
         least: As of `onebit`.
     """
 
-    adagrad: str = "owner"
-    momentum: float = 0.9
-    memory: float = 1.0
+    adagrad: Literal["owner", "worker", "after", "off"] = "owner"
+    momentum: Annotated[float, BELOW_1] = 0.9
+    memory: Annotated[float, AT_MOST_1] = 1.0
     level: bool = True
-    warm: int = 0
+    warm: Annotated[int, AT_LEAST_0] = 0
     bits: bool = True
-    least: int = 32
+    least: Annotated[int, AT_LEAST_1] = 32
     name = "onebit_sgd"
     biased = True
     feedback = True
     kernels = ("cpu", "cuda")
     gives_sums = False
-
-    def __post_init__(self) -> None:
-        check_choice("adagrad", self.adagrad, PLACEMENTS, "It says where AdaGrad is.")
-        check(0 <= self.momentum < 1, f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
-        check(0 < self.memory <= 1, f"memory={self.memory:g}", "It is above 0 and at most 1.", "Use 1, or 0.99.")
-        check(self.warm >= 0, f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
-        OneBit(self.least)  # checks it
 
     @property
     def keeps_momentum(self) -> bool:  # type: ignore[override]
@@ -66,6 +92,71 @@ class OneBitSgd(Codec):
         return math.prod(shape) > 0
 
     def bind(self, spec: TensorSpec) -> OwnerCoder:
-        rule = OwnerRule(self.adagrad, self.momentum, self.memory, self.level, self.warm)
         quantiser = RowSigns(spec.shape) if OneBit(self.least).fits(spec.shape) else None
-        return OwnerCoder(spec, rule, quantiser, self.bits)
+        return OwnerCoder(spec, self, quantiser)
+
+
+class OwnerCoder(WarmUpCoder):
+    """Exchanges one parameter stripe by stripe, and lets the owners apply a rule."""
+
+    def __init__(self, spec: TensorSpec, rule: OneBitSgd, quantiser: Quantiser | None) -> None:
+        plain = StripeCoder(spec, Plain(quantiser), self)
+        coded = plain if quantiser is None or not rule.bits else StripeCoder(spec, quantiser, self)
+        super().__init__(spec, rule.warm, plain, coded)
+        self._rule = rule
+        stripe = len(plain.stripe)
+        sizes = {"worker": spec.count, "off": 0}
+        squares, momentum = (
+            torch.zeros(size, dtype=torch.float32, device=spec.device)
+            for size in (sizes.get(rule.adagrad, stripe), stripe if rule.momentum else 0)
+        )
+        self._squares = self.register_state("squares", squares)
+        self._momentum = self.register_state("momentum", momentum)
+
+    def commit(self) -> None:
+        super().commit()
+        self._squares.commit()
+        self._momentum.commit()
+
+    def prepare(self, gradient: Tensor) -> Tensor:
+        """What of a worker's gradient is encoded."""
+        return self._adagrad(gradient.clone()) if self._rule.adagrad == "worker" else gradient
+
+    def process(self, total: Tensor) -> None:
+        """The rule is about the gradient, which is the sum over the workers, or their mean."""
+        divisor = self.spec.divisor
+        if divisor != 1:
+            total.div_(divisor)
+        if self._rule.adagrad == "owner":
+            self._adagrad(total)
+        if self._rule.momentum:
+            # As much is forgotten per sample as before: mu becomes mu^samples.
+            mu = self._rule.momentum**self._samples
+            total.copy_(torch.add(total, self._momentum.now, alpha=mu, out=self._momentum.next))
+        if self._rule.adagrad == "after":
+            self._adagrad(total)
+        if divisor != 1:
+            total.mul_(divisor)
+
+    def _adagrad(self, values: Tensor) -> Tensor:
+        return adagrad_(values, self._squares, memory=self._rule.memory, level=self._rule.level)
+
+
+class StripeCoder(QuantisedCoder):
+    """Exchanges stripes, whose sums are an owner's to change."""
+
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser, owner: OwnerCoder) -> None:
+        super().__init__(spec, quantiser, "shard")
+        self._owner = owner
+
+    @property
+    def stripe(self) -> range:
+        """The elements that this worker owns."""
+        return self._ranges[self.spec.rank]
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        self.gradient = self._owner.prepare(self.gradient)
+        super().write(index, parts)
+
+    def _process(self, total: Tensor) -> None:
+        self._owner.process(total)

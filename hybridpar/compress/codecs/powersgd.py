@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import WORKER, lay_together, stacked
 from hybridpar.compress.received import Factors, Received
-from hybridpar.errors import check
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1
 
 #: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
 _FEW = 8
@@ -77,8 +77,8 @@ class PowerSgd(Codec):
         gain: A parameter is compressed where that makes it more than so many times smaller.
     """
 
-    rank: int = 2
-    gain: float = 2.0
+    rank: Annotated[int, AT_LEAST_1] = 2
+    gain: Annotated[float, AT_LEAST_0] = 2.0
     name = "powersgd"
     biased = True
     feedback = True
@@ -86,10 +86,6 @@ class PowerSgd(Codec):
     kernels = ("cpu",)
     decodes_by_kernels = True
     at_once = True
-
-    def __post_init__(self) -> None:
-        check(self.rank >= 1, f"rank={self.rank}", "It is a number of columns.", "Use 1, 2 or 4.")
-        check(self.gain >= 0, f"gain={self.gain:g}", "It is a ratio of sizes.", "Use 2, or 0 to compress everything.")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the factors are so many times smaller."""
@@ -116,21 +112,16 @@ class LowRank(Coder):
         # All factors are transposed. Q is stored as the mean that came, and is made orthonormal when it is used.
         self._q = self.register_state("q", first.t().contiguous().to(spec.device))
         self._p, self._is_orthonormal = torch.empty(0), False
-        self._outline = torch.empty(self._rows, self._columns, device="meta")
+        self._matrix = torch.empty(0)  # M, once it has been made
 
     def _begin(self) -> None:
         self._memory = self.memory[WORKER]
         self.gradient = self.gradient.contiguous().view(self._rows, self._columns)
-        # M will be in the residual; where there is none, it is the gradient, of which a copy is made.
-        self._values = self._outline if self._memory.keeps else self.gradient.clone()
+        if not self._memory.keeps:  # M is the gradient, which is not there any more in the second round
+            self.gradient = self.gradient.clone()
 
     def received(self) -> Received:
         return Factors(super().received(), lambda: (self._p, self._q.next), self._scale)
-
-    @property
-    def _matrix(self) -> Tensor:
-        """M, once it has been taken."""
-        return self._memory.again(self._values)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         self.write_together([self], index, [parts])
@@ -140,25 +131,28 @@ class LowRank(Coder):
         for coder in () if index else coders:
             coder._begin()
         factors = orthonormal([coder._p if index else coder._q.now for coder in coders])
-        for numbers in _by_shape(coders):
-            group, mine = [coders[n] for n in numbers], [factors[n] for n in numbers]
-            messages = [parts[n][0].view(coder._rank, -1) for n, coder in zip(numbers, group, strict=True)]
-            for coder, factor in zip(group, mine, strict=True) if index else ():
+        groups: dict[tuple[int, ...], list[tuple[LowRank, Tensor, Tensor]]] = {}
+        for coder, factor, (part,) in zip(coders, factors, parts, strict=True):
+            if index:
                 coder._p, coder._is_orthonormal = factor, True
-            if len(group) > 1:
-                _multiply_together(group, index, mine, messages)
+            message = part.view(coder._rank, -1)
+            if _one_by_one(coder.spec.device):
+                coder._multiply(index, factor, message)
             else:
-                group[0]._multiply(index, mine[0], messages[0])
+                groups.setdefault((*factor.shape, *message.shape), []).append((coder, factor, message))
+        for group in groups.values():
+            _multiply_together(index, *zip(*group, strict=True))
 
     def _multiply(self, index: int, factor: Tensor, message: Tensor) -> None:
         """Write Q^T M^T, and make M before, or P^T M."""
         left = factor if self.spec.share == 1 else factor * self.spec.share
         out = message if message.dtype == torch.float32 else torch.empty_like(message, dtype=torch.float32)
-        if index:
-            if not kernels.powersgd_right(self._memory, left, out):
-                torch.mm(left, self._matrix, out=out)
-        elif not kernels.powersgd_left(self.gradient, self._memory, left, out):
-            torch.mm(left, self._memory.take(self.gradient).t(), out=out)
+        if index == 0:
+            if not kernels.powersgd_left(self.gradient, self._memory, left, out):
+                torch.mm(left, self._memory.take(self.gradient).t(), out=out)
+            self._matrix = self._memory.again(self.gradient)
+        elif not kernels.powersgd_right(self._memory, left, out):
+            torch.mm(left, self._matrix, out=out)
         if out is not message:
             message.copy_(out)
 
@@ -171,6 +165,7 @@ class LowRank(Coder):
                 (self._p,) = orthonormal([self._p])
             self._q.next = factor / (self.spec.share * self.spec.workers)
             self.memory[WORKER].owe(FactorProduct(self._p, self._q.next))
+            self._matrix = torch.empty(0)  # it may be a copy of the gradient
 
     def finish(self, out: Tensor) -> None:
         result = out.view(self._rows, self._columns)
@@ -222,30 +217,18 @@ def _one_by_one(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _by_shape(coders: Sequence[LowRank]) -> list[list[int]]:
-    """Numbers of the coders whose matrices are multiplied together."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, coder in enumerate(coders):
-        alone = number if _one_by_one(coder.spec.device) else 0
-        groups.setdefault((coder._rank, coder._rows, coder._columns, alone), []).append(number)
-    return list(groups.values())
-
-
 def _multiply_together(
-    group: Sequence[LowRank], index: int, factors: Sequence[Tensor], messages: Sequence[Tensor]
+    index: int, coders: Sequence[LowRank], factors: Sequence[Tensor], messages: Sequence[Tensor]
 ) -> None:
     """What `LowRank._multiply` does, for coders of one shape."""
     if index == 0:
-        lay_together([coder._memory for coder in group])
-        for coder in group:
-            coder._memory.take(coder.gradient)
-    matrices = stacked([coder._matrix for coder in group])
+        lay_together([coder._memory for coder in coders])
+        for coder in coders:
+            coder._matrix = coder._memory.take(coder.gradient)
+    matrices = stacked([coder._matrix for coder in coders])
     if matrices is None:  # gradients themselves, which lie where they lie
-        products = [
-            factor @ (own._matrix if index else own._matrix.t()) for own, factor in zip(group, factors, strict=True)
-        ]
-    else:
-        products = list(torch.stack(list(factors)) @ (matrices if index else matrices.mT))
-    if group[0].spec.share != 1:
-        torch._foreach_mul_(products, group[0].spec.share)
+        matrices = torch.stack([coder._matrix for coder in coders])
+    products = list(torch.stack(list(factors)) @ (matrices if index else matrices.mT))
+    if coders[0].spec.share != 1:
+        torch._foreach_mul_(products, coders[0].spec.share)
     torch._foreach_copy_(list(messages), products)

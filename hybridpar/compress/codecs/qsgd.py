@@ -16,13 +16,13 @@ message depend on the gradient, and is left out. Beside the codes each bucket se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from hybridpar.compress.codec import CHUNK, CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.levels import LevelQuantiser
-from hybridpar.compress.noise import Noise, check_rounding
-from hybridpar.compress.quantised import QuantisedCoder, check_meet
-from hybridpar.errors import check
+from hybridpar.compress.noise import Noise
+from hybridpar.compress.quantised import QuantisedCoder
+from hybridpar.spec import between
 
 
 @CODECS.register("qsgd", "QSGD: unbiased rounding to even steps of the Euclidean norm of each bucket")
@@ -39,10 +39,10 @@ class Qsgd(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    bits: int = 4
-    bucket: int = 512
-    meet: str = "auto"
-    rounding: str = "random"
+    bits: Annotated[int, between(2, 8)] = 4
+    bucket: Annotated[int, between(1, CHUNK)] = 512
+    meet: Literal["auto", "shard", "gather"] = "auto"
+    rounding: Literal["random", "zero"] = "random"
     least: int = 1000
     name = "qsgd"
     at_once = True
@@ -52,13 +52,6 @@ class Qsgd(LargeTensorCodec):
     def biased(self) -> bool:  # type: ignore[override]
         """Rounding towards zero is a bias, drawing is none."""
         return self.rounding != "random"
-
-    def __post_init__(self) -> None:
-        check(2 <= self.bits <= 8, f"bits={self.bits}", "A code has 2 to 8 bits, one of them its sign.", "Use 4.")
-        check(1 <= self.bucket <= CHUNK, f"bucket={self.bucket}", f"1 to {CHUNK} elements share a norm.", "Use 512.")
-        check_meet(self.meet)
-        check_rounding(self.rounding)
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> QuantisedCoder:
         noise, steps = Noise(spec, self.rounding), 2 ** (self.bits - 1) - 1

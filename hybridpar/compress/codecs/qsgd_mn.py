@@ -18,15 +18,14 @@ E[q_i] = s g_i / w, so it is unbiased and needs no error feedback; the variance 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from hybridpar.compress.agreed import GridsCoder
 from hybridpar.compress.codec import CODECS, Coder, LargeTensorCodec, TensorSpec
 from hybridpar.compress.levels import LevelQuantiser
-from hybridpar.compress.noise import Noise, check_rounding
+from hybridpar.compress.noise import Noise
 from hybridpar.compress.quantised import QuantisedCoder
-from hybridpar.errors import check, check_choice
-
-_WAYS = ("sum", "shard")
+from hybridpar.spec import between
 
 
 @CODECS.register("qsgd_mn", "QSGD-MaxNorm: unbiased rounding to 2**bits - 1 levels of one agreed scale")
@@ -42,9 +41,9 @@ class QsgdMaxNorm(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    bits: int = 4
-    meet: str = "sum"
-    rounding: str = "random"
+    bits: Annotated[int, between(1, 8)] = 4
+    meet: Literal["sum", "shard"] = "sum"
+    rounding: Literal["random", "zero"] = "random"
     least: int = 1000
     name = "qsgd_mn"
     kernels = ("cpu", "cuda")
@@ -53,12 +52,6 @@ class QsgdMaxNorm(LargeTensorCodec):
     def biased(self) -> bool:  # type: ignore[override]
         """Rounding towards zero is a bias, drawing is none."""
         return self.rounding != "random"
-
-    def __post_init__(self) -> None:
-        check(1 <= self.bits <= 8, f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
-        check_choice("meet", self.meet, _WAYS, "It says how codes meet.")
-        check_rounding(self.rounding)
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> Coder:
         steps = 2**self.bits - 1

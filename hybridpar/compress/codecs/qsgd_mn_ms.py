@@ -14,8 +14,9 @@ rounded, for the reason that `qsgd_mn_ts` gives, which is the case of two grids.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from hybridpar.compress.agreed import GridsCoder, read_levels
+from hybridpar.compress.agreed import BITS, GridsCoder, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 
 
@@ -31,15 +32,15 @@ class QsgdMultiScale(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    levels: str = "4/6/8"
+    levels: Annotated[tuple[int, ...], BITS] = (4, 6, 8)
     least: int = 1000
     name = "qsgd_mn_ms"
     kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
-        read_levels(self.levels)
+        steps_of(self.levels)
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> GridsCoder:
-        return GridsCoder(spec, read_levels(self.levels))
+        return GridsCoder(spec, steps_of(self.levels))

@@ -14,10 +14,10 @@ elements just above the limit would use the finer grid when they happen to be ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from hybridpar.compress.agreed import GridsCoder
+from hybridpar.compress.agreed import BITS, GridsCoder, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
-from hybridpar.errors import check
 
 
 @CODECS.register("qsgd_mn_ts", "QSGD-MaxNorm with two scales: a finer grid for what is small on all workers")
@@ -31,22 +31,16 @@ class QsgdTwoScale(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    bits: int = 4
-    high: int = 8
+    bits: Annotated[int, BITS] = 4
+    high: Annotated[int, BITS] = 8
     least: int = 1000
     name = "qsgd_mn_ts"
     kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
-        check(1 <= self.bits <= 8, f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
-        check(
-            self.bits < self.high <= 16,
-            f"high={self.high} with bits={self.bits}",
-            "The finer grid has more bits, at most 16.",
-            "Use 8.",
-        )
+        steps_of((self.bits, self.high))
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> GridsCoder:
-        return GridsCoder(spec, (2**self.bits - 1, 2**self.high - 1))
+        return GridsCoder(spec, steps_of((self.bits, self.high)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import ALIGN, bits_size, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import QuantisedCoder, Quantiser, put
-from hybridpar.errors import check_choice
-
-_LEVELS = ("mean", "one")
 
 
 @CODECS.register("signsgd", "signSGD: workers vote on each element's sign, one bit both ways")
@@ -36,17 +34,13 @@ class SignSgd(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    level: str = "mean"
+    level: Literal["mean", "one"] = "mean"
     least: int = 1000
     name = "signsgd"
     biased = True
     at_once = True
     # A worker that was outvoted has not sent what it voted for, and does not know what it has sent instead.
     takes_feedback = False
-
-    def __post_init__(self) -> None:
-        check_choice("level", self.level, _LEVELS, "It says how large a step is.")
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> MajorityCoder:
         return MajorityCoder(spec, SignQuantiser(self.level == "one", spec.workers), "shard")
@@ -65,38 +59,31 @@ class SignQuantiser(Quantiser):
         return ALIGN + bits_size(shape[0])
 
     def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
+        level, bits = parts_of(out)
+        out[:ALIGN].zero_()
         sums = [values[part].abs().sum(dtype=torch.float64) for part in slices(values.numel())]
         mean = torch.stack(sums).sum() / values.numel()
-        self.write_level(torch.where(mean > 0, 1.0, mean) + 0 * mean if self.plain else mean, out)
+        level.copy_(torch.where(mean > 0, 1.0, mean) + 0 * mean if self.plain else mean)
         for part in slices(values.numel()):
-            self.write_signs(values[part], part, out)
+            pack_bits(values[part] >= 0, bits[bytes_of(part)])
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         """What arrives is already the mean."""
-        level = self.level(message) * (self._workers / divisor)
+        level, bits = parts_of(message)
         for part in slices(out.numel()):
-            signs = scratch.take("signs", part.stop - part.start).copy_(self.bits(message, part)).mul_(2).sub_(1)
-            put(signs.mul_(level), out[part], add=add)
+            count = part.stop - part.start
+            signs = scratch.take("signs", count).copy_(unpack_bits(bits[bytes_of(part)], count)).mul_(2).sub_(1)
+            put(signs.mul_(level * (self._workers / divisor)), out[part], add=add)
 
-    def write_level(self, level: Tensor, out: Tensor) -> None:
-        """Write what signs are multiplied with."""
-        out[:ALIGN].zero_()
-        self.level(out).copy_(level)
 
-    def write_signs(self, values: Tensor, part: slice, out: Tensor) -> None:
-        """Write the signs of a range of values."""
-        pack_bits(values >= 0, out[self._bytes(part)])
+def parts_of(message: Tensor) -> tuple[Tensor, Tensor]:
+    """What signs are multiplied with, a single element, and the bits that say which values are not negative."""
+    return message[:4].view(torch.float32), message[ALIGN:]
 
-    def bits(self, message: Tensor, part: slice) -> Tensor:
-        """Which values of a range are not negative."""
-        return unpack_bits(message[self._bytes(part)], part.stop - part.start)
 
-    def _bytes(self, part: slice) -> slice:
-        return slice(ALIGN + part.start // 8, ALIGN + bits_size(part.stop))
-
-    def level(self, message: Tensor) -> Tensor:
-        """What signs are multiplied with, a single element."""
-        return message[:4].view(torch.float32)
+def bytes_of(part: slice) -> slice:
+    """Where the bits of a range of values are."""
+    return slice(part.start // 8, bits_size(part.stop))
 
 
 class MajorityCoder(QuantisedCoder):
@@ -106,13 +93,15 @@ class MajorityCoder(QuantisedCoder):
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         size = self._sizes[self.spec.rank]
+        out.zero_()
         if not size:
             return
-        levels = torch.cat([self.quantiser.level(message) for message in received])
-        self.quantiser.write_level(levels.max() if self.quantiser.plain else levels.mean(), out)
+        levels = torch.cat([parts_of(message)[0] for message in received])
+        level, bits = parts_of(out[:size])
+        level.copy_(levels.max() if self.quantiser.plain else levels.mean())
         for part in slices(len(self._total)):
-            votes = self._scratch.take("votes", part.stop - part.start).fill_(-len(received) / 2)
+            count = part.stop - part.start
+            votes = self._scratch.take("votes", count).fill_(-len(received) / 2)
             for message in received:
-                votes.add_(self.quantiser.bits(message, part))
-            self.quantiser.write_signs(votes, part, out)
-        out[size:].zero_()
+                votes.add_(unpack_bits(parts_of(message)[1][bytes_of(part)], count))
+            pack_bits(votes >= 0, bits[bytes_of(part)])

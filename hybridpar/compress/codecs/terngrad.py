@@ -15,13 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.agreed import GridsCoder
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
-from hybridpar.errors import UsageError
+from hybridpar.spec import Rule
+
+#: Below 1 all elements could be clipped.
+_CLIP = Rule("0 for none, or at least 1 and finite", lambda number: number == 0 or 1 <= number < math.inf)
 
 
 @CODECS.register(
@@ -37,7 +41,7 @@ class TernGrad(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    clip: float = 2.5
+    clip: Annotated[float, _CLIP] = 2.5
     least: int = 1000
     name = "terngrad"
     kernels = ("cpu", "cuda")
@@ -47,11 +51,6 @@ class TernGrad(LargeTensorCodec):
     def biased(self) -> bool:  # type: ignore[override]
         """Clipping is a bias, drawing is none."""
         return self.clip > 0
-
-    def __post_init__(self) -> None:
-        if self.clip and not 1 <= self.clip < math.inf:
-            raise UsageError(f"clip={self.clip:g}", "Below 1 all elements could be clipped.", "Use 2.5, or 0 for none.")
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> TernaryCoder:
         return TernaryCoder(spec, self.clip)

@@ -16,17 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Annotated, Literal, Self
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Coder, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import WORKER
-from hybridpar.compress.sparse import Picks, check_rate, largest
-from hybridpar.errors import check_choice
-
-_SCOPES = ("layer", "bucket")
+from hybridpar.compress.sparse import Picks, largest, share
+from hybridpar.spec import AT_MOST_1
 
 
 @CODECS.register("topk", "top-k: the largest elements of each worker with their places, error feedback")
@@ -40,23 +38,19 @@ class TopK(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    rate: float = 0.01
-    scope: str = "layer"
+    rate: Annotated[float, AT_MOST_1] = 0.01
+    scope: Literal["layer", "bucket"] = "layer"
     least: int = 1000
     name = "topk"
     biased = True
     feedback = True
     castable = True
 
-    def __post_init__(self) -> None:
-        check_rate(self.rate, 0.01)
-        check_choice("scope", self.scope, _SCOPES, "It says of what elements are largest.")
-        super().__post_init__()
-
     def bind(self, spec: TensorSpec) -> LargestCoder:
+        picked = share(self.rate, spec.count)
         if self.scope == "bucket":
-            return LargestOfBucketCoder(spec, Picks.of(spec, self.rate, reach=1 << 31))
-        return LargestCoder(spec, Picks.of(spec, self.rate))
+            return LargestOfBucketCoder(spec, Picks(spec, spec.count, picked, reach=1 << 31))
+        return LargestCoder(spec, Picks(spec, spec.count, picked))
 
 
 class LargestCoder(Coder):
@@ -72,14 +66,12 @@ class LargestCoder(Coder):
         self._values = self.memory[WORKER].take(self.gradient)
         indices = largest(self._values, self._picks.picked, self._scratch)
         values = self._values.index_select(0, indices)
-        self._leave(indices, values - self._picks.write(values, indices, parts[0]))
+        left = values - self._picks.write(values, indices, parts[0])
+        if self.memory[WORKER].keeps:
+            self._values.index_copy_(0, indices, left)
 
     def finish(self, out: Tensor) -> None:
         self._picks.read(self.messages, out, self.spec.divisor)
-
-    def _leave(self, indices: Tensor, left: Tensor) -> None:
-        if self.memory[WORKER].keeps:
-            self._values.index_copy_(0, indices, left)
 
 
 class LargestOfBucketCoder(LargestCoder):
@@ -88,10 +80,7 @@ class LargestOfBucketCoder(LargestCoder):
     Those whose elements travel among zeros, as that takes no more bytes, choose for themselves.
     """
 
-    def __init__(self, spec: TensorSpec, picks: Picks) -> None:
-        super().__init__(spec, picks)
-        self._bucket: _Bucket | None = None
-        self._part = slice(0)
+    _bucket: _Bucket | None = None
 
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -104,39 +93,43 @@ class LargestOfBucketCoder(LargestCoder):
                 together.append((coder, mine[0]))
         if not together:
             return
-        members = [coder for coder, _ in together]
-        bucket = _Bucket(members)
-        v = torch.cat([coder._values for coder in members])
-        indices = largest(v, sum(coder._picks.picked for coder in members), members[0]._scratch)
-        values, sent, end, stop = v.index_select(0, indices), [], 0, 0
-        for coder, out in together:  # a message has any elements, not those of its coder alone
-            room = slice(stop, stop := stop + coder._picks.picked)
-            sent.append(coder._picks.write(values[room], indices[room], out))
-            coder._bucket, coder._part = bucket, slice(end, end := end + coder.spec.count)
+        bucket = _Bucket([coder for coder, _ in together])
+        v = torch.cat([coder._values for coder in bucket.coders])
+        room = [coder._picks.picked for coder in bucket.coders]
+        indices = largest(v, sum(room), together[0][0]._scratch)
+        values = v.index_select(0, indices)
+        sent = [  # a message has any elements, not those of its coder alone
+            coder._picks.write(mine, where, out)
+            for (coder, out), mine, where in zip(
+                together, torch.split(values, room), torch.split(indices, room), strict=True
+            )
+        ]
         v.index_copy_(0, indices, values - torch.cat(sent))
-        for coder in members:
-            if coder.memory[WORKER].keeps:
-                coder._values.copy_(v[coder._part])
+        for member, left in zip(bucket.coders, torch.split(v, bucket.counts), strict=True):
+            member._bucket = bucket
+            if member.memory[WORKER].keeps:
+                member._values.copy_(left)
 
     def finish(self, out: Tensor) -> None:
         if self._bucket is None:
             super().finish(out)
         else:
-            out.copy_(self._bucket.result[self._part])
+            out.copy_(self._bucket.results[self])
 
 
 class _Bucket:
     """The coders that wrote together in a step."""
 
     def __init__(self, coders: Sequence[LargestOfBucketCoder]) -> None:
-        self._coders = coders
+        self.coders = coders
+        self.counts = [coder.spec.count for coder in coders]
 
     @cached_property
-    def result(self) -> Tensor:
-        """What came of all of them, 1-D."""
-        spec = self._coders[0].spec
-        out = torch.zeros(sum(coder.spec.count for coder in self._coders), dtype=torch.float32, device=spec.device)
-        for messages in zip(*(coder.messages for coder in self._coders), strict=True):  # by rank
-            for coder, message in zip(self._coders, messages, strict=True):
+    def results(self) -> dict[LargestOfBucketCoder, Tensor]:
+        """What came of each."""
+        spec = self.coders[0].spec
+        out = torch.zeros(sum(self.counts), dtype=torch.float32, device=spec.device)
+        for messages in zip(*(coder.messages for coder in self.coders), strict=True):  # by rank
+            for coder, message in zip(self.coders, messages, strict=True):
                 coder._picks.add_to(message, out, spec.divisor)
-        return out
+        return dict(zip(self.coders, torch.split(out, self.counts), strict=True))

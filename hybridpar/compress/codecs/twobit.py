@@ -16,9 +16,9 @@ residual that it causes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -27,34 +27,12 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, magnitude, pack_bits, slices, unpack_bits
-from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser, check_meet, put
-from hybridpar.errors import UsageError, check, check_choice
-
-_PULLS = ("codes", "full")
+from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser, put
+from hybridpar.errors import check
+from hybridpar.spec import AT_MOST_1, FINITE
 
 #: Bytes before the codes of a stripe: the level.
 _HEAD = 4
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """When a value is large enough to be sent, and as what.
-
-    Attributes:
-        fixed: The threshold, or None for one that follows the values.
-        factor: Of the mean magnitude.
-        cap: Of the largest magnitude.
-    """
-
-    fixed: float | None = None
-    factor: float = 1.5
-    cap: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.fixed is not None and not 0 < self.fixed < math.inf:
-            raise UsageError(f"threshold={self.fixed:g}", "It is above 0.", "Leave it out, so that it is adapted.")
-        check(0 < self.factor < math.inf, f"factor={self.factor:g}", "It is above 0.", "Use 1.5.")
-        check(0 < self.cap <= 1, f"cap={self.cap:g}", "Above 1 nothing might be sent.", "Use 0.5.")
 
 
 @CODECS.register("twobit", "2-bit thresholds as in MXNet, fixed or adapted, error feedback, sharded exchange")
@@ -73,12 +51,12 @@ class TwoBit(LargeTensorCodec):
         meet: As that of `onebit`. `pull=full` needs owners, so it is always `shard`.
     """
 
-    threshold: float | None = None
-    factor: float = 1.5
-    cap: float = 0.5
-    pull: str = "codes"
+    threshold: Annotated[float | None, FINITE] = None
+    factor: Annotated[float, FINITE] = 1.5
+    cap: Annotated[float, AT_MOST_1] = 0.5
+    pull: Literal["codes", "full"] = "codes"
     least: int = 1000
-    meet: str = "auto"
+    meet: Literal["auto", "shard", "gather"] = "auto"
     name = "twobit"
     biased = True
     at_once = True
@@ -86,31 +64,28 @@ class TwoBit(LargeTensorCodec):
     kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
-        check_choice("pull", self.pull, _PULLS, "No such way.")
         super().__post_init__()
-        check_meet(self.meet)
-        if self.pull == "full" and self.meet == "gather":
-            raise UsageError("pull=full with meet=gather", "Where all send to all nobody owns a sum.", "Leave one out.")
-        self._rule()
+        useless = self.pull == "full" and self.meet == "gather"
+        check(not useless, "pull=full with meet=gather", "Where all send to all nobody owns a sum.", "Leave one out.")
 
     def bind(self, spec: TensorSpec) -> QuantisedCoder:
-        quantiser = TernaryQuantiser(self._rule())
+        quantiser = TernaryQuantiser(self.threshold, self.factor, self.cap)
         if self.pull == "full":
             return QuantisedCoder(spec, quantiser, "shard", Plain())
         return QuantisedCoder(spec, quantiser, self.meet)
 
-    def _rule(self) -> Threshold:
-        return Threshold(self.threshold, self.factor, self.cap)
-
 
 class TernaryQuantiser(Quantiser):
-    """A stripe as [level][codes]: 10 is minus, 11 is plus, 00 is nothing, padded to words of 32 bits."""
+    """A stripe as [level][codes]: 10 is minus, 11 is plus, 00 is nothing, padded to words of 32 bits.
+
+    The threshold is `fixed`, or min(factor * mean magnitude, cap * largest magnitude).
+    """
 
     #: What fills a word.
     unit = 16
 
-    def __init__(self, rule: Threshold) -> None:
-        self._rule = rule
+    def __init__(self, fixed: float | None = None, factor: float = 1.5, cap: float = 0.5) -> None:
+        self._fixed, self._factor, self._cap = fixed or 0.0, factor, cap
 
     def size(self, shape: Sequence[int]) -> int:
         """Level and codes."""
@@ -118,16 +93,16 @@ class TernaryQuantiser(Quantiser):
 
     def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
         """Where a value is not finite the level is NaN, and so is all that is decoded."""
-        rule, level, codes = self._rule, out[:_HEAD].view(torch.float32), out[_HEAD:]
-        numbers = rule.fixed or 0.0, rule.factor, rule.cap
+        level, codes = out[:_HEAD].view(torch.float32), out[_HEAD:]
+        numbers = self._fixed, self._factor, self._cap
         if kernels.twobit_encode(values, memory, numbers, level, codes, scratch):
             return
         v = memory.take(values)
         mean = torch.stack([v[part].abs().sum() for part in slices(v.numel())]).sum() / v.numel()
         largest = magnitude(v)
-        threshold = torch.minimum(rule.factor * mean, rule.cap * largest)
-        if rule.fixed is not None:
-            threshold.fill_(rule.fixed)
+        threshold = torch.minimum(self._factor * mean, self._cap * largest)
+        if self._fixed:
+            threshold.fill_(self._fixed)
         level.copy_(threshold).masked_fill_(~largest.isfinite(), torch.nan)
         codes[-4:].zero_()  # the last word may not be full
         for part in slices(v.numel()):

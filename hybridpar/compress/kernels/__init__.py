@@ -28,7 +28,6 @@ from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.compress.codec import CHUNK
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import CudaKernels
-from hybridpar.compress.kernels.powersgd_source import RANKS
 from hybridpar.compress.memory import Memory, Residual, Scratch
 
 if TYPE_CHECKING:
@@ -67,14 +66,13 @@ class CpuKernels:
 
     def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
         """Call the encoder that leaves what is not sent in the type of the residual, or nowhere."""
+        halves, factor = (0, 0), 0.0
         if isinstance(memory, Residual):
             left, pending = memory.halves()
             assert left.numel() == pending.numel() == values.numel()
-            way = "keep" if left.dtype == torch.float32 else "short"
-            addresses = values.data_ptr(), left.data_ptr(), pending.data_ptr()
-            self.functions[f"{name}_{way}"](*addresses, *arguments, memory.factor)
-        else:
-            self.functions[name](values.data_ptr(), 0, 0, *arguments)
+            name += "_keep" if left.dtype == torch.float32 else "_short"
+            halves, factor = (left.data_ptr(), pending.data_ptr()), memory.factor
+        self.functions[name](values.data_ptr(), *halves, *arguments, factor)
 
 
 @functools.cache
@@ -322,10 +320,10 @@ def _check_factors(left: Tensor, right: Tensor, matrix: Tensor) -> None:
 
 def _factor_kernels(factor: Tensor, *others: Tensor) -> CpuKernels | None:
     """The kernels for factors of so many rows; None where there are none."""
-    if factor.device.type != "cpu" or factor.shape[0] not in RANKS:
-        return None
     kernels = _kernels(factor, *others)
-    return kernels if isinstance(kernels, CpuKernels) else None
+    if isinstance(kernels, CpuKernels) and f"powersgd_left{factor.shape[0]}" in kernels.functions:
+        return kernels
+    return None
 
 
 def _is_short(memory: Memory) -> bool:

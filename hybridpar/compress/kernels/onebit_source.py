@@ -6,182 +6,146 @@ read at v's two parts and written once. Large tensors are written past the cache
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
-
-#: What the encoders take: addresses, then numbers. `stream` is 1 where what is left is to be written past the caches.
-ENCODE = ("values", "kept", "pending", "lower", "upper", "bits", "groups", "length", "stream")
-DECODE = ("lower", "upper", "bits", "out", "groups", "length", "stream")
-
-
-def define(w: Writer) -> dict[str, Any]:
-    """The functions of this file by name."""
-    return {
-        "onebit_encode": w.function("onebit_encode", ENCODE, (), _encode(w, keeps=False)),
-        "onebit_encode_keep": w.function("onebit_encode_keep", ENCODE, ("factor",), _encode(w, keeps=True)),
-        "onebit_encode_short": w.function(
-            "onebit_encode_short", ENCODE, ("factor",), _encode(w, keeps=True, short=True)
-        ),
-        "onebit_decode": w.function("onebit_decode", DECODE, (), _decode(w, add=False)),
-        "onebit_add": w.function("onebit_add", DECODE, (), _decode(w, add=True)),
-    }
+from hybridpar.codegen.tir_script import (
+    T,
+    fence,
+    floats,
+    kernels,
+    like,
+    magnitude_bits,
+    past_caches,
+    put,
+    total,
+    w,
+)
+from hybridpar.codegen.tir_writer import INFINITE, LANES
 
 
-def _encode(w: Writer, keeps: bool, short: bool = False) -> Callable[..., None]:
-    """The encoder; what it keeps is float32, or bfloat16 where it is short."""
-    t = w.t
-    kind, size = ("uint16", 2) if short else ("float32", 4)
-    zero, one = t.int64(0), t.int64(1)
-
-    def body(pending: Any, groups: Any, length: Any, stream: Any, factor: Any = None, **own: Any) -> None:
-        g, r, left = w.view(own["values"], "float32"), w.view(own["kept"], kind), w.view(pending, kind)
-        a0s, a1s = w.view(own["lower"], "float32"), w.view(own["upper"], "float32")
-        packed = w.view(own["bits"], "uint8")
-        below, above = w.local(LANES, "float32"), w.local(LANES, "float32")
-        counts, sums, ones = w.local(LANES, "int32"), w.local(2, "float32"), w.local(1, "int32")
-        # Bits that fill no 16 yet, in the low end; how many they are; and how many 16s are written.
-        rest, fill, written = w.local(1, "int32"), w.local(1, "int32"), w.local(1, "int64")
-        blocks = w.keep(length // LANES)
-        first = w.at(zero)
-
-        def v(index: Any, wide: bool) -> Any:
-            place = w.at(index) if wide else index
-            if not keeps:
-                return g[place]
-            kept = w.widened(r[place], LANES if wide else 1) if short else r[place]
-            return g[place] + (w.lanes(factor) if wide else factor) * kept
-
-        def store_16(index: Any, new: Any) -> None:
-            t.evaluate(w.call("void", "hp_store16", t.address_of(packed[index * 2]), new))
-
-        def put(new: Any, count: Any) -> None:
-            """Append bits, fewer than 17; fill stays below 16."""
-            w.store(rest, zero, (rest[zero] << count) | new)
-            w.store(fill, zero, fill[zero] + count)
-
-            def flush() -> None:
-                w.store(fill, zero, fill[zero] - 16)
-                store_16(written[zero], rest[zero] >> fill[zero])
-                w.store(written, zero, written[zero] + 1)
-                w.store(rest, zero, rest[zero] & ((1 << fill[zero]) - 1))
-
-            w.when(fill[zero] >= 16, flush)
-
-        def leave(start: Any, tail: Any, a0: Any, a1: Any) -> None:
-            """Write v - C(v) of a group."""
-
-            def whole(past: bool) -> None:
-                with t.serial(0, blocks) as block:
-                    place = start + block * LANES
-                    value = w.keep(v(place, True))
-                    unsent = value - t.Select(value >= w.zeros(), w.lanes(a1), w.lanes(a0))
-                    w.put(left, place, w.shortened(unsent) if short else unsent, past=past)
-
-            past = t.And(stream != 0, ((pending + start * size) & (LANES * size - 1)) == 0)
-            w.either(past, lambda: whole(True), lambda: whole(False))
-            with t.serial(0, start + length - tail) as step:
-                value = w.keep(v(tail + step, False))
-                unsent = value - t.Select(value >= t.float32(0), a1, a0)
-                w.store(left, tail + step, w.shortened(unsent, 1) if short else unsent)
-
-        w.store(rest, zero, t.int32(0))
-        w.store(fill, zero, t.int32(0))
-        w.store(written, zero, zero)
-        with t.serial(0, groups) as row:
-            start = w.keep(row * length)
-            tail = w.keep(start + blocks * LANES)
-            for sums_of in (below, above):
-                w.store(sums_of, first, w.zeros())
-            w.store(counts, first, w.lanes(t.int32(0)))
-
-            def whole(put_16: Callable[[Any, Any], None], start: Any = start) -> None:
-                with t.serial(0, blocks) as block:
-                    value = w.keep(v(start + block * LANES, True))
-                    positive = value >= w.zeros()
-                    put_16(block, w.call("int32", "hp_bits", positive))
-                    # NaN is not positive, so it reaches the lower level.
-                    w.store(above, first, above[first] + t.Select(positive, value, w.zeros()))
-                    w.store(below, first, below[first] + t.Select(positive, w.zeros(), value))
-                    w.store(counts, first, counts[first] + t.Select(positive, w.lanes(t.int32(1)), w.lanes(t.int32(0))))
-
-            def aligned() -> None:
-                began = w.keep(written[zero])
-                whole(lambda block, new: store_16(began + block, new))
-                w.store(written, zero, began + blocks)
-
-            # Most rows begin where 16 bits begin, and then all their bits do.
-            w.either(fill[zero] == 0, aligned, lambda: whole(lambda _block, new: put(new, t.int32(16))))
-            w.store(sums, zero, w.folded(below, lambda x, y: x + y))
-            w.store(sums, one, w.folded(above, lambda x, y: x + y))
-            w.store(ones, zero, w.folded(counts, lambda x, y: x + y))
-            with t.serial(0, start + length - tail) as step:
-                value = w.keep(v(tail + step, False))
-                positive = value >= t.float32(0)
-                w.store(sums, zero, sums[zero] + t.Select(positive, t.float32(0), value))
-                w.store(sums, one, sums[one] + t.Select(positive, value, t.float32(0)))
-                bit = w.keep(t.Select(positive, t.int32(1), t.int32(0)))
-                w.store(ones, zero, ones[zero] + bit)
-                put(bit, t.int32(1))
-            zeros = t.max(t.cast(length, "int32") - ones[zero], 1)
-            a0 = w.keep(sums[zero] / t.cast(zeros, "float32"))
-            mean = w.keep(sums[one] / t.cast(t.max(ones[zero], 1), "float32"))
-            # A NaN was added to the lower level; both are NaN then. Infinity is of one side only.
-            a1 = w.keep(t.Select((t.reinterpret("int32", a0) & 0x7FFFFFFF) > INFINITE, a0, mean))
-            w.store(a0s, row, a0)
-            w.store(a1s, row, a1)
-            if keeps:
-                leave(start, tail, a0, a1)
-
-        def last(count: int) -> None:
-            """The bits that fill no 16: one byte or two, with zeros behind them."""
-            whole = w.keep(rest[zero] << (16 - fill[zero]))
-            place = written[zero] * 2
-            w.store(packed, place, t.cast(whole >> 8, "uint8"))
-            if count == 2:
-                w.store(packed, place + 1, t.cast(whole & 255, "uint8"))
-
-        w.when(fill[zero] > 8, lambda: last(2))
-        w.when(t.And(fill[zero] > 0, fill[zero] <= 8), lambda: last(1))
-        if keeps:
-            w.when(stream != 0, lambda: t.evaluate(w.call("int32", "hp_fence")))
-
-    return body
+def define(_: Any) -> dict[str, Any]:
+    """The functions of this file by name; the type says how a residual is stored."""
+    return kernels(
+        {
+            "onebit_encode": encode.specialize(dtype=None),
+            "onebit_encode_keep": encode.specialize(dtype="float32"),
+            "onebit_encode_short": encode.specialize(dtype="uint16"),
+            "onebit_decode": decode.specialize(add=False),
+            "onebit_add": decode.specialize(add=True),
+        }
+    )
 
 
-def _decode(w: Writer, add: bool) -> Callable[..., None]:
-    t = w.t
+def v(g: Any, r: Any, factor: Any, i: Any, dtype: str | None) -> Any:
+    """A value, or a vector of them, with what is left from before."""
+    if dtype is None:
+        return g[i]
+    left = r[i]
+    if dtype == "uint16":
+        left = T.reinterpret(like(left, "float32"), T.cast(left, like(left, "int32")) << 16)
+    return g[i] + factor * left
 
-    def body(out: Any, groups: Any, length: Any, stream: Any, **own: Any) -> None:
-        a0s, a1s = w.view(own["lower"], "float32"), w.view(own["upper"], "float32")
-        packed, result = w.view(own["bits"], "uint8"), w.view(out, "float32")
-        with t.serial(0, groups) as row:
-            start = w.keep(row * length)
-            a0, a1 = w.keep(a0s[row]), w.keep(a1s[row])
-            # 16 bits are read as 32, so the last ones of all are read one by one.
-            blocks = w.keep(t.max((length - t.Select(row == groups - 1, LANES, 0)) // LANES, 0))
-            tail = w.keep(start + blocks * LANES)
 
-            def whole(past: bool, start: Any = start, blocks: Any = blocks, a0: Any = a0, a1: Any = a1) -> None:
-                with t.serial(0, blocks) as block:
-                    place = start + block * LANES
-                    word = w.call("int32", "hp_load32", t.address_of(packed[place // 8]))
-                    signs = w.keep((word >> (16 - t.cast(place % 8, "int32"))) & 0xFFFF)
-                    value = t.Select(w.call("boolx16", "hp_mask", signs), w.lanes(a1), w.lanes(a0))
-                    w.put(result, place, value, add=add, past=past)
+def stored(value: Any, dtype: str) -> Any:
+    """As a residual is stored: in bfloat16 the nearest, ties to even; for numbers, not for NaN."""
+    if dtype == "float32":
+        return value
+    bits = w.keep(T.reinterpret(like(value, "int32"), value))
+    return T.cast((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16, like(value, dtype))
 
+
+@T.jit
+def encode(
+    values: T.int64, residual: T.int64, pending: T.int64, lower: T.int64, upper: T.int64, bits: T.int64,
+    groups: T.int64, length: T.int64, stream: T.int64, factor: T.float32, dtype: T.constexpr,
+):  # fmt: skip
+    """Encode groups, and write v - C(v) where a residual is kept; `stream` says that this goes past the caches."""
+    g, a0s, a1s = floats(values, lower, upper)
+    r, left = w.view(residual, dtype or "float32"), w.view(pending, dtype or "float32")
+    packed = w.view(bits, "uint8")
+    new = T.int32(0)  # bits, the last one lowest
+    for row in range(groups):
+        start: T.let = row * length
+        end: T.let = start + length
+        tail: T.let = start + length // LANES * LANES
+        below = w.zeros()
+        above = w.zeros()
+        ones = T.int32(0)
+        for block in range(length // LANES):
+            i: T.let = start + block * LANES
+            value: T.let = v(g, r, factor, w.at(i), dtype)
+            signs: T.let = w.call("int32", "hp_bits", value >= 0)
+            # Whole 16s are written: where a row begins within 16 bits, they begin with the last ones of the row before.
+            new = (new << 16) | signs
+            w.call("void", "hp_store16", T.address_of(packed[i // 16 * 2]), new >> T.cast(i % 16, "int32"))
+            ones += T.popcount(signs)
+            # NaN is not positive, so it reaches the lower level.
+            above += T.Select(value >= 0, value, w.zeros())
+            below += T.Select(value >= 0, w.zeros(), value)
+        low = total(below)
+        high = total(above)
+        for i in range(tail, end):
+            value: T.let = v(g, r, factor, i, dtype)
+            sign: T.let = T.cast(value >= 0, "int32")
+            new = (new << 1) | sign
+            if i % 16 == 15:
+                w.call("void", "hp_store16", T.address_of(packed[i // 16 * 2]), new)
+            ones += sign
+            high += T.Select(value >= 0, value, T.float32(0))
+            low += T.Select(value >= 0, T.float32(0), value)
+        a0: T.let = low / T.cast(T.max(T.cast(length, "int32") - ones, 1), "float32")
+        mean: T.let = high / T.cast(T.max(ones, 1), "float32")
+        # A NaN was added to the lower level; both are NaN then. Infinity is of one side only.
+        a1: T.let = T.Select(magnitude_bits(a0) > INFINITE, a0, mean)
+        a0s[row] = a0
+        a1s[row] = a1
+        if dtype is not None:
+            size = T.meta_var(2 if dtype == "uint16" else 4)
+            past: T.let = past_caches(stream, pending + start * size, LANES * size)
+            for block in range(length // LANES):
+                i: T.let = start + block * LANES
+                value: T.let = v(g, r, factor, w.at(i), dtype)
+                unsent: T.let = value - T.Select(value >= 0, w.lanes(a1), w.lanes(a0))
+                put(left, i, stored(unsent, dtype), past)
+            for i in range(tail, end):
+                value: T.let = v(g, r, factor, i, dtype)
+                left[i] = stored(value - T.Select(value >= 0, a1, a0), dtype)
+    # Bits that fill no 16 are a byte or two, with zeros behind them.
+    count: T.let = groups * length
+    rest: T.let = new << T.cast(16 - count % 16, "int32")
+    if count % 16 > 0:
+        packed[count // 16 * 2] = T.cast(rest >> 8, "uint8")
+    if count % 16 > 8:
+        packed[count // 16 * 2 + 1] = T.cast(rest & 255, "uint8")
+    fence(stream)
+
+
+@T.jit
+def decode(
+    lower: T.int64, upper: T.int64, bits: T.int64, out: T.int64, groups: T.int64, length: T.int64, stream: T.int64,
+    add: T.constexpr,
+):  # fmt: skip
+    """Set `out` to the levels that bits choose, or add these to it."""
+    a0s, a1s, result = floats(lower, upper, out)
+    packed = w.view(bits, "uint8")
+    for row in range(groups):
+        start: T.let = row * length
+        a0: T.let = a0s[row]
+        a1: T.let = a1s[row]
+        past: T.let = past_caches(stream, out + start * 4)
+        # 16 bits are read as 32, so the last ones of all are read one by one.
+        blocks: T.let = T.max((length - T.Select(row == groups - 1, LANES, 0)) // LANES, 0)
+        for block in range(blocks):
+            i: T.let = start + block * LANES
+            word: T.let = w.call("int32", "hp_load32", T.address_of(packed[i // 8]))
+            signs = T.meta_var(w.call("boolx16", "hp_mask", word >> (16 - T.cast(i % 8, "int32"))))
+            value: T.let = T.Select(signs, w.lanes(a1), w.lanes(a0))
             if add:
-                whole(False)
+                result[w.at(i)] += value
             else:
-                past = t.And(stream != 0, ((out + start * 4) & 63) == 0)
-                w.either(past, lambda: whole(True), lambda: whole(False))
-            with t.serial(0, start + length - tail) as step:
-                place = w.keep(tail + step)
-                bit = (t.cast(packed[place // 8], "int32") >> (7 - t.cast(place % 8, "int32"))) & 1
-                value = w.keep(t.Select(bit == 1, a1, a0))
-                w.store(result, place, result[place] + value if add else value)
-        if not add:
-            w.when(stream != 0, lambda: t.evaluate(w.call("int32", "hp_fence")))
-
-    return body
+                put(result, i, value, past)
+        for i in range(start + blocks * LANES, start + length):
+            sign: T.let = (T.cast(packed[i // 8], "int32") >> T.cast(7 - i % 8, "int32")) & 1
+            value: T.let = T.Select(sign == 1, a1, a0)
+            result[i] = result[i] + value if add else value
+    fence(stream)

@@ -1,145 +1,106 @@
 """CPU kernels of `qsgd_mn`: rounding, packing and unpacking in one pass each.
 
-Of W words, word j holds values j, j + W, ...: a block of words is filled by one run through the values of each place,
+Of W words, word j holds values j, j + W, ...: a block of words is filled by one run through the values of each field,
 and stays in the cache meanwhile. The arithmetic of a value is that of the torch code, operation by operation, except
 that a product and a sum may be rounded once instead of twice when encoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
+from hybridpar.codegen.tir_script import T, cast, floats, kernels, like, magnitude_bits, total, w
+from hybridpar.codegen.tir_writer import INFINITE, LANES
 
-#: `noise` is what to add, `places` where in it each run of up to `chunk` values begins: one number per chunk and place.
-ENCODE = ("values", "scale", "words", "noise", "places", "count", "total", "width", "per_word", "steps", "chunk")
-DECODE = ("words", "scale", "out", "count", "total", "width", "per_word", "zero")
-
-#: Words that stay in the cache while all their places are filled or read; a chunk is a multiple of it.
+#: Words that stay in the cache while all their fields are filled or read; a chunk is a multiple of it.
 BLOCK = 512
 
 _WORDS = {"uint8": 8, "int32": 32, "int64": 64}
 
 
-def define(w: Writer) -> dict[str, Any]:
+def define(_: Any) -> dict[str, Any]:
     """The functions of this file by name."""
-    functions = {"qsgd_scale": w.function("qsgd_scale", ("values", "out", "count"), (), _scale(w))}
+    functions = {"qsgd_scale": scale_of.specialize()}
     for dtype, bits in _WORDS.items():
-        functions |= {
-            f"qsgd_encode{bits}": w.function(f"qsgd_encode{bits}", ENCODE, (), _encode(w, dtype)),
-            f"qsgd_decode{bits}": w.function(f"qsgd_decode{bits}", DECODE, ("unit",), _decode(w, dtype, add=False)),
-            f"qsgd_add{bits}": w.function(f"qsgd_add{bits}", DECODE, ("unit",), _decode(w, dtype, add=True)),
-        }
-    return functions
+        functions[f"qsgd_encode{bits}"] = encode.specialize(dtype=dtype)
+        functions[f"qsgd_decode{bits}"] = decode.specialize(dtype=dtype, add=False)
+        functions[f"qsgd_add{bits}"] = decode.specialize(dtype=dtype, add=True)
+    return kernels(functions)
 
 
-def _itself(one: Any) -> Any:
-    return one
+@T.jit
+def scale_of(values: T.int64, out: T.int64, count: T.int64):
+    """The largest magnitude, infinite where a value is not finite."""
+    given, result = w.view(values, "float32"), w.view(out, "int32")
+    # Four vectors at a time, so that a maximum need not wait for the one before.
+    tops = T.alloc_local((4,), "int32x16")
+    for part in T.unroll(4):
+        tops[part] = w.lanes(0)
+    blocks: T.let = count // (4 * LANES)
+    for block in range(blocks):
+        for part in T.unroll(4):
+            tops[part] = T.max(tops[part], magnitude_bits(given[w.at((block * 4 + part) * LANES)]))
+    top = total(T.max(T.max(tops[0], tops[1]), T.max(tops[2], tops[3])), T.max)
+    for i in range(blocks * (4 * LANES), count):
+        top = T.max(top, magnitude_bits(given[i]))
+    result[0] = T.min(top, INFINITE)
 
 
-def _scale(w: Writer) -> Callable[..., None]:
-    t = w.t
-    zero = t.int64(0)
+@T.jit
+def encode(
+    values: T.int64, scale: T.int64, words: T.int64, noise: T.int64, offsets: T.int64, count: T.int64,
+    word_count: T.int64, width: T.int64, per_word: T.int64, steps: T.int64, chunk: T.int64, dtype: T.constexpr,
+):  # fmt: skip
+    """Round values to codes. In `noise` each run of up to `chunk` values begins at one of `offsets`."""
+    v, scales, ring = floats(values, scale, noise)
+    packed, starts = w.view(words, dtype), w.view(offsets, "int64")
+    divisor: T.let = T.Select(scales[0] > T.float32(0), scales[0], T.float32(1))
+    most: T.let = T.cast(steps, "float32")
+    for block in range((word_count + BLOCK - 1) // BLOCK):
+        first: T.let = block * BLOCK
+        for field in range(per_word):
+            start: T.let = field * word_count + first
+            drawn: T.let = starts[first // chunk * per_word + field] + first % chunk
+            shift: T.let = T.cast(field * width, dtype)
+            long: T.let = T.max(T.min(T.min(BLOCK, word_count - first), count - start), 0)
 
-    def body(values: Any, out: Any, count: Any) -> None:
-        """The largest magnitude, infinite where a value is not finite."""
-        bits, result = w.view(values, "int32"), w.view(out, "int32")
-        # Four at a time, so that one maximum need not wait for the one before.
-        tops = [w.local(LANES, "int32") for _ in range(4)]
-        for top in tops:
-            w.store(top, w.at(zero), w.lanes(t.int32(0)))
-        whole = w.keep(count // (4 * LANES))
-        with t.serial(0, whole) as block:
-            for index, top in enumerate(tops):
-                own = bits[w.at(block * (4 * LANES) + index * LANES)] & w.lanes(t.int32(0x7FFFFFFF))
-                w.store(top, w.at(zero), t.max(top[w.at(zero)], own))
-        widest = w.local(1, "int32")
-        w.store(widest, zero, t.int32(0))
-        for top in tops:
-            w.store(widest, zero, t.max(widest[zero], w.folded(top, t.max)))
-        with t.serial(0, count - whole * (4 * LANES)) as step:
-            w.store(widest, zero, t.max(widest[zero], bits[whole * (4 * LANES) + step] & 0x7FFFFFFF))
-        w.store(result, zero, t.min(widest[zero], t.int32(INFINITE)))
+            @T.inline
+            def write(word, value, noise):
+                position: T.let = v[value] / divisor * most + ring[noise]
+                code: T.let = cast(T.min(T.floor(position), most), "int32") + T.cast(steps, "int32")
+                before: T.let = T.Select(field == 0, T.cast(0, like(code, dtype)), packed[word])
+                packed[word] = before | (cast(code, dtype) << shift)
 
-    return body
-
-
-def _vectors(w: Writer, count: Any, each: Callable[[Any, bool], None]) -> None:
-    """Call each(index, True) for every vector of so many values, and each(index, False) for each value left over."""
-    with w.t.serial(0, count // LANES) as block:
-        each(block * LANES, True)
-    with w.t.serial(0, count % LANES) as step:
-        each(count // LANES * LANES + step, False)
+            for j in range(long // LANES):
+                write(w.at(first + j * LANES), w.at(start + j * LANES), w.at(drawn + j * LANES))
+            for j in range(long // LANES * LANES, long):
+                write(first + j, start + j, drawn + j)
 
 
-def _runs(w: Writer, count: Any, total: Any, per_word: Any, run: Callable[[Any, Any, Any], None]) -> None:
-    """Call run(first word, place, number of values) for each block of words and each place in them."""
-    t = w.t
-    with t.serial(0, (total + BLOCK - 1) // BLOCK) as block:
-        first = w.keep(block * BLOCK)
-        with t.serial(0, per_word) as place:
-            long = t.min(t.min(t.int64(BLOCK), total - first), count - place * total - first)
-            run(first, place, w.keep(t.max(long, t.int64(0))))
+@T.jit
+def decode(
+    words: T.int64, scale: T.int64, out: T.int64, count: T.int64, word_count: T.int64, width: T.int64,
+    per_word: T.int64, zero: T.int64, unit: T.float32, dtype: T.constexpr, add: T.constexpr,
+):  # fmt: skip
+    """Set `out` to (code - zero) / unit * scale, or add that to it."""
+    scales, result = floats(scale, out)
+    packed = w.view(words, dtype)
+    size: T.let = scales[0]
+    mask: T.let = T.cast((T.int64(1) << width) - 1, dtype)
+    for block in range((word_count + BLOCK - 1) // BLOCK):
+        first: T.let = block * BLOCK
+        for field in range(per_word):
+            start: T.let = field * word_count + first
+            shift: T.let = T.cast(field * width, dtype)
+            long: T.let = T.max(T.min(T.min(BLOCK, word_count - first), count - start), 0)
 
+            @T.inline
+            def read(word, value):
+                code: T.let = cast((packed[word] >> shift) & mask, "int32")
+                number: T.let = (cast(code, "float32") - T.cast(zero, "float32")) / unit * size
+                result[value] = result[value] + number if add else number
 
-def _encode(w: Writer, dtype: str) -> Callable[..., None]:
-    t = w.t
-    zero = t.int64(0)
-
-    def body(count: Any, total: Any, width: Any, per_word: Any, steps: Any, chunk: Any, **own: Any) -> None:
-        v, packed, ring = w.view(own["values"], "float32"), w.view(own["words"], dtype), w.view(own["noise"], "float32")
-        starts, scales = w.view(own["places"], "int64"), w.view(own["scale"], "float32")
-        divisor = w.keep(t.Select(scales[zero] > t.float32(0), scales[zero], t.float32(1)))
-        most, shift_back = w.keep(t.cast(steps, "float32")), w.keep(t.cast(steps, "int32"))
-
-        def run(first: Any, place: Any, long: Any) -> None:
-            start = w.keep(place * total + first)
-            drawn = w.keep(starts[first // chunk * per_word + place] + first % chunk)
-            shift = w.keep(t.cast(place * width, dtype))
-
-            def put(offset: Any, wide: bool) -> None:
-                at, lanes = (w.at, w.lanes) if wide else (_itself, _itself)
-                position = v[at(start + offset)] / lanes(divisor) * lanes(most) + ring[at(drawn + offset)]
-                code = t.cast(t.min(t.floor(position), lanes(most)), "int32x16" if wide else "int32")
-                field = t.cast(code + lanes(shift_back), f"{dtype}x16" if wide else dtype) << lanes(shift)
-                index = at(first + offset)
-                before = t.Select(lanes(place == 0), lanes(t.cast(0, dtype)), packed[index])
-                w.store(packed, index, before | field)
-
-            _vectors(w, long, put)
-
-        _runs(w, count, total, per_word, run)
-
-    return body
-
-
-def _decode(w: Writer, dtype: str, add: bool) -> Callable[..., None]:
-    t = w.t
-
-    def body(count: Any, total: Any, width: Any, per_word: Any, zero: Any, unit: Any, **own: Any) -> None:
-        packed, result = w.view(own["words"], dtype), w.view(own["out"], "float32")
-        size = w.keep(w.view(own["scale"], "float32")[t.int64(0)])
-        mask = w.keep(t.cast((t.int64(1) << width) - 1, dtype))
-        origin = w.keep(t.cast(zero, "float32"))
-
-        def run(first: Any, place: Any, long: Any) -> None:
-            start = w.keep(place * total + first)
-            shift = w.keep(t.cast(place * width, dtype))
-
-            def put(offset: Any, wide: bool) -> None:
-                at, lanes = (w.at, w.lanes) if wide else (_itself, _itself)
-
-                def cast(value: Any, to: str) -> Any:
-                    return t.cast(value, f"{to}x16" if wide else to)
-
-                field = (packed[at(first + offset)] >> lanes(shift)) & lanes(mask)
-                value = (cast(cast(field, "int32"), "float32") - lanes(origin)) / lanes(unit) * lanes(size)
-                index = at(start + offset)
-                w.store(result, index, result[index] + value if add else value)
-
-            _vectors(w, long, put)
-
-        _runs(w, count, total, per_word, run)
-
-    return body
+            for j in range(long // LANES):
+                read(w.at(first + j * LANES), w.at(start + j * LANES))
+            for j in range(long // LANES * LANES, long):
+                read(first + j, start + j)

@@ -6,137 +6,115 @@ codes and what is not sent. Sums run over `BLOCK` values in float32 and on from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
-
-#: The threshold is `fixed`, or where that is 0 min(factor_of_mean * mean, cap * largest).
-ENCODE = ("values", "kept", "pending", "level", "codes", "count", "stream")
-RULE = ("fixed", "factor_of_mean", "cap")
-DECODE = ("level", "codes", "out", "count", "stream")
+from hybridpar.codegen.tir_script import T, fence, floats, kernels, magnitude_bits, past_caches, put, total, w
+from hybridpar.codegen.tir_writer import INFINITE, LANES
 
 #: Values whose sum is made in float32; a multiple of `LANES`.
 BLOCK = 1024
 
+NAN = T.reinterpret("float32", T.int32(0x7FC00000))
 
-def define(w: Writer) -> dict[str, Any]:
+
+def define(_: Any) -> dict[str, Any]:
     """The functions of this file by name."""
-    return {
-        "twobit_encode": w.function("twobit_encode", ENCODE, RULE, _encode(w, keeps=False)),
-        "twobit_encode_keep": w.function("twobit_encode_keep", ENCODE, (*RULE, "factor"), _encode(w, keeps=True)),
-        "twobit_decode": w.function("twobit_decode", DECODE, (), _decode(w, add=False)),
-        "twobit_add": w.function("twobit_add", DECODE, (), _decode(w, add=True)),
-    }
+    return kernels(
+        {
+            "twobit_encode": encode.specialize(keeps=False),
+            "twobit_encode_keep": encode.specialize(keeps=True),
+            "twobit_decode": decode.specialize(add=False),
+            "twobit_add": decode.specialize(add=True),
+        }
+    )
 
 
-def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
-    t = w.t
-    zero = t.int64(0)
+def v(g: Any, r: Any, factor: Any, i: Any, keeps: bool) -> Any:
+    """A value, or a vector of them, with what is left from before."""
+    return g[i] + factor * r[i] if keeps else g[i]
 
-    def body(pending: Any, count: Any, fixed: Any, factor: Any = None, **own: Any) -> None:
-        g, r, left = w.view(own["values"], "float32"), w.view(own["kept"], "float32"), w.view(pending, "float32")
-        levels, packed = w.view(own["level"], "float32"), w.view(own["codes"], "uint8")
-        whole = w.keep(count // LANES)
-        tail = w.keep(whole * LANES)
 
-        def v(index: Any, wide: bool) -> Any:
-            place = w.at(index) if wide else index
-            return g[place] + (w.lanes(factor) if wide else factor) * r[place] if keeps else g[place]
+def choose(plus: Any, minus: Any, *choices: Any) -> Any:
+    """The first choice where plus holds, the second where minus does, else the third; of vectors as of numbers."""
+    high, low, none = (w.lanes(choice) if plus.ty.dtype.lanes > 1 else choice for choice in choices)
+    return T.Select(plus, high, T.Select(minus, low, none))
 
-        total, sums = w.local(1, "float64"), w.local(LANES, "float32")  # of magnitudes
-        top, widest = w.local(LANES, "int32"), w.local(1, "int32")  # bits of the largest
-        w.store(total, zero, t.float64(0))
-        w.store(top, w.at(zero), w.lanes(t.int32(0)))
-        w.store(widest, zero, t.int32(0))
-        with t.serial(0, (whole + BLOCK // LANES - 1) // (BLOCK // LANES)) as block:
-            w.store(sums, w.at(zero), w.zeros())
-            begin = w.keep(block * (BLOCK // LANES))
-            with t.serial(0, t.min(t.int64(BLOCK // LANES), whole - begin)) as step:
-                value = w.keep(v((begin + step) * LANES, True))
-                bits = t.reinterpret("int32x16", value) & w.lanes(t.int32(0x7FFFFFFF))
-                w.store(top, w.at(zero), t.max(top[w.at(zero)], bits))
-                w.store(sums, w.at(zero), sums[w.at(zero)] + t.max(value, -value))
-            w.store(total, zero, total[zero] + t.cast(w.folded(sums, lambda x, y: x + y), "float64"))
-        with t.serial(0, count - tail) as step:
-            value = w.keep(v(tail + step, False))
-            w.store(widest, zero, t.max(widest[zero], t.reinterpret("int32", value) & 0x7FFFFFFF))
-            w.store(total, zero, total[zero] + t.cast(t.max(value, -value), "float64"))
-        w.store(widest, zero, t.max(widest[zero], w.folded(top, t.max)))
-        mean = w.keep(t.cast(total[zero] / t.cast(count, "float64"), "float32"))
-        largest = w.keep(t.reinterpret("float32", widest[zero]))
-        adapted = t.min(own["factor_of_mean"] * mean, own["cap"] * largest)
-        least = w.keep(t.Select(fixed > t.float32(0), fixed, adapted))
-        sent_as = w.keep(t.Select(widest[zero] < INFINITE, least, w.nan()))
-        w.store(levels, zero, sent_as)
 
-        def blocks(past: bool) -> None:
-            with t.serial(0, whole) as block:
-                place = block * LANES
-                value = w.keep(v(place, True))
-                plus, minus = value >= w.lanes(least), value <= w.lanes(-least)
-                pairs = w.call("int32", "hp_pairs", t.Or(plus, minus), plus)
-                t.evaluate(w.call("void", "hp_store32", t.address_of(packed[block * 4]), pairs))
-                if keeps:
-                    w.put(left, place, value - _signs(w, plus, minus, w.lanes) * w.lanes(sent_as), past=past)
+@T.jit
+def encode(
+    values: T.int64, residual: T.int64, pending: T.int64, level: T.int64, codes: T.int64, count: T.int64,
+    stream: T.int64, fixed: T.float32, factor_of_mean: T.float32, cap: T.float32, factor: T.float32,
+    keeps: T.constexpr,
+):  # fmt: skip
+    """Encode values. The threshold is `fixed`, or where that is 0 min(factor_of_mean * mean, cap * largest)."""
+    g, r, left, levels = floats(values, residual, pending, level)
+    packed = w.view(codes, "uint8")
+    tail: T.let = count // LANES * LANES
+    tops = w.lanes(0)
+    magnitudes = T.float64(0)
+    for block in range((tail + BLOCK - 1) // BLOCK):
+        begin: T.let = block * BLOCK
+        sums = w.zeros()
+        for step in range(T.min(BLOCK, tail - begin) // LANES):
+            value: T.let = v(g, r, factor, w.at(begin + step * LANES), keeps)
+            tops = T.max(tops, magnitude_bits(value))
+            sums += T.max(value, -value)
+        magnitudes += T.cast(total(sums), "float64")
+    top = total(tops, T.max)
+    for i in range(tail, count):
+        value: T.let = v(g, r, factor, i, keeps)
+        top = T.max(top, magnitude_bits(value))
+        magnitudes += T.cast(T.max(value, -value), "float64")
+    mean: T.let = T.cast(magnitudes / T.cast(count, "float64"), "float32")
+    adapted: T.let = T.min(factor_of_mean * mean, cap * T.reinterpret("float32", top))
+    least: T.let = T.Select(fixed > T.float32(0), fixed, adapted)
+    sent: T.let = T.Select(top < INFINITE, least, NAN)
+    levels[0] = sent
 
+    past: T.let = past_caches(stream, pending)
+    for block in range(count // LANES):
+        i: T.let = block * LANES
+        value: T.let = v(g, r, factor, w.at(i), keeps)
+        plus, minus = T.meta_var(value >= least), T.meta_var(value <= -least)
+        pairs = w.call("int32", "hp_pairs", T.Or(plus, minus), plus)
+        w.call("void", "hp_store32", T.address_of(packed[i // 4]), pairs)
         if keeps:
-            w.past_caches(t.And(own["stream"] != 0, (pending & 63) == 0), blocks)
-        else:
-            blocks(False)
-
-        def last() -> None:
-            word = w.local(1, "int32")
-            w.store(word, zero, t.int32(0))
-            with t.serial(0, count - tail) as step:
-                value = w.keep(v(tail + step, False))
-                plus, minus = value >= least, value <= -least
-                code = t.Select(plus, t.int32(3), t.Select(minus, t.int32(2), t.int32(0)))
-                w.store(word, zero, word[zero] | (code << (30 - 2 * t.cast(step, "int32"))))
-                if keeps:
-                    w.store(left, tail + step, value - _signs(w, plus, minus, lambda x: x) * sent_as)
-            t.evaluate(w.call("void", "hp_store32", t.address_of(packed[whole * 4]), word[zero]))
-
-        w.when(count > tail, last)
-
-    return body
+            put(left, i, value - choose(plus, minus, T.float32(1), T.float32(-1), T.float32(0)) * sent, past)
+    if count > tail:
+        word = T.int32(0)
+        for i in range(tail, count):
+            value: T.let = v(g, r, factor, i, keeps)
+            plus, minus = T.meta_var(value >= least), T.meta_var(value <= -least)
+            code: T.let = choose(plus, minus, T.int32(3), T.int32(2), T.int32(0))
+            word = word | (code << T.cast(30 - 2 * (i - tail), "int32"))
+            if keeps:
+                left[i] = value - choose(plus, minus, T.float32(1), T.float32(-1), T.float32(0)) * sent
+        w.call("void", "hp_store32", T.address_of(packed[tail // 4]), word)
+    fence(stream)
 
 
-def _signs(w: Writer, plus: Any, minus: Any, wide: Callable[[Any], Any]) -> Any:
-    """1, -1 or 0."""
-    number = w.t.float32
-    return w.t.Select(plus, wide(number(1)), w.t.Select(minus, wide(number(-1)), wide(number(0))))
-
-
-def _decode(w: Writer, add: bool) -> Callable[..., None]:
-    t = w.t
-
-    def body(level: Any, codes: Any, out: Any, count: Any, stream: Any) -> None:
-        packed, result = w.view(codes, "uint8"), w.view(out, "float32")
-        unit = w.keep(w.view(level, "float32")[t.int64(0)])
-        nothing = w.keep(t.Select(w.finite(unit), t.float32(0), w.nan()))  # all that is decoded is NaN, or nothing
-
-        def value_of(code: Any, wide: Callable[[Any], Any]) -> Any:
-            minus = t.Select(code == wide(t.int32(2)), wide(-unit), wide(nothing))
-            return t.Select(code == wide(t.int32(3)), wide(unit), minus)
-
-        def blocks(past: bool) -> None:
-            shifts = w.lanes(t.int32(30)) - w.at(t.int32(0)) * w.lanes(t.int32(2))
-            with t.serial(0, count // LANES) as block:
-                word = w.keep(w.call("int32", "hp_load32", t.address_of(packed[block * 4])))
-                place = block * LANES
-                value = value_of((w.lanes(word) >> shifts) & w.lanes(t.int32(3)), w.lanes)
-                w.put(result, place, value, add=add, past=past)
-
+@T.jit
+def decode(level: T.int64, codes: T.int64, out: T.int64, count: T.int64, stream: T.int64, add: T.constexpr):
+    """Set `out` to plus, nothing or minus the level, or add that to it."""
+    levels, result = floats(level, out)
+    packed = w.view(codes, "uint8")
+    unit: T.let = levels[0]
+    nothing: T.let = T.Select(
+        magnitude_bits(unit) < INFINITE, T.float32(0), NAN
+    )  # all that is decoded is NaN, or nothing
+    past: T.let = past_caches(stream, out)
+    shifts: T.let = 30 - T.ramp(0, 2, LANES)
+    for block in range(count // LANES):
+        i: T.let = block * LANES
+        word: T.let = w.call("int32", "hp_load32", T.address_of(packed[i // 4]))
+        code: T.let = (w.lanes(word) >> shifts) & 3
+        value: T.let = choose(code == 3, code == 2, unit, -unit, nothing)
         if add:
-            blocks(False)
+            result[w.at(i)] += value
         else:
-            w.past_caches(t.And(stream != 0, (out & 63) == 0), blocks)
-        tail = w.keep(count // LANES * LANES)
-        with t.serial(0, count - tail) as step:
-            place = w.keep(tail + step)
-            code = w.keep((t.cast(packed[place // 4], "int32") >> (6 - 2 * t.cast(place % 4, "int32"))) & 3)
-            value = value_of(code, lambda x: x)
-            w.store(result, place, result[place] + value if add else value)
-
-    return body
+            put(result, i, value, past)
+    for i in range(count // LANES * LANES, count):
+        code: T.let = (T.cast(packed[i // 4], "int32") >> T.cast(6 - 2 * (i % 4), "int32")) & 3
+        value: T.let = choose(code == 3, code == 2, unit, -unit, nothing)
+        result[i] = result[i] + value if add else value
+    fence(stream)

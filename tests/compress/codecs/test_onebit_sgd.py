@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hybridpar.compress import check_optimizer, parse_codec
+from hybridpar.compress.codecs.onebit_sgd import OneBitSgd, OwnerCoder, adagrad_
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.memory import State
-from hybridpar.compress.owner import OwnerCoder, OwnerRule, adagrad_
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from tests.compress.team import Team, equal
@@ -40,7 +40,7 @@ def test_without_bits_owners_do_what_an_optimizer_does_to_the_whole(adagrad, mem
     options = f"adagrad={adagrad},momentum=0.8,memory={memory},level=off,bits=off"
     team = Team(f"onebit_sgd:{options}", SHAPES, 3)
     whole = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    rule = OwnerRule(adagrad, 0.8, memory, level=False)
+    rule = OneBitSgd(adagrad, 0.8, memory, level=False)
     optimizer = AdaGradSGD(whole.values(), lr=1.0, rule=rule)
     for step in range(4):
         gradients = team.gradients(step)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hybridpar.compress import TensorSpec, parse_codec
-from hybridpar.compress.codecs.qsgd_mn_ms import QsgdMultiScale
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits
 
@@ -53,10 +52,20 @@ def test_each_finer_grid_costs_one_bit() -> None:
     assert total("qsgd_mn_ms:levels=4/6/8") == total("qsgd_mn_ms:levels=4/8") + 1000 == total("qsgd_mn:bits=4") + 2000
 
 
-@pytest.mark.parametrize("levels", ["", "4/", "4/4", "0/3", "4/17", "a/b", "4 / 6"])
-def test_levels_that_are_none_are_refused(levels: str) -> None:
-    with pytest.raises(UsageError, match="from coarse to fine"):
-        QsgdMultiScale(levels=levels)
+@pytest.mark.parametrize(
+    ("levels", "rule"),
+    [
+        ("4/4", "from coarse to fine"),
+        ("9/12", "the first has at most 8"),
+        ("0/3", "They must be from 1 to 16"),
+        ("4/17", "They must be from 1 to 16"),
+        ("4/", "a whole number"),
+        ("a/b", "a whole number"),
+    ],
+)
+def test_levels_that_are_none_are_refused(levels: str, rule: str) -> None:
+    with pytest.raises(UsageError, match=rule):
+        parse_codec(f"qsgd_mn_ms:levels={levels}")
 
 
 @pytest.mark.parametrize(

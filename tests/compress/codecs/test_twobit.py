@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpar.compress import parse_codec
 from hybridpar.compress.codec import CHUNK
-from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
+from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.memory import Residual, Scratch
 from tests.compress.team import Team
@@ -37,9 +37,8 @@ DECODED = [-4.0, 0, 0, 4, 4, 4, 0, -4, -4, -4]
 LEFT = [-5.0, -1, 2, 2, 4, 3, 0, -1, -6, -96]
 
 
-def coded(rule: Threshold, values: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def coded(quantiser: TernaryQuantiser, values: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Message, decoded values and what is left."""
-    quantiser = TernaryQuantiser(rule)
     residual = Residual(torch.zeros_like(values) if kept is None else kept, torch.zeros_like(values))
     message = torch.full((quantiser.size(values.shape),), 255, dtype=torch.uint8)
     quantiser.encode(values, residual, message, SCRATCH)
@@ -62,7 +61,7 @@ def test_vector_of_mxnet_through_the_exchange(pull: str) -> None:
 @given(st.integers(1, 300), st.integers(0, 2**30), st.sampled_from([0.3, 1.0, 1.5, 4.0]))
 def test_the_residual_contracts(count: int, seed: int, factor: float) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
-    message, out, left = coded(Threshold(factor=factor), values)
+    message, out, left = coded(TernaryQuantiser(factor=factor), values)
     level = message[:4].view(torch.float32).item()
     torch.testing.assert_close(out + left, values)
     sent = int((out != 0).sum())
@@ -76,7 +75,7 @@ def test_a_residual_below_the_threshold_stays_below_it() -> None:
     kept = torch.zeros(500)
     for _ in range(100):
         gradient = 2 * torch.rand(500, generator=generator) - 1
-        kept = coded(Threshold(fixed=1.0), gradient, kept)[2]
+        kept = coded(TernaryQuantiser(fixed=1.0), gradient, kept)[2]
         assert float(kept.abs().max()) < 1
 
 
@@ -91,20 +90,17 @@ def test_a_fixed_threshold_stalls_on_small_gradients_and_an_adapted_one_does_not
 
 def test_squared_error_of_one_shot() -> None:
     values = torch.randn(4 * CHUNK + 3)
-    _, out, left = coded(Threshold(factor=1.1), values)
+    _, out, left = coded(TernaryQuantiser(factor=1.1), values)
     torch.testing.assert_close(out + left, values)
     assert float(left.square().sum() / values.square().sum()) == pytest.approx(0.34, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("rule", "bounded"),
-    [(Threshold(factor=0.5), True), (Threshold(factor=4.0), True), (Threshold(None, 3.0, 1.0), False)],
-)
-def test_the_residual_does_not_run_away_but_without_the_cap(rule: Threshold, bounded: bool) -> None:
+@pytest.mark.parametrize(("factor", "cap", "bounded"), [(0.5, 0.5, True), (4.0, 0.5, True), (3.0, 1.0, False)])
+def test_the_residual_does_not_run_away_but_without_the_cap(factor: float, cap: float, bounded: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     kept = torch.zeros(400)
     for _ in range(400):
-        kept = coded(rule, torch.randn(400, generator=generator), kept)[2]
+        kept = coded(TernaryQuantiser(factor=factor, cap=cap), torch.randn(400, generator=generator), kept)[2]
     assert (float(kept.square().mean().sqrt()) < 6) == bounded
 
 
