@@ -153,6 +153,9 @@ class Coder(ABC):
         rounds: The rounds of every step; a subclass whose rounds change sets them in `commit`.
     """
 
+    #: Whether anything lasts from step to step.
+    lasts = True
+
     def __init__(self, spec: TensorSpec, rounds: Sequence[Round] = ()) -> None:
         self.spec = spec
         self.rounds = tuple(rounds)
@@ -299,6 +302,8 @@ class Full(Coder):
     Args:
         spec: Says in which type messages are sent.
     """
+
+    lasts = False
 
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__(spec, [Round(Collective.SUM, spec.wire, (spec.count,))])

@@ -185,10 +185,11 @@ class _Meeting(ABC):
 
     def read(self) -> None:
         """Have all coders read what came; most do nothing then but know where it is."""
-        self.hand_out()
-        with named_range(self._coders[0], "decode"):
-            for coder, views in zip(self._coders, self.received, strict=True):
-                if type(coder).read is not Coder.read:
+        for coder, views in zip(self._coders, self.received, strict=True):
+            if type(coder).read is Coder.read:
+                coder.messages = views
+            else:
+                with named_range(coder, "decode"):
                     coder.read(self.index, views)
 
 
@@ -324,6 +325,7 @@ class Exchange:
         if len(workers) != 1 or len({coder.spec.name for coder in coders}) != len(coders):
             raise ValueError(f"an exchange needs coders of one worker and of different parameters, not {workers}")
         self.coders = tuple(coders)
+        self._lasting = [coder for coder in coders if coder.lasts]
         self._scratch = Scratch(coders[0].spec.device)
         # The coders that work in this step, what they declare, and how that is laid out.
         self._working: list[Coder] = []
@@ -458,6 +460,6 @@ class Exchange:
         Args:
             unused: Names of parameters for which it does not: no worker had a gradient for them.
         """
-        for coder in self.coders:
+        for coder in self._lasting:
             if coder.spec.name not in unused:
                 coder.commit()

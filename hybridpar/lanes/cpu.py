@@ -31,14 +31,10 @@ class CpuEvent(Event):
         self.recorded_on()
         return self.passed
 
-    def run(self, worker: Worker) -> None:
-        """The lane passes the event."""
-        self.open(worker.failure)
-
-    def open(self, failure: Failure | None) -> None:
-        """Wake everyone who waits, with the failure of the work before."""
-        self.failure = failure
-        self.passed, self.is_over = True, failure is None
+    def run(self, stop: Stop) -> None:
+        """The lane passes the event: wake everyone who waits, with the failure of the work before."""
+        self.failure = stop.failure
+        self.passed, self.is_over = True, stop.failure is None
         self._latch.release()
 
     def pass_through(self, timeout: float | None = None) -> bool:
@@ -93,13 +89,13 @@ class _Task:
         # Let go before the lane passes the next event: whoever waited for that may count on it.
         self.work, self.uses = None, ()
         while self.marks:
-            self.marks.popleft().open(worker.failure)
+            self.marks.popleft().run(worker)
 
     def mark(self, event: CpuEvent) -> bool:
         """Pass the next event; False if it is another one's turn."""
         if not self.marks or self.marks[0] is not event:
             return False
-        self.marks.popleft().open(None)
+        self.marks.popleft().run(Stop())  # the lane runs
         return True
 
     def _run_in_modes(self, work: Work) -> None:
@@ -206,7 +202,7 @@ class CpuCaller(Lane):
             self._marks = outer
 
     def _record(self, event: CpuEvent) -> None:
-        event.open(None)
+        event.run(self._stop)
 
     def _wait(self, event: CpuEvent) -> None:
         if not event.passed:

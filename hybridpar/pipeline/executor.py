@@ -315,7 +315,7 @@ class Executor:
     def _issue(self, step: StepState, one: _Issue) -> None:
         action = one.action
         if action.kind is Kind.SYNC:
-            self._issue_sync(step, action)
+            self._issue_sum(step, action)
             return
         lane, work = self._work(step, one)
         if one.release is not None:
@@ -359,14 +359,14 @@ class Executor:
         lane.submit(partial(work, forward.index))
         self._copied[forward] = lane.record()
 
-    def _issue_sync(self, step: StepState, action: Action) -> None:
+    def _issue_sum(self, step: StepState, action: Action) -> None:
         assert action.index is not None
         step.events[action] = self.stages[action.stage].gradients.issue(action.index, step.flights[action.stage])
 
     def _issue_idle(self, step: StepState, one: _Issue) -> None:
         """Of a replica that has no sample in the step: its gradients are zero, and added to those of the others."""
         if one.action.kind is Kind.SYNC:
-            self._issue_sync(step, one.action)
+            self._issue_sum(step, one.action)
         else:
             self._issue_last(step, one, lambda: None)
 

@@ -77,7 +77,7 @@ class SyncCosts:
     @property
     def sent(self) -> int:
         """Bytes that this worker sent; known when all buckets have landed."""
-        return self.updated + sum(cost.sent for cost in self.buckets.values())
+        return self.updated + sum([cost.sent for cost in self.buckets.values()])
 
 
 def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar import lanes
 from hybridpar.errors import LaneError
-from hybridpar.lanes.base import Failure, Family, Lane, Work
+from hybridpar.lanes.base import Family, Lane, Stop, Work
 from hybridpar.lanes.cpu import CpuCaller, CpuEvent, CpuLane, Worker, _Task
 from tests.lanes.op_effects import Effect, extent, operands, storage_of, tensors_in
 
@@ -446,8 +446,8 @@ class _CheckedEvent(CpuEvent):
         self.clock: Clock | None = None
         self._checker = checker
 
-    def open(self, failure: Failure | None) -> None:
-        super().open(failure)
+    def run(self, stop: Stop) -> None:
+        super().run(stop)
         self.is_over = False  # whoever goes on is to say so
 
     def done(self) -> bool:
