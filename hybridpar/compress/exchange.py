@@ -62,28 +62,21 @@ class PhaseTimes:
     wire: float = 0.0
     decode: float = 0.0
 
-    def __add__(self, other: PhaseTimes) -> PhaseTimes:
-        return PhaseTimes(self.encode + other.encode, self.wire + other.wire, self.decode + other.decode)
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.encode + self.wire + self.decode
-
 
 class PhaseTimer:
     """Measures the phases of an exchange.
 
     Args:
         device: Where the exchange works; a GPU's current stream is the one that it uses.
+        encode_ms: Milliseconds of writing messages that were measured before.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, encode_ms: float = 0.0) -> None:
         self._on_gpu = device.type == "cuda"
         self._now: Callable[[], Any] = _timed_event if self._on_gpu else time.perf_counter
         self._marks: list[Any] = [self._now()]
         self._phases: list[Phase] = []
-        self._more: list[tuple[Phase, float]] = []
+        self._encode_ms = encode_ms
 
     def end(self, phase: Phase) -> None:
         """End a phase, which began at the last call or at the start.
@@ -94,20 +87,10 @@ class PhaseTimer:
         self._marks.append(self._now())
         self._phases.append(phase)
 
-    def add(self, phase: Phase, ms: float) -> None:
-        """Count what was measured elsewhere, before the timer started or after it ended.
-
-        Args:
-            phase: What was done.
-            ms: Milliseconds that it took.
-        """
-        self._more.append((phase, ms))
-
     def times(self) -> PhaseTimes:
         """Milliseconds of each phase. On a GPU this waits for the end of the last one."""
         sums = dict.fromkeys(Phase, 0.0)
-        for phase, ms in self._more:
-            sums[phase] += ms
+        sums[Phase.ENCODE] = self._encode_ms
         for phase, start, stop in zip(self._phases, self._marks, self._marks[1:], strict=False):
             sums[phase] += self._between(start, stop)
         return PhaseTimes(sums[Phase.ENCODE], sums[Phase.WIRE], sums[Phase.DECODE])
@@ -423,11 +406,12 @@ class Exchange:
         coder.write(0, self._first[index])
         coder.gradient = NOTHING
 
-    def carry(self, group: Group) -> PhaseTimer:
+    def carry(self, group: Group, encode_ms: float = 0.0) -> PhaseTimer:
         """Exchange the messages that `take` wrote, and those that follow. What comes of them is in `received`.
 
         Args:
             group: The workers; their ranks are those that the coders are bound to.
+            encode_ms: Milliseconds that `take` took.
 
         Returns:
             Where its time went.
@@ -435,7 +419,7 @@ class Exchange:
         Raises:
             ValueError: The coders are not bound to this worker of the group.
         """
-        timer = PhaseTimer(self.coders[0].spec.device)
+        timer = PhaseTimer(self.coders[0].spec.device, encode_ms)
         self._meet(group, timer, written=True)
         return timer
 

@@ -142,8 +142,7 @@ class EncodedMeeting(Meeting):
 
     def meet(self, group: Group) -> BucketCost:
         encode_ms, self._encode_ms = self._encode_ms, 0.0
-        timer = self._exchange.carry(group)
-        timer.add(Phase.ENCODE, encode_ms)
+        timer = self._exchange.carry(group, encode_ms)
         self.received = self._exchange.received
         return BucketCost(self._full, self._wire, timer)
 

@@ -78,7 +78,9 @@ class RowSigns(Quantiser):
         return Signs(plain, [SignGroups(start, stop - start, self._length, parts) for start, stop, parts in messages])
 
     def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
-        lower, upper, packed = _parts(out, len(values))
+        groups = len(values)
+        levels, packed = out[: 8 * groups].view(torch.float32), out[8 * groups :]
+        lower, upper = levels[:groups], levels[groups:]
         if kernels.onebit_encode(values, memory, lower, upper, packed, scratch):
             return
         for rows, part in _chunks(values.shape):
