@@ -118,7 +118,7 @@ class BatchNormPool:
 
     @contextmanager
     def paused(self, *, alone: bool = False) -> Iterator[None]:
-        """Inside, training forwards leave no trace, and if `alone` layers normalise by their own moments."""
+        """Inside, training forwards leave no trace, and if `alone` layers ask no other replicas for moments."""
         before = self.group, self.is_paused
         self.group, self.is_paused = None if alone else self.group, True
         try:

@@ -67,29 +67,28 @@ class ParameterShards:
             if dense is not parameter.data and owner != rank:
                 laid.append((parameter, dense))
             rows[owner].append(flat_view(dense).view(torch.uint8))
-        totals = [sum(flat.numel() for flat in row) for row in rows]
+        longest = max(sum(flat.numel() for flat in row) for row in rows)
         with self._replicas.named_errors("handing round updated parameters"):
-            for start in range(0, max(totals), CHUNK_BYTES):
-                count = min(CHUNK_BYTES, max(totals) - start)
-                parts = [list(_between(row, start, start + count)) for row in rows]
+            for start in range(0, longest, CHUNK_BYTES):
+                count = min(CHUNK_BYTES, longest - start)
                 mine = torch.empty(count, dtype=torch.uint8, device=self._replicas.device)
                 every = torch.empty(count * size, dtype=torch.uint8, device=self._replicas.device)
-                for offset, part in parts[rank]:
-                    mine[offset : offset + part.numel()] = part
+                for piece, view in _pieces(rows[rank], start, mine):
+                    view.copy_(piece)
                 self._group.all_gather(every, mine)
-                for other, row in enumerate(every.view(size, count)):
-                    for offset, part in parts[other] if other != rank else ():
-                        part.copy_(row[offset : offset + part.numel()])
+                for other, received in enumerate(every.view(size, count)):
+                    for piece, view in _pieces(rows[other], start, received) if other != rank else ():
+                        piece.copy_(view)
         for parameter, dense in laid:
             parameter.data.copy_(dense)
-        return max(totals) * (size - 1)
+        return longest * (size - 1)
 
 
-def _between(row: Sequence[Tensor], start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-    """The parts of tensors that lie in a range of all of them laid end to end, each with its offset there."""
-    offset = 0
+def _pieces(row: Sequence[Tensor], start: int, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of tensors laid end to end, from `start` on, each with the part of a memory that it goes with."""
+    offset = -start
     for flat in row:
-        low, high = max(start, offset), min(end, offset + flat.numel())
+        low, high = max(0, offset), min(memory.numel(), offset + flat.numel())
         if low < high:
-            yield low - start, flat[low - offset : high - offset]
+            yield flat[low - offset : high - offset], memory[low:high]
         offset += flat.numel()

@@ -18,11 +18,11 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
@@ -34,7 +34,6 @@ from hybridpar.errors import UsageError
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.step import StepInput, StepOutcome, StepSpans
 from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
@@ -108,7 +107,9 @@ class OuterEngine(Engine):
         self._trained = 0  # samples since parties parted, in steps that counted
         self._marks = [0] * loop.fragments  # those at the last exchange of each fragment
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
-        self._made: dict[tuple[str, int], Any] = {}
+        # The optimizer, moving average and loss scale of a stage are the same in steps together and alone.
+        self._step_of = cache(super()._step_of)  # type: ignore[method-assign]
+        self._after_step_of = cache(super()._after_step_of)  # type: ignore[method-assign]
         check_length(config, every, total_steps)
         self._timetable = Timetable(every, self._together, total_steps, loop.qsr, warmup_steps)
         self._round: OuterRound | None = None
@@ -218,6 +219,7 @@ class OuterEngine(Engine):
     def _send(self, fragment: int, own: StepOutcome, given: StepInput, *, plain: bool) -> None:
         self._read(0)
         trained, self._marks[fragment] = self._trained - self._marks[fragment], self._trained
+        # In the order in which `OuterOutcome` reads their sums.
         counted = given.samples if own.committed and math.isfinite(own.loss) else 0
         squares = own._value(5) if own.committed else -1.0
         norm = (squares, 1) if squares >= 0 else (0.0, 0)
@@ -428,22 +430,6 @@ class OuterEngine(Engine):
         for stage, scale in zip(pipeline.stages.values(), self.loss_scales, strict=False):
             stage.run.loss_scale = scale.value
         return pipeline
-
-    # One optimizer, moving average and loss scale, for steps together and alone.
-
-    def _step_of(self, module: nn.Module) -> OptimizerStep:
-        step: OptimizerStep = self._once("step", module, super()._step_of)
-        return step
-
-    def _after_step_of(self, module: nn.Module) -> AfterStep:
-        after: AfterStep = self._once("after step", module, super()._after_step_of)
-        return after
-
-    def _once(self, what: str, module: nn.Module, make: Callable[[nn.Module], Any]) -> Any:
-        key = what, id(module)
-        if key not in self._made:
-            self._made[key] = make(module)
-        return self._made[key]
 
 
 def check_length(config: TrainConfig, every: int, total: int | None) -> None:
