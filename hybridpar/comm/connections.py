@@ -20,6 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from hybridpar.comm.group import Gather, WaitOn, never
 from hybridpar.comm.handshake import (
     GREETING_BYTES,
@@ -145,6 +148,22 @@ class Connected:
     def fits(cls, hosts: Sequence[object]) -> bool:
         """Whether such a group can be made of workers on these hosts; None where one must not share memory."""
         return len(hosts) <= MOST_WORKERS
+
+    def view(self, dtype: torch.dtype) -> Tensor:
+        """The memory as a 1-D tensor."""
+        if self._memory is None:
+            raise RuntimeError("Connection closed: this worker has left the job")
+        return torch.frombuffer(self._memory, dtype=dtype)
+
+    def ring(self) -> None:
+        """Tell every peer that something is there or gone."""
+        for peer in self._peers.values():
+            peer.ring()
+
+    def wait(self) -> None:
+        """Wait until every peer has rung once more."""
+        for peer in self._peers.values():
+            peer.wait()
 
     def close(self) -> None:
         """Leave, and end a wait of another thread. Safe to call twice."""
