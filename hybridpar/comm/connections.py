@@ -20,6 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from hybridpar.comm.group import Gather, WaitOn, never
 from hybridpar.comm.handshake import (
     GREETING_BYTES,
@@ -146,6 +149,22 @@ class Connected:
         """Whether such a group can be made of workers on these hosts; None where one must not share memory."""
         return len(hosts) <= MOST_WORKERS
 
+    def view(self, dtype: torch.dtype) -> Tensor:
+        """The memory as a 1-D tensor."""
+        if self._memory is None:
+            raise RuntimeError("Connection closed: this worker has left the job")
+        return torch.frombuffer(self._memory, dtype=dtype)
+
+    def ring(self) -> None:
+        """Tell every peer that something is there or gone."""
+        for peer in self._peers.values():
+            peer.ring()
+
+    def wait(self) -> None:
+        """Wait until every peer has rung once more."""
+        for peer in self._peers.values():
+            peer.wait()
+
     def close(self) -> None:
         """Leave, and end a wait of another thread. Safe to call twice."""
         for peer in self._peers.values():
@@ -184,12 +203,8 @@ def connect(
     with contextlib.ExitStack() as stack:
         # Each step is followed by a gather, so a worker's problem is everybody's.
         address = problem = None
-        files: dict[int, int] = {}
         try:
             door = stack.enter_context(contextlib.closing(_Door("" if memory_bytes else gloo_address())))
-            for index, rank in ranks.items():
-                if memory_bytes and rank == 0:
-                    files[index] = _new_memory(memory_bytes * len(parties[index]), stack)
             address = door.address
         except OSError as error:
             problem = f"worker {mine} cannot listen: {error}"
@@ -204,14 +219,14 @@ def connect(
                         sockets[index][lower] = _call(addresses[member], token, _HEADER.pack(rank, index), deadline)
                 calls = sum(len(parties[index]) - 1 - rank for index, rank in ranks.items())
                 door.answer(token, sockets, calls, deadline)
-                for index in ranks if memory_bytes else ():
-                    memory[index] = _hand_out(files.get(index), sockets[index])
+                for index, rank in ranks.items() if memory_bytes else ():
+                    memory[index] = _share_memory(memory_bytes * len(parties[index]), sockets[index], rank)
             except OSError as error:
                 problem = f"worker {mine} cannot reach all others: {error}"
+                _close(sockets)  # so that nobody waits for this worker
         problems = [answer for answer in gather(problem) if answer is not None]
     if problems:
-        for connection in (connection for known in sockets.values() for connection in known.values()):
-            connection.close()
+        _close(sockets)
         raise OSError(problems[0])
     return [
         kind(ranks[index], sockets[index], timeout, wait_on, memory.get(index)) if index in ranks else None
@@ -219,25 +234,31 @@ def connect(
     ]
 
 
-def _new_memory(count: int, stack: contextlib.ExitStack) -> int:
-    """A file without a name in memory; pages are taken when they are first written to."""
-    file = os.memfd_create("hybridpar")
-    stack.callback(os.close, file)
-    os.truncate(file, count)
-    return file
+def _close(sockets: Mapping[int, Mapping[int, socket.socket]]) -> None:
+    for connections in sockets.values():
+        for connection in connections.values():
+            connection.close()
 
 
-def _hand_out(file: int | None, sockets: Mapping[int, socket.socket]) -> mmap.mmap:
-    """Map the memory of a group, whose first worker hands it to the others."""
-    if file is not None:
-        for connection in sockets.values():
-            socket.send_fds(connection, [b"+"], [file])
-        return mmap.mmap(file, 0)
-    (given,) = socket.recv_fds(sockets[0], 1, 1)[1]
+def _share_memory(count: int, sockets: Mapping[int, socket.socket], rank: int) -> mmap.mmap:
+    """Map the memory of a party, a file without a name, which its first worker makes and hands to the others.
+
+    Its pages are taken when they are first written to.
+    """
+    if rank == 0:
+        file = os.memfd_create("hybridpar")
+        os.truncate(file, count)
+    else:
+        files = socket.recv_fds(sockets[0], 1, 1)[1]
+        if not files:
+            raise ConnectionResetError("the first worker of a party has left")
+        file = files[0]
     try:
-        return mmap.mmap(given, 0)
+        for connection in sockets.values() if rank == 0 else ():
+            socket.send_fds(connection, [b"+"], [file])
+        return mmap.mmap(file, count)
     finally:
-        os.close(given)
+        os.close(file)
 
 
 def _call(address: str | tuple[str, int], token: str, header: bytes, deadline: float) -> socket.socket:

@@ -25,25 +25,21 @@ def replicate(model: nn.Module, world: World, agree: object = None, *, compare_o
     if world.size == 1:
         return
     facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors_of(model).items()]
-    answers = world.gather((facts, repr(agree), [] if compare_only else _checksums(model)))
-    first: object = None
-    for rank, answer in enumerate(answers):
-        assert isinstance(answer, tuple)
-        theirs, options, _ = answer
+    answers: list[Any] = world.gather((facts, repr(agree), [] if compare_only else _checksums(model)))
+    for rank, (theirs, options, _) in enumerate(answers):
         if options != repr(agree):
             raise SyncError(
                 f"worker {rank} was given other options than worker {world.rank}: {options} and {agree!r}",
                 "How gradients are synchronised must be the same on all workers.",
                 "Start all workers with the same command.",
             )
-        first = theirs if rank == 0 else first
-        if theirs != first:
+        if theirs != answers[0][0]:
             raise SyncError(
                 f"worker {rank} built another model than worker 0",
                 "Names, shapes and dtypes of all parameters and buffers must be equal on all workers.",
                 "Build the model in the same way on every worker.",
             )
-    if compare_only or all(answer[2] == answers[0][2] for answer in answers):  # type: ignore[index]
+    if compare_only or all(answer[2] == answers[0][2] for answer in answers):
         return
     with world.named_errors("broadcasting the initial model"):
         broadcast_state(model, 0, world)

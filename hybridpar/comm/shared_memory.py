@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.connections import Connected, connect
-from hybridpar.comm.group import SMALL, Gather, Group, Reduction, WaitOn, never, reduce_rows, split
+from hybridpar.comm.connections import Connected
+from hybridpar.comm.group import SMALL, Group, Reduction, reduce_rows, split
 
 #: Bytes of a chunk: small enough that all workers' parts of it stay in the last-level cache, large enough that meeting
 #: twice per chunk costs little.
@@ -29,36 +29,7 @@ CHUNK_BYTES = 2 << 20
 _PIECE_BYTES = CHUNK_BYTES // 4
 
 
-class SharedSegment(Connected):
-    """Memory that the workers of one machine share, in which they tell each other that something is there or gone."""
-
-    def view(self, dtype: torch.dtype) -> Tensor:
-        """The memory as a 1-D tensor."""
-        if self._memory is None:
-            raise RuntimeError("Connection closed: this worker has left the job")
-        return torch.frombuffer(self._memory, dtype=dtype)
-
-    def ring(self) -> None:
-        """Tell every peer that something is there or gone."""
-        for peer in self._peers.values():
-            peer.ring()
-
-    def wait(self) -> None:
-        """Wait until every peer has rung once more."""
-        for peer in self._peers.values():
-            peer.wait()
-
-
-def open_segment(
-    rank: int, size: int, gather: Gather, timeout: float, memory_bytes: int, wait_on: WaitOn = never
-) -> SharedSegment:
-    """Memory with so many bytes for each worker of a machine; a collective, with an OSError where there is none."""
-    (made,) = connect(SharedSegment, rank, [range(size)], gather, timeout, wait_on, memory_bytes=memory_bytes)
-    assert made is not None
-    return made
-
-
-class SharedMemoryGroup(SharedSegment, Group):
+class SharedMemoryGroup(Connected, Group):
     """CPU workers of one machine.
 
     All workers get the same bits, because each element is reduced in the order of ranks, wherever that happens.

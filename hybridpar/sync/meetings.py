@@ -19,8 +19,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.connections import Connected, connect
 from hybridpar.comm.group import Group
-from hybridpar.comm.shared_memory import open_segment
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Exchange, Phase, PhaseTimer
 from hybridpar.compress.received import Received, Sum, hand_over
@@ -157,8 +157,12 @@ class SharedGradients:
             size = parameter.numel() * parameter.element_size()
             offsets[name] = end, size
             end += -(-size // _ALIGN) * _ALIGN
-        count = max(end, _ALIGN)
-        self._segment = open_segment(world.rank, world.size, world.gather, world.timeout, count, world.wait_on)
+        party, count = [range(world.size)], max(end, _ALIGN)
+        (segment,) = connect(
+            Connected, world.rank, party, world.gather, world.timeout, world.wait_on, memory_bytes=count
+        )
+        assert segment is not None
+        self._segment = segment
         rows = self._segment.view(torch.uint8).view(world.size, -1)
         #: By parameter the gradient of each worker, by rank.
         self.slots = {

@@ -467,7 +467,7 @@ def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted
 def patient_rank(world: World, cache: str) -> list[float]:
     """With what time-out workers wait while the first one profiles a model; they go on as before."""
     os.environ["HYBRIDPAR_CACHE"] = cache
-    opened, usual = [], world.control
+    opened, usual = [], world._meeting
     inner, profile = comm_world.open_group, run_inputs.profile_model
 
     def open_group(ranks: object, timeout: float, **how: object) -> object:
@@ -475,14 +475,14 @@ def patient_rank(world: World, cache: str) -> list[float]:
         return opened[-1][1]
 
     def looked_at(*given: object, **how: object) -> object:
-        assert world.control is opened[-1][1]
+        assert world._meeting is opened[-1][1]
         return profile(*given, **how)
 
     question = run_inputs.Question("plain", (3, 8, 8), 8)
     opening = mock.patch.object(comm_world, "open_group", open_group)
     with opening, mock.patch.object(run_inputs, "profile_model", looked_at):
         run_inputs.measure_inputs(plain(), question, world, cluster=cluster(2), measure=False)
-    assert world.control is usual
+    assert world._meeting is usual
     return [timeout for timeout, _ in opened]
 
 

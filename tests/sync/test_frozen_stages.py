@@ -91,7 +91,7 @@ def unread_messages(world: World) -> list[int]:
         for stage in stages.values():
             (bell,) = stage.gradients._shared._segment._peers.values()
             try:
-                unread.append(len(bell._socket.recv(1000, socket.MSG_DONTWAIT)))
+                unread.append(len(bell.socket.recv(1000, socket.MSG_DONTWAIT)))
             except BlockingIOError:
                 unread.append(0)
         world.gather(None)

@@ -174,11 +174,11 @@ def test_gradients_are_dropped_and_sums_cannot_overflow() -> None:
 def without_memory(world: World, codec: str) -> tuple[type[object], int]:
     said = []
 
-    def no_room(*_: object) -> None:
+    def no_room(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meetings, "open_segment", no_room)
+        patch.setattr(meetings, "connect", no_room)
         patch.setattr(reducer._log, "warning", lambda text, error: said.append(text % error))
         with Trainer(Net(), config=make_config(), world=world) as trainer:
             trainer.step(make_data(4))
