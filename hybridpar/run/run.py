@@ -29,16 +29,16 @@ from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
-from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
-from hybridpar.plan import ModelInfo, Plan, ResolvedPlan
-from hybridpar.planner.planned_run import PlannedRun, plan_run, set_aside
-from hybridpar.planner.resolve import join_workers, resolve
+from hybridpar.plan import Plan, ResolvedPlan
+from hybridpar.planner.fixed import decided_options
+from hybridpar.planner.planned_run import plan_run, set_aside
+from hybridpar.planner.resolve import join_workers
 from hybridpar.run.data import (
     batch_maker,
     check_batch,
@@ -201,27 +201,22 @@ class Run(RunLog):
                 self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
                 if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
                     broadcast_state(model, 0, world)
-        if config.parameter_servers is None:
-            self.planned = plan_run(
-                model,
-                config,
-                world,
-                sample_shape=data.sample_shape,
-                steps=steps_of(config, len(data.train)),
-                name=model_name,
-                given=given,
-                stored=self.place.directory / "plan.json" if self.place.continues else None,
-                announce=progress.prepare,
-                measured=deferred is None,
-            )
-        else:
-            known = ModelInfo(
-                name=model_name,
-                fingerprint=model_fingerprint(model),
-                parameters=parameter_count(model),
-                input=data.sample_shape,
-            )
-            self.planned = PlannedRun(resolve(config, world.size, model=known))
+        asked, decided = config, None
+        if config.parameter_servers is not None:  # no plan is searched for, and one worker has something to send, too
+            asked, decided = replace(config, plan="none"), decided_options(config, given)
+        self.planned = plan_run(
+            model,
+            asked,
+            world,
+            sample_shape=data.sample_shape,
+            steps=steps_of(config, len(data.train)),
+            name=model_name,
+            given=given,
+            stored=self.place.directory / "plan.json" if self.place.continues else None,
+            decided=decided,
+            announce=progress.prepare,
+            measured=deferred is None,
+        )
         plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.
         held = (one for one in chain(model.parameters(), model.buffers()) if not one.is_meta)

@@ -65,12 +65,12 @@ class ServedTrainer(Trainer):
     def __init__(
         self, model: nn.Module, *, config: TrainConfig, world: ServerWorld, plan: PlannedRun, **known: Any
     ) -> None:
-        self._plan, process = plan.plan, world.process
+        self._plan = plan.plan
         if self._plan.channels_last:  # before anybody looks where parameters lie
             model.to(memory_format=torch.channels_last)
         asked = expand(config, total_steps=None, replicas=1)  # learning rates per sample
         self._asked, self._rules = asked, Rules.of(asked, world.size)
-        self.servers = Servers(model, asked, world.rank, process.addresses(config.timeout), process.token)
+        self.servers = Servers(model, asked, world.rank, world.addresses, world.process.token)
         #: Whether workers do not wait for each other, so that each goes through the data for itself.
         self.independent = not self.servers.barrier
         #: Of a checkpoint that was loaded: clocks and counts of the shards.

@@ -34,9 +34,10 @@ class ServerWorld(World):
 
     def __init__(self, process: Process, device: torch.device, timeout: float) -> None:
         super().__init__(process.rank, process.workers, device, timeout)
-        self.process = process
+        self.process, self.addresses = process, process.addresses(timeout)
         self._servers: Servers | None = None  # until the start is over
-        self._occasion, self._number = "start", 0
+        # A store may outlive an attempt to train, and the servers of that do not.
+        self._occasion, self._number = f"start/{self.addresses[0]}", 0
 
     def go_over(self, servers: Servers) -> None:
         """The start is over: workers in step exchange facts over shard 0, and others none."""
@@ -66,14 +67,17 @@ class ServerWorld(World):
 
     def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
         """What worker 0 decides, or decided before the worker died that this process replaces."""
-        if self._servers is None and self.process.store.check([f"{self._occasion}/{self._number + 1}/{self.rank}"]):
+        if self._servers is None and self._is_said(f"{self._occasion}/{self._number + 1}/{self.rank}"):
             return super().from_main(lambda: None, patience)  # type: ignore[return-value]
         return super().from_main(decide, patience)
 
     def _say(self, key: str, data: bytes) -> None:
-        """Tell the others something at the start; the first time counts."""
-        if not self.process.store.check([key]):
+        if not self._is_said(key):
             self.process.store.set(key, self._code(key, data) + data)
+
+    def _is_said(self, key: str) -> bool:
+        """Whether the worker that died, which this one replaces, has said something at the start."""
+        return self.process.joins and bool(self.process.store.check([key]))
 
     def _hear(self, key: str) -> bytes:
         sealed = self.process.wait_for(key, _START_SECONDS)

@@ -12,23 +12,31 @@ from hybridpar.server.world import ServerWorld
 from tests.server.serving import TOKEN, together
 
 
-def worlds(store, token=TOKEN):
-    return [ServerWorld(Process(rank, 3, 1, store, token), torch.device("cpu"), 5.0) for rank in range(3)]
+def worlds(store, token=TOKEN, address="here:1", **more):
+    store.set("shard/0", address)
+    return [ServerWorld(Process(rank, 3, 1, store, token, **more), torch.device("cpu"), 5.0) for rank in range(3)]
 
 
-def test_who_takes_the_place_of_a_worker_hears_what_was_decided():
+def start(world, answer):
+    return world.from_main(lambda: answer), world.gather(world.rank), world.from_main(lambda: 2 * answer)
+
+
+def test_who_replaces_a_worker_hears_what_was_decided():
     store = dist.HashStore()
+    assert together([lambda w=w: start(w, 1) for w in worlds(store)]) == [(1, [0, 1, 2], 2)] * 3
+    for world in worlds(store, joins=True):
+        assert start(world, 100) == (1, [0, 1, 2], 2)
 
-    def start(world, answer):
-        return world.from_main(lambda: answer), world.gather(world.rank), world.from_main(lambda: 2 * answer)
 
-    for answer in (1, 100):  # of the second start nothing is taken
-        heard = together([lambda world=world, answer=answer: start(world, answer) for world in worlds(store)])
-        assert heard == [(1, [0, 1, 2], 2)] * 3
+def test_another_attempt_decides_anew_where_the_store_is_still_there():
+    store = dist.HashStore()
+    for answer in (1, 100):
+        heard = together([lambda w=w, a=answer: start(w, a) for w in worlds(store, address=f"here:{answer}")])
+        assert heard == [(answer, [0, 1, 2], 2 * answer)] * 3
 
 
 def test_an_error_of_one_worker_at_the_start_is_that_of_all():
-    def start(world):
+    def fail(world):
         def act():
             if world.rank == 1:
                 raise UsageError("worker 1 has no data")
@@ -36,11 +44,11 @@ def test_an_error_of_one_worker_at_the_start_is_that_of_all():
         with pytest.raises(UsageError, match="worker 1 has no data"):
             world.on_all(act)
 
-    together([lambda world=world: start(world) for world in worlds(dist.HashStore())])
+    together([lambda world=world: fail(world) for world in worlds(dist.HashStore())])
 
 
 def test_what_strangers_write_into_the_store_is_refused():
     store = dist.HashStore()
-    worlds(store, "a token of somebody else")[0]._say("start/1/0", b"anything")
+    worlds(store, "a token of somebody else")[0]._say("start/here:1/1/0", b"anything")
     with pytest.raises(SyncError, match="from nobody who knows the job's token"):
-        worlds(store)[0].gather(None)
+        worlds(store)[1].gather(None)
