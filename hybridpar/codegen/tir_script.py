@@ -12,7 +12,7 @@ here as well. This module imports TVM, so only files that `hybridpar.codegen.bui
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tvm
@@ -24,7 +24,7 @@ from hybridpar.codegen.tir_writer import HELPERS, LANES, Writer
 w = Writer(tvm)
 
 
-def kernels(functions: Mapping[str, Any]) -> dict[str, Any]:
+def kernels(**functions: Any) -> dict[str, Any]:
     """Functions that were read, by the names that they are called by, with `HELPERS` at hand."""
     return {name: _named(name, function) for name, function in functions.items()}
 
