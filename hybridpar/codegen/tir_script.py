@@ -12,7 +12,7 @@ here as well. This module imports TVM, so only files that `hybridpar.codegen.bui
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tvm
@@ -24,7 +24,7 @@ from hybridpar.codegen.tir_writer import HELPERS, LANES, Writer
 w = Writer(tvm)
 
 
-def kernels(functions: Mapping[str, Any]) -> dict[str, Any]:
+def kernels(**functions: Any) -> dict[str, Any]:
     """Functions that were read, by the names that they are called by, with `HELPERS` at hand."""
     return {name: _named(name, function) for name, function in functions.items()}
 
@@ -73,26 +73,19 @@ def past_caches(stream: Any, address: Any, alignment: int = 64) -> Any:
     return T.And(stream != 0, (address & (alignment - 1)) == 0)
 
 
-@T.inline
 def put(buffer: Any, start: Any, values: Any, past: Any) -> None:
     """Store a vector, past the caches where `past` says so."""
-    if past:
-        w.stream(buffer, start, values)
-    else:
-        buffer[w.at(start)] = values
+    w.either(past, lambda: w.put(buffer, start, values, past=True), lambda: w.put(buffer, start, values, past=False))
 
 
-@T.inline
-def in_groups(count: Any, size: int, some: Any) -> None:
-    """Call some(first, size) for as many groups of a size as there are, and some(first, 1) for what is left over."""
-    for group in range(count // size):
-        some(group * size, size)
-    for i in range(count // size * size, count):
-        some(i, 1)
-
-
-@T.inline
 def fence(stream: Any) -> None:
     """Have what was stored past the caches seen by all that is stored later."""
-    if stream != 0:
-        w.call("int32", "hp_fence")
+    w.when(stream != 0, lambda: w.t.evaluate(w.call("int32", "hp_fence")))
+
+
+def in_groups(count: Any, size: int, some: Callable[[Any, int], None]) -> None:
+    """Call some(first, size) for as many groups of a size as there are, and some(first, 1) for what is left over."""
+    with T.serial(0, count // size) as group:
+        some(group * size, size)
+    with T.serial(count // size * size, count) as first:
+        some(first, 1)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CHUNK, Coder, Collective, Round, TensorSpec
+from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.levels import write_scale
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.noise import Noise
-from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
+from hybridpar.compress.packing import Fields, bits_size, pack_bits, slices, unpack_bits
 from hybridpar.errors import check
 from hybridpar.spec import between
 
@@ -49,8 +49,8 @@ class GridsCoder(Coder):
         self._coarse, self._finer = steps[0], tuple(steps[1:])
         self._gains = [right - left for left, right in pairwise(steps)]
         self._fields = Fields.summable(self._count, 2 * self._coarse, spec.workers)
-        self._plane = bits_size(self._count)
-        agree = [Round(Collective.AND, torch.uint8, (len(self._finer) * self._plane,))] if self._finer else []
+        planes = len(self._finer) * bits_size(self._count)
+        agree = [Round(Collective.AND, torch.uint8, (planes,))] if planes else []
         scale = Round(Collective.MAX, torch.float32, (1,))
         super().__init__(spec, [scale, *agree, Round(Collective.SUM, self._fields.word, (self._fields.words,))])
         self.residuals = {WORKER: range(spec.count)}
@@ -71,7 +71,9 @@ class GridsCoder(Coder):
             self._write_what_is_small(out)
         else:
             self._noise.draw(self._fields.words, self._scratch)
-            if not self._write_by_kernel(out):
+            by_kernel = self._noise.random and not self.memory[WORKER].keeps and not self._finer
+            numbers = self._noise, self._coarse, self._fields, out, self._scratch
+            if not (by_kernel and kernels.qsgd_encode(self._values, self._scale, *numbers)):
                 self._fields.pack(out, self._code, self._scratch)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
@@ -80,7 +82,7 @@ class GridsCoder(Coder):
             # Dividing first makes the largest value exactly 1, and a denormal scale harmless.
             self._divisor = torch.where(self._scale > 0, self._scale, 1.0)
         elif index < len(self.rounds) - 1:
-            self._planes = parts[0]
+            self._planes = parts[0].view(len(self._finer), -1)
         else:
             super().read(index, parts)
 
@@ -100,13 +102,6 @@ class GridsCoder(Coder):
         """Write this worker's scale; infinite where a value is not finite."""
         write_scale(self._values, out)
 
-    def _write_by_kernel(self, out: Tensor) -> bool:
-        """Write codes in one pass, on one grid, where nothing is left over; whether there is a kernel for that."""
-        if self._finer or self.memory[WORKER].keeps or not self._noise.random:
-            return False
-        numbers = self._noise, self._coarse, self._fields
-        return kernels.qsgd_encode(self._values, self._scale, *numbers, out, self._scratch)
-
     def _code(self, start: int, stop: int, into: Tensor) -> None:
         values, steps = self._values[start:stop], self._steps(start, stop)
         torch.div(values, self._divisor, out=into)
@@ -117,20 +112,18 @@ class GridsCoder(Coder):
         into.add_(self._coarse)
 
     def _write_what_is_small(self, out: Tensor) -> None:
-        for start in range(0, self._count, CHUNK):
-            ratios = self._values[start : start + CHUNK] / self._divisor
-            for grid, steps in enumerate(self._finer):
+        planes = out.view(len(self._finer), -1)
+        for part in slices(self._count):
+            ratios = self._values[part] / self._divisor
+            for plane, steps in zip(planes, self._finer, strict=True):
                 small = (ratios * steps).abs_() <= self._coarse
-                pack_bits(small, self._of_grid(out, grid)[start // 8 :][: bits_size(small.numel())])
+                pack_bits(small, plane[part.start // 8 : bits_size(part.stop)])
 
     def _steps(self, start: int, stop: int) -> Tensor:
         """Steps of the grid that each element of a range uses, float32."""
         steps = self._scratch.take("steps", stop - start).fill_(self._coarse)
         first = start // 8 * 8
-        for grid, gain in enumerate(self._gains):
-            packed = self._of_grid(self._planes, grid)[first // 8 : bits_size(stop)]
-            steps.add_(unpack_bits(packed, stop - first)[start - first :], alpha=gain)
+        for plane, gain in zip(self._planes, self._gains, strict=True):
+            bits = unpack_bits(plane[first // 8 : bits_size(stop)], stop - first)
+            steps.add_(bits[start - first :], alpha=gain)
         return steps
-
-    def _of_grid(self, planes: Tensor, grid: int) -> Tensor:
-        return planes[grid * self._plane : (grid + 1) * self._plane]

@@ -5,9 +5,8 @@ How many blocks there are follows from the number of values alone, so that sums 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -51,22 +50,13 @@ PARAMETERS = {
 }
 
 
-class Launch(Protocol):
-    """Launches a kernel."""
-
-    def __call__(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: int | float | bytes
-    ) -> None:
-        """Launch it with so many blocks of so many threads."""
-
-
 class CudaKernels:
     """The kernels of one CUDA device."""
 
     #: Values that a tensor may have.
     most_values = (1 << 31) - 1
 
-    def __init__(self, functions: Mapping[str, Launch]) -> None:
+    def __init__(self, functions: Mapping[str, Callable[..., None]]) -> None:
         self.functions = functions
 
     @classmethod

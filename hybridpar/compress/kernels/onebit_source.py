@@ -8,31 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridpar.codegen.tir_script import (
-    T,
-    fence,
-    floats,
-    kernels,
-    like,
-    magnitude_bits,
-    past_caches,
-    put,
-    total,
-    w,
-)
+from hybridpar.codegen.tir_script import T, fence, floats, kernels, like, magnitude_bits, past_caches, put, total, w
 from hybridpar.codegen.tir_writer import INFINITE, LANES
 
 
 def define(_: Any) -> dict[str, Any]:
     """The functions of this file by name; the type says how a residual is stored."""
     return kernels(
-        {
-            "onebit_encode": encode.specialize(dtype=None),
-            "onebit_encode_keep": encode.specialize(dtype="float32"),
-            "onebit_encode_short": encode.specialize(dtype="uint16"),
-            "onebit_decode": decode.specialize(add=False),
-            "onebit_add": decode.specialize(add=True),
-        }
+        onebit_encode=encode.specialize(dtype=None),
+        onebit_encode_keep=encode.specialize(dtype="float32"),
+        onebit_encode_short=encode.specialize(dtype="uint16"),
+        onebit_decode=decode.specialize(add=False),
+        onebit_add=decode.specialize(add=True),
     )
 
 

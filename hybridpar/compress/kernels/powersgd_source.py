@@ -26,7 +26,7 @@ def define(_: Any) -> dict[str, Any]:
     functions = {}
     for rank in RANKS:
         functions |= {f"powersgd_{name}{rank}": script.specialize(rank=rank) for name, script in passes.items()}
-    return kernels(functions)
+    return kernels(**functions)
 
 
 @T.jit

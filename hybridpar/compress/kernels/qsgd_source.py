@@ -25,7 +25,7 @@ def define(_: Any) -> dict[str, Any]:
         functions[f"qsgd_encode{bits}"] = encode.specialize(dtype=dtype)
         functions[f"qsgd_decode{bits}"] = decode.specialize(dtype=dtype, add=False)
         functions[f"qsgd_add{bits}"] = decode.specialize(dtype=dtype, add=True)
-    return kernels(functions)
+    return kernels(**functions)
 
 
 @T.jit

@@ -32,7 +32,7 @@ def define(_: Any) -> dict[str, Any]:
             functions[f"signs{workers}_{name}"] = signs.specialize(workers=workers, **rule)
         for rank in RANKS:
             functions[f"product{rank}_{name}"] = product.specialize(rank=rank, **rule)
-    return kernels(functions)
+    return kernels(**functions)
 
 
 @T.jit

@@ -20,12 +20,10 @@ NAN = T.reinterpret("float32", T.int32(0x7FC00000))
 def define(_: Any) -> dict[str, Any]:
     """The functions of this file by name."""
     return kernels(
-        {
-            "twobit_encode": encode.specialize(keeps=False),
-            "twobit_encode_keep": encode.specialize(keeps=True),
-            "twobit_decode": decode.specialize(add=False),
-            "twobit_add": decode.specialize(add=True),
-        }
+        twobit_encode=encode.specialize(keeps=False),
+        twobit_encode_keep=encode.specialize(keeps=True),
+        twobit_decode=decode.specialize(add=False),
+        twobit_add=decode.specialize(add=True),
     )
 
 
