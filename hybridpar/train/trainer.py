@@ -199,6 +199,8 @@ class Trainer:
             schedule = self.config.rate_schedule
             self._plateau = Plateau(self.config.peak_lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
+            self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
+            self._mixes, self._is_staged = self.config.mixes, self.plan.is_staged
         except BaseException as error:
             if self._owns_lanes:
                 self.lanes.__exit__(type(error), error, error.__traceback__)
@@ -337,7 +339,7 @@ class Trainer:
                 self.engine.refuse()
             raise
         try:
-            if self.config.mixes:
+            if self._mixes:
                 placed = self._mixed(placed)
             if self._count is not None:  # on a GPU the host waits for it
                 global_samples, count = None, sum(float(self._count(targets)) for _, targets in placed)
@@ -348,8 +350,8 @@ class Trainer:
             raise
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
-        staged = self.plan.is_staged
-        result = StepResult(self.steps_done, outcome, self.peak_rate * factor, host_ms, self.engine.staleness, staged)
+        rate, staleness = self.peak_rate * factor, self.engine.staleness
+        result = StepResult(self.steps_done, outcome, rate, host_ms, staleness, self._is_staged)
         self._bad_steps.watch(result)
         return result
 
@@ -372,7 +374,7 @@ class Trainer:
     ) -> tuple[Sequence[tuple[Tensor, Tensor]], int, int | None]:
         if not isinstance(batch, (tuple, list)) and hasattr(batch, "micro_batches"):
             return batch.micro_batches, batch.samples, batch.global_samples
-        parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
+        parts = self._parts
         inputs, targets = _pair(batch)
         samples = len(targets)
         is_divided = parts * self.engine.pipeline.replicas > 1
@@ -386,13 +388,13 @@ class Trainer:
             self._ignored = None
         if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
             return [], 0, None
-        if samples < (2 * parts if self.config.mixes else parts):
+        if samples < (2 * parts if self._mixes else parts):
             raise UsageError(
                 f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
                 "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
                 "Use larger batches, or fewer micro-batches (micro_batches).",
             )
-        if self.config.mixes:  # a sample and its neighbour stay together
+        if self._mixes:  # a sample and its neighbour stay together
             ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
             return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
         return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
