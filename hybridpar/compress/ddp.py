@@ -357,9 +357,9 @@ class Paths:
 
     def close(self) -> None:
         """Leave both groups."""
-        for one in (self.codec, self.inside):
-            if one is not None:
-                one.close()
+        for group in (self.codec, self.inside):
+            if group is not None:
+                group.close()
 
 
 def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: float) -> Paths:
@@ -381,7 +381,7 @@ def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
         members=members,
         job_size=dist.get_world_size(),
     )
-    return next((one for one in world.open_groups(parties) if one is not None), None)
+    return next((made for made in world.open_groups(parties) if made is not None), None)
 
 
 def require_agreement(mine: tuple[str, int, int, bool], group: dist.ProcessGroup | None) -> list[str]:
