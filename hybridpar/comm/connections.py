@@ -58,7 +58,7 @@ class Peer:
         self._rank = rank
         self._timeout = timeout
         self._wait_on = wait_on
-        # The kernel's time-out: Python's own costs a second system call for every wait.
+        # The kernel's time-out: that of Python costs a second system call for every wait.
         connection.settimeout(None)
         limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -146,7 +146,7 @@ class Connected:
 
     @classmethod
     def fits(cls, hosts: Sequence[object]) -> bool:
-        """Whether such a group can be made of workers on these hosts; None where one must not share memory."""
+        """Whether such a group can be made of workers on these hosts; None where a worker must not share memory."""
         return len(hosts) <= MOST_WORKERS
 
     def view(self, dtype: torch.dtype) -> Tensor:
@@ -191,7 +191,7 @@ def connect(
 
     Gives a group for each party, and None where this worker is no member. Parties are ranks among those who gather,
     ascending, as is `mine`; a worker may be in none, or in several, and two may have the same members. `memory_bytes`
-    is what each worker has in the memory of a party, in place of what the kind says.
+    is what each worker has in the memory of a party, where that is not what the kind says.
 
     Where the environment holds no token of the job, rank 0 hands out a random token. A problem of any worker is an
     OSError on all of them.

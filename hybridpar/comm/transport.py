@@ -1,9 +1,9 @@
 """Sends lists of tensors, whose shapes both ends know, from one worker to another.
 
 A *message* is a list of tensors whose shapes, dtypes and memory formats are fixed before training, so nothing but data
-is ever sent: no header, no handshake, no pickle. Every ordered pair of workers has a channel of its own. Both ends
-block (on a GPU: the current stream does), so a lane per end is all the concurrency there is, and messages arrive in the
-order in which they were sent.
+is ever sent: no header, no handshake, no pickle. Every ordered pair of workers has a channel. Both ends block (on a
+GPU: the current stream does), so a lane per end is all the concurrency there is, and messages arrive in the order in
+which they were sent.
 """
 
 from __future__ import annotations
@@ -121,5 +121,7 @@ class Channel:
 
 def _divide(memory: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """What is sent as it lies, and what is sent together: several small tensors."""
-    small = [one for one in memory if one.numel() < FUSED_BYTES]
-    return (list(memory), []) if len(small) < 2 else ([one for one in memory if one.numel() >= FUSED_BYTES], small)
+    small = [part for part in memory if part.numel() < FUSED_BYTES]
+    if len(small) < 2:
+        return list(memory), []
+    return [part for part in memory if part.numel() >= FUSED_BYTES], small

@@ -168,8 +168,8 @@ class World:
         for index, party in enumerate(parties):
             if self.rank in party:
                 members, rank = tuple(self.members[each] for each in party), party.index(self.rank)
-                place = rank, len(party), self.device, self.timeout
-                worlds[index] = World(*place, members=members, _roll_call=self._roll_call, **facts)
+                given = rank, len(party), self.device, self.timeout
+                worlds[index] = World(*given, members=members, _roll_call=self._roll_call, **facts)
         with self.named_errors("dividing the workers into parties"):
             for party, world in zip(parties, worlds, strict=True):
                 group = open_group(party, self.timeout) if len(party) > 1 else None

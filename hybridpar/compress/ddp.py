@@ -349,7 +349,7 @@ def open_party(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
         members=members,
         job_size=dist.get_world_size(),
     )
-    return next((one for one in world.open_groups(parties) if one is not None), None)
+    return next((made for made in world.open_groups(parties) if made is not None), None)
 
 
 def _agree(said: str, group: Group) -> list[str]:
