@@ -54,10 +54,19 @@ def train_process(world: World, port: int, run_dir: Path, model: str, options: d
 
 
 def _alone(
-    rank: int, directory: str, size: int, port: int, run_dir: Path, model: str, options: dict[str, Any], answers: Any
+    rank: int,
+    directory: str,
+    size: int,
+    port: int,
+    run_dir: Path,
+    model: str,
+    options: dict[str, Any],
+    answers: Any,
+    *,
+    joins: bool = False,
 ) -> None:
     answers.put(("pid", rank, os.getpid()))
-    with placed(rank, size, port):
+    with placed(rank, size, port, joins=joins):
         try:
             code: Any = train(run_dir, model, **options)
         except HybridparError as error:
@@ -71,6 +80,15 @@ def job(size: int, run_dir: Path, *, port: int | None = None, model: str = "plai
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(store()) if port is None else port
         yield stack.enter_context(start_processes(_alone, size, size, port, run_dir, model, options))
+
+
+def _instead(_: int, directory: str, rank: int, *facts: Any) -> None:
+    _alone(rank, directory, *facts, joins=True)
+
+
+def replacement(rank: int, size: int, port: int, run_dir: Path, model: str = "plain", **options: Any) -> Any:
+    """The same of a process that replaces a worker that died."""
+    return start_processes(_instead, 1, rank, size, port, run_dir, model, options)
 
 
 def ends(answers: Any, count: int, timeout: float = 120) -> dict[int, Any]:

@@ -16,7 +16,7 @@ from hybridpar.observe import read_metrics
 from hybridpar.train.checkpoint import load_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
-from tests.server.jobs import ends, job, pids, store, train_process
+from tests.server.jobs import ends, job, pids, replacement, store, train_process
 from tests.waiting import eventually, saved
 
 
@@ -172,6 +172,29 @@ def test_kill_9_of_a_worker_leaves_the_others_training(tmp_path):
         assert ends(answers, 2) == {0: 0, 2: 0}
     summary = check_run(tmp_path / "run", steps=12)
     assert summary["staleness"]["histogram"]["0"] > 10  # the last one standing has nobody to make it stale
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_died_is_replaced(tmp_path, rank):
+    options = {"sync": "ps-async", "checkpoint_every": "5", "epochs": 500, "model_ema": "0.9"}
+
+    def ages() -> list[float]:
+        return list(read_metrics(tmp_path / "run").steps["staleness"])
+
+    with store() as port, job(3, tmp_path / "run", port=port, **options) as answers:
+        processes = pids(answers, 3)
+        eventually(lambda: saved(tmp_path / "run"))
+        os.kill(processes[rank], signal.SIGKILL)
+        if rank != 0:  # which writes what steps did
+            eventually(lambda: ages()[-1] == 0)  # nobody is there to make gradients stale
+        alone = len(ages())
+        with replacement(rank, 3, port, tmp_path / "run", **options) as replaced:
+            eventually(lambda: any(age > 0 for age in ages()[alone:]))
+            os.kill(processes[1 - rank], signal.SIGTERM)
+            assert ends(answers, 2) == {1 - rank: 143, 2: 0}
+            assert ends(replaced, 1) == {rank: 0}
+    steps = [int(step) for step in read_metrics(tmp_path / "run").steps["step"]]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):
