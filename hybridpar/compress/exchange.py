@@ -403,7 +403,8 @@ class Exchange:
         if gradient.numel() != coder.spec.count or gradient.dtype != torch.float32:
             _check_gradient(coder.spec, gradient)
         coder.gradient = gradient
-        coder.write(0, self._first[index])
+        with named_range(coder, "encode") if torch.autograd.profiler._is_profiler_enabled else _NOTHING:
+            coder.write(0, self._first[index])
         coder.gradient = NOTHING
 
     def carry(self, group: Group, encode_ms: float = 0.0) -> PhaseTimer:
