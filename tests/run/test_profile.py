@@ -24,7 +24,6 @@ def test_every_worker_writes_a_trace_with_lanes_exchanges_and_codecs_by_name(tmp
         assert ("adding gradients of stage 0 over its replicas", "lane sync-0") in ranges
         assert ("exchanging statistics of stage 0", "lane control") in ranges
         assert ("encode RowSigns", "main thread") in ranges
-        assert ("decode RowSigns", "lane sync-0") in ranges
         assert any(one.get("cat") == "cpu_op" for one in events)
 
 
