@@ -108,6 +108,13 @@ class Peer:
             raise self._lost()
         return moved
 
+    @property
+    def number(self) -> int:
+        """The number of the file that the system calls the connection."""
+        if self.socket.fileno() < 0:
+            raise self._lost()
+        return self.socket.fileno()
+
     def close(self) -> None:
         """Leave, and end a wait of another thread. Safe to call twice."""
         with contextlib.suppress(OSError):
@@ -219,6 +226,10 @@ def connect(
                         sockets[index][lower] = _call(addresses[member], token, _HEADER.pack(rank, index), deadline)
                 calls = sum(len(parties[index]) - 1 - rank for index, rank in ranks.items())
                 door.answer(token, sockets, calls, deadline)
+                for connection in (
+                    () if memory_bytes else [each for known in sockets.values() for each in known.values()]
+                ):
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for index, rank in ranks.items() if memory_bytes else ():
                     memory[index] = _share_memory(memory_bytes * len(parties[index]), sockets[index], rank)
             except OSError as error:
@@ -264,13 +275,7 @@ def _share_memory(count: int, sockets: Mapping[int, socket.socket], rank: int) -
 def _call(address: str | tuple[str, int], token: str, header: bytes, deadline: float) -> socket.socket:
     """Connect to a worker that listens, and say who calls for which group; again where strangers were in the way."""
     while True:
-        if isinstance(address, str):
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(_left(deadline))
-            connection.connect(address)
-        else:
-            connection = socket.create_connection(address, _left(deadline))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _reach(address, deadline)
         handshake = WorkerHandshake(token, str(address))
         try:
             reply = handshake.reply(_receive(connection, GREETING_BYTES))
@@ -281,6 +286,23 @@ def _call(address: str | tuple[str, int], token: str, header: bytes, deadline: f
             connection.close()
             if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
                 raise OSError(str(error)) from error
+            time.sleep(0.01)
+
+
+def _reach(address: str | tuple[str, int], deadline: float) -> socket.socket:
+    if not isinstance(address, str):
+        return socket.create_connection(address, _left(deadline))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_left(deadline))
+    while True:
+        try:
+            connection.connect(address)
+            return connection
+        except OSError as error:
+            # A Unix door at which too many stand does not let callers wait.
+            if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
+                connection.close()
+                raise
             time.sleep(0.01)
 
 

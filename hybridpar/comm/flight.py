@@ -11,6 +11,7 @@ interpreter's lock; a dump on a signal would need it to run. Taking a note is a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
 import os
@@ -32,6 +33,9 @@ FOLDER = "flight"
 DEPTH, LANES = 16, 64
 _NUMBERS = [("number", "<u8"), ("order", "<u8"), ("begin", "<f8"), ("end", "<f8"), ("channel", "<u2")]
 _ENTRY = np.dtype([*_NUMBERS, ("doing", "S94")])
+#: An entry, its number and its end, to be written.
+_ROW, _NUMBER, _END = struct.Struct("<QQddH94s"), struct.Struct("<Q"), struct.Struct("<d")
+_END_AT = 24
 #: The header is JSON behind its length.
 _HEADER = 1 << 16
 _LENGTH = struct.Struct("<I")
@@ -92,24 +96,9 @@ class FlightRecorder:
                 self._write_header()
         return known
 
-    @contextlib.contextmanager
-    def noted(self, doing: str, channel: int = 0) -> Iterator[None]:
+    def noted(self, doing: str, channel: int = 0) -> _Noted:
         """Context of something that the current thread does."""
-        lane = getattr(self._own, "lane", None) or self._enter_lane()
-        count = 0 if lane is None else self._begin(lane, doing, channel)
-        try:
-            if not self.names_ranges:
-                yield
-            else:
-                from torch.profiler import record_function
-
-                with record_function(doing):
-                    yield
-        finally:
-            if lane is not None:
-                entry = self._entries[lane.number, count % DEPTH]
-                if entry["number"] == count:  # it may be another note's by now
-                    entry["end"] = time.time()
+        return _Noted(self, doing, channel)
 
     @contextlib.contextmanager
     def outside(self, doing: str) -> Iterator[None]:
@@ -168,15 +157,6 @@ class FlightRecorder:
             return None
         return self._outside or (None if begun else "outside of a step")
 
-    def _begin(self, lane: _Lane, doing: str, channel: int) -> int:
-        lane.count += 1
-        order = 0
-        if channel:
-            lane.orders[channel] = order = lane.orders.get(channel, 0) + 1
-        entry = lane.count, order, time.time(), 0.0, channel, doing.encode()
-        self._entries[lane.number, lane.count % DEPTH] = entry
-        return lane.count
-
     def _enter_lane(self) -> _Lane | None:
         """The lane of the current thread, which goes on where an earlier thread of the same name has left it."""
         name = threading.current_thread().name.removeprefix("lane ")
@@ -196,9 +176,45 @@ class FlightRecorder:
             self._memory[: _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
 
 
+class _Noted:
+    """A note that is taken where its context begins and ends; written as bytes, as each transfer takes one."""
+
+    __slots__ = ("_channel", "_count", "_doing", "_offset", "_range", "_recorder")
+
+    def __init__(self, recorder: FlightRecorder, doing: str, channel: int = 0) -> None:
+        self._recorder, self._doing, self._channel = recorder, doing, channel
+        self._offset = self._count = 0
+        self._range: Any = None
+
+    def __enter__(self) -> None:
+        recorder, channel, order = self._recorder, self._channel, 0
+        lane = getattr(recorder._own, "lane", None) or recorder._enter_lane()
+        if lane is not None:
+            self._count = lane.count = lane.count + 1
+            self._offset = _HEADER + (lane.number * DEPTH + self._count % DEPTH) * _ROW.size
+            if channel:
+                lane.orders[channel] = order = lane.orders.get(channel, 0) + 1
+            numbers = self._count, order, time.time(), 0.0, channel
+            _ROW.pack_into(recorder._memory, self._offset, *numbers, self._doing.encode())
+        if recorder.names_ranges:
+            from torch.profiler import record_function
+
+            self._range = record_function(self._doing)
+            self._range.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        memory = self._recorder._memory
+        if (
+            self._count and _NUMBER.unpack_from(memory, self._offset)[0] == self._count
+        ):  # it may be another note's by now
+            _END.pack_into(memory, self._offset + _END_AT, time.time())
+
+
 #: Of this process.
 FLIGHT = FlightRecorder()
-noted = FLIGHT.noted
+noted = functools.partial(_Noted, FLIGHT)
 outside = FLIGHT.outside
 
 

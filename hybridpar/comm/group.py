@@ -95,7 +95,7 @@ class Group(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a tensor to a worker that calls `recv`; the others take no part.
+        """Send a tensor to a worker that calls `recv`; the others take no part. No two may send to each other at once.
 
         Args:
             tensor: 1-D. It may be changed when this returns (on a GPU: in stream order).

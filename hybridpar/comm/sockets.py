@@ -114,7 +114,7 @@ class SocketGroup(Connected, Group):
     def _go_on_both_ways(self, streams: Sequence[_Stream], advance: _Advance | None) -> None:
         """Send and receive, whatever is possible, until everything has left."""
         poller = select.poll()
-        by_number = {stream.peer.socket.fileno(): stream for stream in streams}
+        by_number = {stream.peer.number: stream for stream in streams}
         for number, stream in by_number.items():
             poller.register(number, stream.wanted)
         patience = self._timeout

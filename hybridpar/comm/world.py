@@ -87,6 +87,8 @@ class World:
     _ours: Group | None = None
     _roll_call: RollCall | None = None
     _end_life: Callable[[], None] | None = None
+    #: Kinds of groups that could not be opened, which all workers know.
+    _failed: set[type[Group]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
@@ -215,6 +217,8 @@ class World:
         groups: dict[int, Group | None] = {}
         kinds: tuple[type[SharedMemoryGroup | SocketGroup], ...] = (SharedMemoryGroup, SocketGroup)
         for kind in kinds if all(are_on_host) else ():
+            if kind in self._failed:  # trying takes as long as a worker waits for another
+                continue
             fitting = {index: party for index, party in left.items() if kind.fits([hosts[rank] for rank in party])}
             if not fitting:
                 continue
@@ -223,6 +227,7 @@ class World:
             except OSError as error:
                 if self.rank == 0:
                     _log.warning("no %s between workers (%s): messages go another way", kind.transport, error)
+                self._failed.add(kind)
                 continue
             groups |= dict(zip(fitting, made, strict=True))
             left = {index: party for index, party in left.items() if index not in fitting}

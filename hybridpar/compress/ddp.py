@@ -253,8 +253,6 @@ class CodecState(ParameterCoders):
         paths, self._paths = self._paths, []
         for group in [group for path in paths for group in path if group is not None]:
             group.close()
-            if isinstance(group, TorchGroup) and dist.is_initialized():
-                dist.destroy_process_group(group.group)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is closed and empty: a DDP that is copied, or read from a file, calls no hook."""

@@ -148,7 +148,10 @@ class EncodedMeeting(Meeting):
 
 
 class SharedGradients:
-    """Memory that all workers of a machine share, with room for all their gradients; OSError where there is none."""
+    """Memory that all workers of a machine share, with room for all their gradients.
+
+    It is an OSError, on all of them, where they cannot be connected for it.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         offsets: dict[str, tuple[int, int]] = {}

@@ -151,7 +151,7 @@ class Reducer:
                 self._shared = SharedGradients(self._parameters, self._world)
             except OSError as error:  # on all workers
                 if self._world.is_main:
-                    _log.warning("all gradients do not fit in shared memory (%s): they are added in parts", error)
+                    _log.warning("no memory for all gradients that workers share (%s): they are added in parts", error)
             else:
                 self._sync_lanes = self._sync_lanes[:1]
 
