@@ -226,10 +226,9 @@ def connect(
                         sockets[index][lower] = _call(addresses[member], token, _HEADER.pack(rank, index), deadline)
                 calls = sum(len(parties[index]) - 1 - rank for index, rank in ranks.items())
                 door.answer(token, sockets, calls, deadline)
-                for connection in (
-                    () if memory_bytes else [each for known in sockets.values() for each in known.values()]
-                ):
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for connections in () if memory_bytes else sockets.values():
+                    for connection in connections.values():
+                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for index, rank in ranks.items() if memory_bytes else ():
                     memory[index] = _share_memory(memory_bytes * len(parties[index]), sockets[index], rank)
             except OSError as error:

@@ -206,9 +206,8 @@ class _Noted:
         if self._range is not None:
             self._range.__exit__(None, None, None)
         memory = self._recorder._memory
-        if (
-            self._count and _NUMBER.unpack_from(memory, self._offset)[0] == self._count
-        ):  # it may be another note's by now
+        # By now the entry may be another note's.
+        if self._count and _NUMBER.unpack_from(memory, self._offset)[0] == self._count:
             _END.pack_into(memory, self._offset + _END_AT, time.time())
 
 

@@ -159,8 +159,7 @@ class CodecState(ParameterCoders):
                     if isinstance(exchange, NodeExchange):
                         exchange.run(inside, across, flat)
                     else:
-                        assert across is not None
-                        exchange.run(across, parts, parts)
+                        exchange.run(across or self._group, parts, parts)  # a worker alone has no group of its own
             except RuntimeError as error:
                 raise SyncError(
                     f"worker {self._group.rank} stopped while exchanging gradients: {error}",

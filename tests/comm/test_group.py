@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,9 @@ class Stranger:
     def __init__(self, address: str | tuple[str, int], kind: str) -> None:
         self.kind = kind
         self.connections = [knock(address) for _ in range(200 if kind == "many" else 1)]
+        with suppress(BlockingIOError):  # the queue at the door is full
+            while kind == "fills":
+                self.connections.append(knock(address))
 
     def act(self) -> None:
         (connection, *_) = self.connections
@@ -367,8 +371,18 @@ def test_a_stranger_neither_delays_nor_ends_anything(
     kind: str, doors: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All waits are longer than the test may take."""
-    strangers: list[Stranger] = []
     monkeypatch.setattr(connections, "_SETUP_SECONDS", 300.0)
+    add_up_beside(kind, doors)
+
+
+def test_a_worker_waits_at_a_door_at_which_too_many_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "SOMAXCONN", 2)
+    add_up_beside("fills", SharedMemoryGroup)
+
+
+def add_up_beside(kind: str, doors: type[Any]) -> None:
+    """Connect three workers while a stranger stands at the door of the first, and have them add up."""
+    strangers: list[Stranger] = []
 
     def open_group(meeting: Meeting, rank: int) -> Group:
         answers = []
@@ -390,6 +404,14 @@ def test_a_stranger_neither_delays_nor_ends_anything(
         assert all(answer.eq(3).all() for answer in answers)
     finally:
         strangers[0].close()
+
+
+def test_small_messages_leave_at_once_from_both_ends() -> None:
+    def work(group: Any) -> list[int]:
+        flag = socket.IPPROTO_TCP, socket.TCP_NODELAY
+        return [peer.socket.getsockopt(*flag) for peer in group._peers.values()]
+
+    assert all(map(all, on_threads(3, work, sockets)))
 
 
 def test_the_token_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hybridpar.comm import connections
 from hybridpar.comm.world import World
 from hybridpar.compress.ddp import CodecState, ddp_hook
 from hybridpar.errors import CheckpointError, UsageError
@@ -137,3 +139,35 @@ def test_with_other_workers_codecs_begin_anew() -> None:
     _, told, found = run_ranks(begun_anew, 2, states)[0]
     assert not told
     assert not torch.equal(found, run_ranks(begun_anew, 2, None)[0][2])
+
+
+def alone(world: World) -> bool:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    plain, model = net(), net()
+    train(DistributedDataParallel(plain), 0, range(2))
+    ddp, state = make("none", model)
+    assert state is not None
+    with state:
+        train(ddp, 0, range(2))
+    dist.destroy_process_group()
+    return torch.equal(weights(model), weights(plain))
+
+
+def test_a_worker_alone_trains_as_without_a_hook() -> None:
+    assert run_ranks(alone, 1) == [True]
+
+
+def over_torch(world: World) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "MOST_WORKERS", 1)
+        model = net()
+        ddp, state = make("onebit", model, lanes=2)
+        assert state is not None
+        train(ddp, world.rank, range(1))
+        state.close()
+        state.close()
+        return dist.is_initialized()
+
+
+def test_groups_of_torch_are_closed_once() -> None:
+    assert run_ranks(over_torch, 2) == [True, True]
