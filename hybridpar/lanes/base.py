@@ -76,7 +76,7 @@ class Family:
         try:
             yield
         finally:
-            self.issuer = issuer
+            self.issuer = 0 if self.closed else issuer
 
     def refuse(self) -> NoReturn:
         """Say why this thread must not issue now."""

@@ -113,7 +113,7 @@ class CudaLane(Lane):
                     self._record(event)
                 self._marks = outer_marks
                 held, self._held = self._held, outer
-                self._family.issuer = issuer
+                self._family.issuer = 0 if self._family.closed else issuer
                 self._keep_until_passed(stream, held)
 
     def _keep_until_passed(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:

@@ -294,6 +294,13 @@ class TestClose:
         assert event.done()
         assert lane_threads() == []
 
+    def test_they_stay_closed_where_another_thread_issued_meanwhile(self) -> None:
+        lanes = Lanes("cpu")
+        with lanes.on_behalf():
+            lanes.close()
+        with pytest.raises(LaneError, match="closed"):
+            lanes.caller.submit(nothing)
+
     def test_nothing_goes_in_afterwards(self) -> None:
         with Lanes("cpu") as lanes:
             lane = lanes.open("a")
