@@ -115,10 +115,10 @@ class DelayedReducer(Reducer):
             parameter.grad = self._summed.get(name)
         return super().finish(users, used)
 
-    def _check_peers(self, lane: Lane, step: StepGradients) -> None:
-        """Compare the layouts that the workers reported in the step that computed the gradients."""
+    def _wait_for_peers(self, lane: Lane, step: StepGradients) -> None:
+        """Wait for what the workers reported in the step that computed the gradients."""
         if self._before is not None:
-            super()._check_peers(lane, self._before)
+            super()._wait_for_peers(lane, self._before)
 
     # ------------------------------------------------------------------- state
 
