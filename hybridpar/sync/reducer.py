@@ -194,7 +194,8 @@ class Reducer:
             if self._encodes or not self._inline:
                 self.compression.catch_up()
             if rate is not None:
-                self.compression.set_rate(rate)
+                for coder in self.compression.rescaling:
+                    coder.set_rate(rate)
         for meeting in self._meetings:
             meeting.open()
         step.releasing = True
@@ -385,16 +386,13 @@ class Reducer:
 
     def is_cut(self) -> bool:
         """Whether the buckets still fit: no parameter was frozen or thawed since they were cut."""
-        return self._world.size == 1 or self._trainable == self._trainable_now()
-
-    def _trainable_now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters.values()]
+        return self._world.size == 1 or self._trainable == [one.requires_grad for one in self._parameters.values()]
 
     def follow_trainable(self) -> None:
         """Cut the buckets anew where parameters were frozen or thawed since the last step."""
         if self.is_cut():
             return
-        self._trainable = self._trainable_now()
+        self._trainable = [one.requires_grad for one in self._parameters.values()]
         order = [(name, self._parameters[name]) for name in self._order if self._parameters[name].requires_grad]
         self.buckets = make_buckets(order, self._options.bucket_bytes if self._shared is None else 1 << 62)
         self.layout = layout_fingerprint(self.buckets)
