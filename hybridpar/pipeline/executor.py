@@ -133,17 +133,19 @@ class Executor:
         self._rebuild_buckets()
         idle, facts = not request.micro_batches, [] if self._whole else self._facts(request)
         self.program, issues, self._sums = self._program(request, facts[0] if facts else None)
-        flights = {index: stage.gradients.new_step() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
         spans = SpanRecorder(self._lanes.device, enabled=self._record if request.flags is None else False)
-        step = StepState(self.steps + 1, request, facts, flights, spans)
+        step = StepState(self.steps + 1, request, facts, spans)
+        for index, stage in self.stages.items():
+            step.flights[index] = stage.gradients.new_step()
         given = self._lanes.caller.record()
         for index, stage in self.stages.items():
+            flight = step.flights[index]
             stage.lane.wait(given)
-            stage.lane.submit(partial(stage.start, step.number, flights[index]))
+            stage.lane.submit(partial(stage.start, step.number, flight))
             if stage.replicas.size > 1:
-                self._note_sums(spans, index, flights[index])
-            stage.gradients.begin(flights[index])
+                self._note_sums(spans, index, flight)
+            stage.gradients.begin(flight)
         self._agreement.lane.wait(given)
         # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
         for _, lane in self._receivers.values():
@@ -164,7 +166,8 @@ class Executor:
                 self._agreement.share_forward(step, one.action.stage)
         self._ends = list(step.ends)
         # A send whose bytes have left may still be at work when the step that it belongs to is decided.
-        step.ends.extend(lane.record() for _, lane in self._senders.values())
+        for _, lane in self._senders.values():
+            step.ends.append(lane.record())
         return step
 
     def _facts(self, request: StepRequest) -> list[BorderFacts]:
@@ -199,7 +202,7 @@ class Executor:
         """Go on after a step that an error has ended, once the host has met it: that step and those issued after it are
         given up, as if their batches had not been. Where other workers take part, the lanes stay stopped.
         """
-        if self._world.job_size > 1 or self._lanes.closed:
+        if self._inline or self._world.job_size > 1 or self._lanes.closed:
             return
         lanes = self._lanes.others
         failed = [lane for lane in lanes if lane.failure is not None and lane.failure.met]
@@ -248,12 +251,11 @@ class Executor:
 
     def _rebuild_buckets(self) -> None:
         """Rebuild buckets if needed; the lanes must be idle for that."""
-        reducers = [stage.gradients for stage in self.stages.values() if stage.replicas.size > 1]
-        for reducer in reducers:
-            if reducer.is_due():
+        for stage in self.stages.values():
+            if stage.replicas.size > 1 and stage.gradients.is_due():
                 self.wait()
-                for each in reducers:
-                    each.rebuild_buckets()
+                for each in self.stages.values():
+                    each.gradients.rebuild_buckets()
                 return
 
     def _program(
@@ -317,7 +319,17 @@ class Executor:
         if action.kind is Kind.SYNC:
             self._issue_sum(step, action)
             return
-        lane, work = self._work(step, one)
+        assert action.index is not None
+        stage = self.stages[action.stage]
+        lane, keep = stage.lane, stage.lane.keep
+        if action.peer is not None:
+            lane, work = self._transfer(step, action, action.index, action.peer)
+        elif action.kind is Kind.FORWARD:
+            batch = step.request.micro_batches[action.index]
+            share, inputs = partial(step.request.share, batch.weight), dict(batch.inputs)
+            work = partial(stage.run.forward, action.index, inputs, batch.target, share, keep, parks=one.parks)
+        else:
+            work = partial(stage.run.backward, action.index, keep)
         if one.release is not None:
             self._release(one.release)
         if one.fetch is not None:
@@ -333,11 +345,11 @@ class Executor:
         if one.is_last:
             self._issue_last(step, one, work)
         else:
-            lane.submit(step.spans.timed(one.queue, action, one.name, work))
+            lane.submit(partial(step.spans.run, one.queue, action, one.name, work))
         if one.is_needed or one.parks:
             step.events[action] = lane.record()
         if one.parks:
-            self._copy(action, step.events[action], self.stages[action.stage].run.park)
+            self._copy(action, step.events[action], stage.run.park)
 
     def _release(self, forward: Action) -> None:
         index, stage = forward.index, self.stages[forward.stage]
@@ -404,7 +416,7 @@ class Executor:
             work()
             step.used[index] = gradients.flush()
 
-        lane.submit(step.spans.timed(one.queue, one.action, one.name, whole), marks=gradients.marks(flight))
+        lane.submit(partial(step.spans.run, one.queue, one.action, one.name, whole), marks=gradients.marks(flight))
         if stage.replicas.size == 1:
             lane.submit(partial(gradients.measure, flight))
         step.backward_done[index] = lane.record()
@@ -413,33 +425,19 @@ class Executor:
         """Have the sums of a stage's gradients timed, and their failures named. Must not hold the step, which holds the
         flight.
         """
-        place, replicas = f"adding gradients of stage {stage} over its replicas", self.stages[stage].replicas
+        doing, replicas = f"adding gradients of stage {stage} over its replicas", self.stages[stage].replicas
         actions = self._sums[stage]
 
-        def wrap(bucket: int, work: Callable[[], None]) -> Callable[[], None]:
+        def run_sum(bucket: int, work: Callable[[], None]) -> None:
             def named() -> None:
-                with replicas.named_errors(place):
+                with replicas.named_errors(doing):
                     work()
 
             issue = actions[bucket]
-            return spans.timed(("sync", self._position, bucket % self._sync_lanes), issue.action, issue.name, named)
+            spans.run(("sync", self._position, bucket % self._sync_lanes), issue.action, issue.name, named)
 
-        flight.wrap = wrap
+        flight.run_sum = run_sum
         flight.on_ready = lambda bucket: spans.ready(actions[bucket].action)
-
-    def _work(self, step: StepState, one: _Issue) -> tuple[Lane, Callable[[], None]]:
-        action = one.action
-        index, peer, stage = action.index, action.peer, self.stages[action.stage]
-        assert index is not None
-        if peer is not None:
-            return self._transfer(step, action, index, peer)
-        run, keep = stage.run, stage.lane.keep
-        if action.kind is Kind.FORWARD:
-            batch = step.request.micro_batches[index]
-            share = partial(step.request.share, batch.weight)
-            inputs, parks = dict(batch.inputs), one.parks
-            return stage.lane, lambda: run.forward(index, inputs, batch.target, share, keep, parks=parks)
-        return stage.lane, partial(run.backward, index, keep)
 
     def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
         assert self.program is not None
@@ -506,13 +504,15 @@ class Executor:
             if values is not None:
                 stage.lane.keep(values)
                 values = values.to(stage.lane.device, non_blocking=True)
-            stage.lane.keep(*(one for one in (sums, users) if one is not None), *stage.gradients.memory)
+            for report in (sums, users):
+                if report is not None:
+                    stage.lane.keep(report)
             used, costs = step.used[index], flight.costs
             bad = stage.apply(values, sums, users, used, factor, costs, on_device=self._on_device)
             if bad is not None:
                 step.bad.append(bad)
 
-        stage.lane.submit(step.spans.timed(one.queue, one.action, one.name, apply))
+        stage.lane.submit(partial(step.spans.run, one.queue, one.action, one.name, apply))
         step.ends.append(stage.lane.record())
 
 

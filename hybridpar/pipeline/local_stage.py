@@ -24,12 +24,12 @@ from torch import Tensor
 from hybridpar.comm.group import Group
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress.nodes import NodeWorlds
-from hybridpar.errors import UsageError
+from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
 from hybridpar.models.state import HeldState, held_state, put_state
 from hybridpar.pipeline.stage_run import StageRun
-from hybridpar.pipeline.step import COMMIT, SQUARES, StepRequest, StepState
+from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
 from hybridpar.schedule.actions import Kind
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
@@ -181,7 +181,10 @@ class LocalStage:
         """Commit the step or roll it back."""
         if self.run.seen:
             self.run.put_back_buffers()
-        commit = self._decision(values, on_device)
+        # A 0-d tensor, 1 or 0, where the host does not read it.
+        commit: bool | Tensor = True
+        if values is not None and self.guarded:
+            commit = values[COMMIT] if on_device else bool(values[COMMIT])
         unused = self.gradients.finish(users, used)
         unwritten, squares = self._clip(values)
         if sums is None and self.batch_norm is not None:
@@ -208,8 +211,11 @@ class LocalStage:
                 self._rollback.restore(unless=where)
             if self.batch_norm is not None and sums is not None:
                 self.batch_norm.commit(sums, where=where)
-        if users is not None:
-            self._settle_codecs(commit, unused, costs)
+        if users is not None and self.compression is not None:
+            if isinstance(commit, Tensor):
+                self.compression.settle_later(Decision(commit), unused, costs)
+            else:
+                self.compression.settle(commit, unused, costs)
         if self._after_step is not None:
             self._after_step(self._step, commit)
         self.gradients.close_step()
@@ -232,22 +238,6 @@ class LocalStage:
             )
         return unwritten, squares
 
-    def _decision(self, values: Tensor | None, on_device: bool) -> bool | Tensor:
-        """Whether the step counts: a 0-d tensor, 1 or 0, where the host does not read it."""
-        if values is None or not self.guarded:
-            return True
-        return values[COMMIT] if on_device else bool(values[COMMIT])
-
-    def _settle_codecs(self, commit: bool | Tensor, unused: list[str], costs: SyncCosts | None) -> None:
-        """Let codecs remember what the step left, if it counts."""
-        compression = self.gradients.compression
-        if compression is None:
-            return
-        if isinstance(commit, Tensor):
-            compression.settle_later(Decision(commit), unused, costs)
-        else:
-            compression.settle(commit, unused, costs)
-
     def state_now(self) -> HeldState:
         """The state that the next forward pass sees, but for pooled statistics, which it does not read."""
         return held_state(self.module, self.batch_norm.layers if self.batch_norm is not None else ())
@@ -264,7 +254,7 @@ class LocalStage:
 
 
 # Layout of a forward report; BatchNorm sums follow.
-LOSS, _SAMPLES, _STOP, SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
+LOSS, _SAMPLES, _STOP, SAVE, LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 
 
 class Agreement:
@@ -311,18 +301,15 @@ class Agreement:
         """
         stage, flight = self._stages[index], step.flights[index]
 
-        def report() -> None:
-            step.reports[index] = self._report_of(stage, step.request)
-            if stage.replica_buffers.shared:
-                stage.replica_buffers.look()
-
         def add() -> None:
             message = step.reports[index]
             self.lane.keep(message)
             self._sum(message, f"exchanging statistics of stage {index}", stage.replicas, step)
-            flight.loss, flight.layouts = message[LOSS], message[_LAYOUT:HEAD]
+            if self._device.type == "cpu":  # on a GPU it would stall the lane
+                check_layout(message[LAYOUT:HEAD], stage.replicas.size)
+            flight.loss = message[LOSS]
 
-        stage.lane.submit(report)
+        stage.lane.submit(partial(self._report, step, index))
         if stage.replicas.control_group is not None:
             self.lane.wait(stage.lane.record())
             self.lane.submit(add)
@@ -330,14 +317,15 @@ class Agreement:
             if stage.replica_buffers.shared:
                 self.lane.submit(stage.replica_buffers.exchange)
 
-    def _report_of(self, stage: LocalStage, request: StepRequest) -> Tensor:
-        """The forward report of a stage; loss and samples are 0 where the loss is another stage's."""
+    def _report(self, step: StepState, index: int) -> None:
+        """On a stage's lane: its forward report; loss and samples are 0 where the loss is another stage's."""
+        stage, request = self._stages[index], step.request
         loss, flags, samples = stage.run.loss_sum, request.flags, request.samples
         if loss is None:
             loss, samples = torch.zeros((), dtype=torch.float64, device=stage.lane.device), 0
         if flags is not None:
             stage.lane.keep(flags)
-        return forward_report(
+        step.reports[index] = forward_report(
             loss,
             samples,
             (request.stop, request.save) if flags is None else flags,
@@ -345,6 +333,8 @@ class Agreement:
             batch_norm=stage.batch_norm.sums if stage.batch_norm is not None else None,
             constants=stage.constants,
         )
+        if stage.replica_buffers.shared:
+            stage.replica_buffers.look()
 
     def reach(self, step: StepState) -> None:
         """Issue the agreement on a step, whose backward passes and sums of gradients have been issued."""
@@ -354,8 +344,8 @@ class Agreement:
             if action.kind is Kind.SYNC:
                 self.lane.wait(event)
         for index, stage in self._stages.items():
-            self.lane.submit(partial(self._share_backward, step, index))
             if stage.replicas.control_group is not None:
+                self.lane.submit(partial(self._share_backward, step, index))
                 step.shared[index] = self.lane.record()
         self.lane.submit(partial(self._decide, step))
         step.decided = self.lane.record()
@@ -364,20 +354,20 @@ class Agreement:
         """On the lane: sum the backward report of a stage, the squares of its gradients and who used what."""
         flight, replicas = step.flights[index], self._stages[index].replicas
         self.lane.keep(flight.squares)
-        step.squares[index] = self._stages[index].gradients.squares(flight)
-        if replicas.control_group is not None:
-            message = backward_report(step.squares[index], step.used[index], self._constants)
-            self._sum(message, f"exchanging who used the parameters of stage {index}", replicas, step)
-            step.squares[index], step.users[index] = message[0], message[1:]
+        message = backward_report(self._stages[index].gradients.squares(flight), step.used[index], self._constants)
+        self._sum(message, f"exchanging who used the parameters of stage {index}", replicas, step)
+        step.squares[index], step.users[index] = message[0], message[1:]
 
     def _decide(self, step: StepState) -> None:
         """On the lane: add up what the stages know of the step, and decide."""
         total = torch.zeros(SAVE + 2, dtype=torch.float64, device=self._device)
-        for index, squares in step.squares.items():
-            if self._is_cut and self._stages[index].replicas.rank:  # replicas know the same: the first one says it
+        for index, stage in self._stages.items():
+            if self._is_cut and stage.replicas.rank:  # replicas know the same: the first of them says it
                 continue
-            report = step.reports[index]
-            self.lane.keep(report, squares)
+            flight, report, squares = step.flights[index], step.reports[index], step.squares.get(index)
+            self.lane.keep(report, flight.squares)
+            if squares is None:
+                squares = stage.gradients.squares(flight)
             total += torch.cat((report[: SAVE + 1], squares.reshape(1))).to(total.device, non_blocking=True)
         if self._is_cut:
             self._sum(total, "agreeing on the step", self._world, step)
@@ -423,6 +413,20 @@ def forward_report(
     else:
         head = [loss, constants.of(samples, *flags, layout, layout * layout)]
     return torch.cat(head if batch_norm is None else [*head, batch_norm])
+
+
+def check_layout(layouts: Tensor, workers: int) -> None:
+    """Refuse to go on where workers cut different buckets.
+
+    All fingerprints h are equal exactly where K sum(h^2) = sum(h)^2; with 16 bits the sums are exact in float64.
+    """
+    total, squares = layouts.tolist()
+    if workers * squares != total**2:
+        raise SyncError(
+            "the workers do not train the same parameters",
+            "Names, shapes, memory formats and requires_grad of all parameters must be equal on all workers.",
+            "Build and freeze the model in the same way on every worker.",
+        )
 
 
 def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants | None = None) -> Tensor:

@@ -132,23 +132,15 @@ class SpanRecorder:
         self._ready: dict[Action, Any] = {}
         self._collected: StepSpans | None = None
 
-    def timed(self, queue: Queue, action: Action, name: str, work: Callable[[], None]) -> Callable[[], None]:
-        """Work of an action that notes its start and its end."""
-        if not self.enabled:
-
-            def only_noted() -> None:
-                with noted(name):
-                    work()
-
-            return only_noted
-
-        def whole() -> None:
-            with noted(name):
-                start = self._now()
+    def run(self, queue: Queue, action: Action, name: str, work: Callable[[], None]) -> None:
+        """Do the work of an action, and note its start and its end."""
+        with noted(name):
+            if not self.enabled:
                 work()
-                self._notes.append((queue, action, start, self._now()))
-
-        return whole
+                return
+            start = self._now()
+            work()
+            self._notes.append((queue, action, start, self._now()))
 
     def ready(self, action: Action) -> None:
         """Note that an action has what it needs of this worker; called by the work that made it."""
@@ -201,8 +193,8 @@ class StepState:
         number: Of the step, from 1.
         request: What it is to do.
         facts: What crosses the borders between stages.
-        flights: Of the gradients of each stage.
         spans: Records when actions ran.
+        flights: Of the gradients of each stage.
         events: Passed when an action is done.
         reports: Of the forward passes, by stage, summed over the replicas.
         used: For each parameter of a stage whether this worker used it.
@@ -223,8 +215,8 @@ class StepState:
     number: int
     request: StepRequest
     facts: list[BorderFacts]
-    flights: dict[int, StepGradients]
     spans: SpanRecorder
+    flights: dict[int, StepGradients] = field(default_factory=dict)
     events: dict[Action, Event] = field(default_factory=dict)
     reports: dict[int, Tensor] = field(default_factory=dict)
     used: dict[int, list[bool]] = field(default_factory=dict)
@@ -321,17 +313,17 @@ class LateOutcome(StepOutcome):
 
     def wait(self) -> None:
         """Wait until this worker has finished the step."""
-        if self._step is None:
+        step = self._step
+        if step is None:
             return
-        for event in self._step.ends:
+        for event in step.ends:
             if not event.is_over:
                 self._wait_for(event, "finishing a step")
-        self._read_values(self._step)
-        # Of stages that have replicas.
-        self._costs = [flight.costs for flight in self._step.flights.values() if flight.costs.buckets]
-        self._bytes_sent = self._step.bytes_sent + sum(self._step.message_bytes)
-        for costs in self._costs:
-            self._bytes_sent += costs.sent
+        self._read_values(step)
+        for flight in step.flights.values():
+            if flight.costs.buckets:  # the stage has replicas
+                self._costs.append(flight.costs)
+        self._bytes_sent = step.bytes_sent + sum(step.message_bytes)
         self._step = None
 
     @property
@@ -346,7 +338,7 @@ class LateOutcome(StepOutcome):
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes this worker sent, gradients and activations."""
         self.wait()
-        return self._bytes_sent
+        return self._bytes_sent + sum(costs.sent for costs in self._costs)
 
     @property
     def costs(self) -> list[SyncCosts]:

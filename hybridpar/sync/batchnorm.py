@@ -218,8 +218,11 @@ class BufferRollback:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers; called before the first forward pass of a step."""
-        self._names = [(held, name) for held in self._held for name in held]
-        present = self._present()
+        self._names, present = [], []
+        for held in self._held:
+            for name, buffer in held.items():
+                self._names.append((held, name))
+                present.append(buffer)
         forms = _forms(present)
         if forms != self._forms or not all(map(operator.is_, present, self._before)):
             self._before, self._forms = present, forms

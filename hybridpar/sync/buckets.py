@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
-from hybridpar.errors import SyncError
 
 
 @dataclass(eq=False, slots=True)
@@ -153,20 +152,6 @@ def layout_fingerprint(buckets: Sequence[Bucket]) -> int:
             parameter = slot.parameter
             digest.update(f"{bucket.index}:{slot.name}:{tuple(parameter.shape)}:{parameter.stride()}".encode())
     return int.from_bytes(digest.digest()[:2], "big")
-
-
-def check_layout(layouts: Tensor, workers: int) -> None:
-    """Refuse to go on where workers cut different buckets.
-
-    All fingerprints h are equal exactly where K sum(h^2) = sum(h)^2; with 16 bits the sums are exact in float64.
-    """
-    total, squares = layouts.tolist()
-    if workers * squares != total**2:
-        raise SyncError(
-            "the workers do not train the same parameters",
-            "Names, shapes, memory formats and requires_grad of all parameters must be equal on all workers.",
-            "Build and freeze the model in the same way on every worker.",
-        )
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class DelayedReducer(Reducer):
         """On the stage's lane: bring the gradients that wait together in their buckets."""
         if self.compression is not None:
             self.compression.catch_up()
-            self.compression.set_rate(self._rate)
+            for coder in self.compression.rescaling:
+                coder.set_rate(self._rate)
         waiting, self._waiting = self._waiting, {}
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._used = [slot.name in waiting for slot in slots]
@@ -115,10 +116,10 @@ class DelayedReducer(Reducer):
             parameter.grad = self._summed.get(name)
         return super().finish(users, used)
 
-    def _check_peers(self, lane: Lane, step: StepGradients) -> None:
-        """Compare the layouts that the workers reported in the step that computed the gradients."""
+    def _wait_for_peers(self, lane: Lane, step: StepGradients) -> None:
+        """Wait for what the workers reported in the step that computed the gradients."""
         if self._before is not None:
-            super()._check_peers(lane, self._before)
+            super()._wait_for_peers(lane, self._before)
 
     # ------------------------------------------------------------------- state
 

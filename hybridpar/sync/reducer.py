@@ -35,7 +35,7 @@ from hybridpar.compress.received import functions
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import Work
-from hybridpar.sync.buckets import Bucket, Slot, as_real, check_layout, layout_fingerprint, make_buckets
+from hybridpar.sync.buckets import Bucket, Slot, as_real, layout_fingerprint, make_buckets
 from hybridpar.sync.compression import Compression, add_plainly
 from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.meetings import EncodedMeeting, FlatMeeting, Meeting, SharedGradients, SharedMeeting
@@ -52,16 +52,14 @@ class StepGradients:
     number: int  # of the step, from 1
     squares: Tensor  # float64, per bucket: only the share of this worker is filled in; or 0-d, of all gradients
     releasing: bool = False  # the last backward pass runs, so full buckets may leave
-    checked: set[Lane] = field(default_factory=set)  # sync lanes that have compared the layouts
     landed: list[Event] = field(default_factory=list)  # passed when a bucket is summed
     next_bucket: int = 0  # the first one that has not left
     costs: SyncCosts = field(default_factory=SyncCosts)  # by bucket, written by the sync lanes
     loss: Tensor | None = None  # mean loss of all replicas, 0-d; see `reported`
-    layouts: Tensor | None = None  # sums of the replicas' `layout` and of its square, float64; see `reported`
-    reported: Event | None = None  # passed when `loss` and `layouts` are there
+    reported: Event | None = None  # passed when `loss` is there; on a CPU also: all workers cut the same buckets
     marks: list[Event] = field(default_factory=list)  # where another lane gathers buckets: passed when each is gathered
     on_ready: Callable[[int], None] | None = None  # called when a bucket is gathered, with its number
-    wrap: Callable[[int, Work], Work] | None = None  # makes the work that is issued from the work that sums a bucket
+    run_sum: Callable[[int, Work], None] | None = None  # does the work that sums a bucket
 
 
 SyncLanes = Sequence[tuple[Lane, Group]]
@@ -120,7 +118,8 @@ class Reducer:
         if self.takes:
             functions()  # so that no step waits for a compiler
         self._exact = exact or not self.takes
-        self._gradients = Gradients({})
+        #: After `finish`: the gradients, where they are not in `.grad`.
+        self.unwritten: Gradients | None = None
         self._order: list[str] = list(parameters)[::-1]
         # With all gradients in shared memory, their order makes no difference.
         self._observed: list[str] | None = [] if replicas.size > 1 and self._shared is None else None
@@ -178,8 +177,7 @@ class Reducer:
             parameter.grad = None
         for bucket, meeting in zip(self.buckets, self._meetings, strict=True):
             bucket.pending, meeting.memory = len(bucket.slots), ()
-        self._gradients = Gradients({})
-        self._step = step
+        self.unwritten, self._step = None, step
 
     def begin(self, step: StepGradients) -> None:
         """On the host, when `start` has been issued: send what waits from the step before; nothing, in most cases."""
@@ -196,7 +194,8 @@ class Reducer:
             if self._encodes or not self._inline:
                 self.compression.catch_up()
             if rate is not None:
-                self.compression.set_rate(rate)
+                for coder in self.compression.rescaling:
+                    coder.set_rate(rate)
         for meeting in self._meetings:
             meeting.open()
         step.releasing = True
@@ -209,11 +208,12 @@ class Reducer:
         """After the last backward pass: send what is left, with zeros for parameters that were not used here."""
         step = self._step
         assert step is not None
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        used = [slot.seen == step.number for slot in slots]
-        for slot in slots:
-            if slot.ready != step.number:
-                self.gradient_ready(slot.name)
+        used = []
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                used.append(slot.seen == step.number)
+                if slot.ready != step.number:
+                    self.gradient_ready(slot.name)
         return used
 
     def measure(self, step: StepGradients) -> None:
@@ -238,6 +238,9 @@ class Reducer:
 
     def finish(self, users: Tensor | None, used: Sequence[bool] | None) -> list[str]:
         """When a step has been decided: leave out parameters used on no worker, which are named."""
+        for meeting in self._meetings:
+            if meeting.memory:
+                self._compute.keep(*meeting.memory)
         unused: list[str] = []
         if users is not None and used is not None and not all(used):
             names = [slot.name for bucket in self.buckets for slot in bucket.slots]
@@ -251,23 +254,13 @@ class Reducer:
                 for slot, received in zip(meeting.bucket.slots, meeting.received, strict=True)
                 if slot.name not in unused
             }
-            self._gradients = Gradients(received, unmeasured=self._measure and not self._exact)
+            self.unwritten = Gradients(received, unmeasured=self._measure and not self._exact)
         return unused
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """What sync lanes worked on in this step."""
-        return [tensor for meeting in self._meetings for tensor in meeting.memory]
-
-    @property
-    def unwritten(self) -> Gradients | None:
-        """After `finish`: the gradients, where they are not in `.grad`."""
-        return self._gradients if self.takes else None
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all reduced gradients by a 0-d factor."""
-        if self.takes:
-            self._gradients.factor = factor
+        if self.unwritten is not None:
+            self.unwritten.factor = factor
             return
         used = [bucket for bucket in self.buckets if any(slot.parameter.grad is not None for slot in bucket.slots)]
         gradients = [bucket.flat() for bucket in used]
@@ -278,11 +271,12 @@ class Reducer:
 
     def first_bad(self) -> str | None:
         """Name of the first parameter, in the model's order, whose gradient is not finite."""
+        received = {} if self.unwritten is None else self.unwritten.received
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
-            if parameter in self._gradients.received:
+            if parameter in received:
                 gradient = torch.empty_like(parameter)
-                self._gradients.received[parameter].write(flat_view(gradient))
+                received[parameter].write(flat_view(gradient))
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 return name
         return None
@@ -345,7 +339,7 @@ class Reducer:
     def _send(self, index: int, step: StepGradients, ready: Event) -> Event:
         """Issue the sum of a bucket that is gathered when `ready` is passed; the returned event is passed after it."""
         lane, group = self._sync_lanes[index % len(self._sync_lanes)]
-        self._check_peers(lane, step)
+        self._wait_for_peers(lane, step)
         meeting = self._meetings[index]
 
         def meet() -> None:
@@ -356,27 +350,18 @@ class Reducer:
                 step.squares[index] = squares
 
         lane.wait(ready)
-        lane.submit(step.wrap(index, meet) if step.wrap is not None else meet)
+        lane.submit(meet if step.run_sum is None else partial(step.run_sum, index, meet))
         landed = lane.record()
         step.landed.append(landed)
         return landed
 
-    def _check_peers(self, lane: Lane, step: StepGradients) -> None:
-        """Before a lane's first bucket, check that all workers cut the same buckets; on a GPU that would stall it.
+    def _wait_for_peers(self, lane: Lane, step: StepGradients) -> None:
+        """Before a bucket, wait until it is known that all workers cut the same ones; on a GPU that would stall it.
 
         A collective whose sizes differ between workers does not fail in an orderly way: gloo aborts the process.
         """
-        if lane in step.checked or step.reported is None or self._world.device.type != "cpu":
-            return
-        step.checked.add(lane)
-
-        def check() -> None:
-            assert step.layouts is not None
-            lane.keep(step.layouts)
-            check_layout(step.layouts, self._world.size)
-
-        lane.wait(step.reported)
-        lane.submit(check)
+        if step.reported is not None and self._world.device.type == "cpu":
+            lane.wait(step.reported)
 
     # ------------------------------------------------------------------ layout
 
@@ -401,16 +386,13 @@ class Reducer:
 
     def is_cut(self) -> bool:
         """Whether the buckets still fit: no parameter was frozen or thawed since they were cut."""
-        return self._world.size == 1 or self._trainable == self._trainable_now()
-
-    def _trainable_now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters.values()]
+        return self._world.size == 1 or self._trainable == [one.requires_grad for one in self._parameters.values()]
 
     def follow_trainable(self) -> None:
         """Cut the buckets anew where parameters were frozen or thawed since the last step."""
         if self.is_cut():
             return
-        self._trainable = self._trainable_now()
+        self._trainable = [one.requires_grad for one in self._parameters.values()]
         order = [(name, self._parameters[name]) for name in self._order if self._parameters[name].requires_grad]
         self.buckets = make_buckets(order, self._options.bucket_bytes if self._shared is None else 1 << 62)
         self.layout = layout_fingerprint(self.buckets)
@@ -474,7 +456,7 @@ class Reducer:
         """Remove all hooks. Gradients stay as they are."""
         _remove(self._hooks)
         if self._shared is not None:
-            self._meetings, self._slots, self._gradients = [], {}, Gradients({})
+            self._meetings, self._slots, self.unwritten = [], {}, None
             self._shared.close()
 
 

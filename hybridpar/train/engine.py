@@ -14,7 +14,7 @@ optimizer step or rollback. A model that is not cut is a pipeline of one stage, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,8 @@ class Engine:
         self._momentum_power, self._decay_factor = 1.0, 1.0
         self.pipeline = self._open_pipeline(world)
         self._shares_first = self.pipeline.replicas > 1
+        # The host cannot do a first forward pass meanwhile where that needs others, who may have refused the step.
+        self._counts_first = plan.is_staged or plan.sync.batch_norm == "sync"
         self._given = None  # it may hold state of parameters that others step
         if self.loss_scales:
             for stage, scale in zip(self.pipeline.stages.values(), self.loss_scales, strict=True):
@@ -163,7 +165,7 @@ class Engine:
 
         return PipelineEngine(
             *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
-            context=self.autocast,
+            context=nullcontext if config.amp == "none" else self.autocast,
             after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
             make_reducer=self._make_reducer,
         )
@@ -277,9 +279,9 @@ class Engine:
         counted: float | Callable[[], float] | None = given.global_samples
         if counted is None:
             counted = self.pipeline.executor.count_samples(given.weight)
-            # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile, unless that needs
-            # other workers, who may have refused the step. Without samples there is no pass that would ask.
-            if self.plan.is_staged or self.plan.sync.batch_norm == "sync" or not given.micro_batches:
+            # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile. Without samples
+            # there is no pass that would ask.
+            if self._counts_first or not given.micro_batches:
                 counted = counted()
         outcome = self.pipeline.step(
             given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save

@@ -12,9 +12,16 @@ from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
 from hybridpar.lanes.base import Constants
-from hybridpar.pipeline.local_stage import _LAYOUT, HEAD, Agreement, backward_report, decide, forward_report
+from hybridpar.pipeline.local_stage import (
+    HEAD,
+    LAYOUT,
+    Agreement,
+    backward_report,
+    check_layout,
+    decide,
+    forward_report,
+)
 from hybridpar.pipeline.step import COMMIT, StepOutcome
-from hybridpar.sync.buckets import check_layout
 from hybridpar.sync.figures import SyncFigures
 from tests.ranks import run_ranks
 
@@ -88,13 +95,13 @@ def test_a_backward_report_is_the_norm_and_who_used_what():
 @pytest.mark.parametrize("layout", [0, 1, 65535])
 def test_equal_layouts_pass(layout):
     for workers in (1, 2, 64):
-        check_layout(sum(report(layout=layout) for _ in range(workers))[_LAYOUT:HEAD], workers)
+        check_layout(sum(report(layout=layout) for _ in range(workers))[LAYOUT:HEAD], workers)
 
 
 @pytest.mark.parametrize("layouts", [(1, 2), (65535, 65534), (5, 5, 6), (0, 65535), (1, 2, 3)])
 def test_different_layouts_are_refused(layouts):
     with pytest.raises(SyncError, match="do not train the same parameters"):
-        check_layout(sum(report(layout=layout) for layout in layouts)[_LAYOUT:HEAD], len(layouts))
+        check_layout(sum(report(layout=layout) for layout in layouts)[LAYOUT:HEAD], len(layouts))
 
 
 @pytest.mark.parametrize(

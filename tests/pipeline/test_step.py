@@ -24,7 +24,7 @@ def recorded(*entries: tuple[str, int, Action, float, float]) -> Any:
     for kind, lane, action, start, end in entries:
         times = iter((start / 1e3, end / 1e3))
         recorder._now = lambda times=times: next(times)  # type: ignore[method-assign]
-        recorder.timed((kind, 0, lane), action, "work", lambda: None)()
+        recorder.run((kind, 0, lane), action, "work", lambda: None)
     return recorder.collect()
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_nothing() -> None:
 def test_where_it_is_off_work_is_done_and_no_time_is_noted() -> None:
     done: list[str] = []
     recorder = SpanRecorder(CPU, enabled=False)
-    recorder.timed(("compute", 0, 0), Action(0, Kind.FORWARD, 0), "work", lambda: done.append("work"))()
+    recorder.run(("compute", 0, 0), Action(0, Kind.FORWARD, 0), "work", lambda: done.append("work"))
     assert done == ["work"]
     assert recorder._notes == []
 
@@ -101,8 +101,8 @@ def test_on_a_gpu_it_takes_events_and_is_done_on_request(monkeypatch: pytest.Mon
     assert not SpanRecorder(device).enabled
     recorder = SpanRecorder(device, enabled=True)
     backward, add = Action(0, Kind.BACKWARD, 0), Action(0, Kind.SYNC, 0)
-    recorder.timed(("compute", 0, 0), backward, "work", lambda: recorder.ready(add))()
-    recorder.timed(("sync", 0, 0), add, "work", lambda: None)()
+    recorder.run(("compute", 0, 0), backward, "work", lambda: recorder.ready(add))
+    recorder.run(("sync", 0, 0), add, "work", lambda: None)
     first, second = recorder.collect().spans
     assert (first.start_ms, first.end_ms, second.start_ms, second.end_ms) == (0.0, 3.0, 3.5, 6.0)
     assert second.ready_ms == 2.0
@@ -126,7 +126,7 @@ def test_what_the_options_ask_for_reaches_the_recorder(record: bool, monkeypatch
 
 def test_collecting_twice_is_once() -> None:
     recorder = SpanRecorder(CPU)
-    recorder.timed(("compute", 0, 0), Action(0, Kind.FORWARD, 0), "work", lambda: None)()
+    recorder.run(("compute", 0, 0), Action(0, Kind.FORWARD, 0), "work", lambda: None)
     assert recorder.collect() is recorder.collect()
 
 

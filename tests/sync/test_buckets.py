@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -14,6 +14,7 @@ sizes = st.lists(st.integers(0, 300), max_size=40)
 limits = st.integers(1, 400)
 
 
+@settings(deadline=None)
 @given(sizes, limits)
 def test_each_tensor_is_in_one_bucket_that_is_closed_as_soon_as_it_is_full(sizes, limit):
     cut = cut_buckets(sizes, limit)
@@ -80,6 +81,7 @@ def test_the_fingerprint_is_of_names_shapes_memory_formats_and_order():
     assert layout_fingerprint(make_buckets([("w", one)], 8)) != layout_fingerprint(make_buckets([("w", other)], 8))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 64), st.booleans()), min_size=1, max_size=20), st.integers(1, 512))
 def test_slots_of_a_bucket_touch_and_do_not_overlap(shapes, limit):
     order = [
