@@ -27,7 +27,6 @@ from torch import Tensor
 from hybridpar.comm.group import Reduction
 from hybridpar.compress.memory import Memory, Scratch, State
 from hybridpar.compress.received import Decoded, Received, Sum
-from hybridpar.errors import check
 from hybridpar.registry import Registry
 
 #: Elements that a coder works on at a time: 256 KB of float32.
@@ -373,10 +372,10 @@ class Codec(ABC):
     As text it is `name:option=value,...`; see `hybridpar.compress.policy`.
     """
 
-    #: What users type.
+    #: What users type; the registry sets it.
     name: ClassVar[str]
     #: Whether the expected result differs from the true mean.
-    biased: ClassVar[bool]
+    biased: ClassVar[bool] = True
     #: Whether it is used with error feedback unless asked otherwise.
     feedback: ClassVar[bool] = False
     #: Whether it sends floating-point messages, which could be sent in a shorter type.
@@ -407,9 +406,8 @@ class Codec(ABC):
 
     @property
     def core(self) -> Codec:
-        """The codec without what is around it: error feedback, casts."""
-        inner: Codec | None = getattr(self, "inner", None)
-        return self if inner is None else inner.core
+        """The codec without what is around it: error feedback, casts. Its attributes are those that count."""
+        return self
 
     @abstractmethod
     def bind(self, spec: TensorSpec) -> Coder:
@@ -420,14 +418,30 @@ class Codec(ABC):
         """
 
 
+@dataclass(frozen=True)
+class Wrapper(Codec):
+    """A codec around another.
+
+    Attributes:
+        inner: The codec.
+    """
+
+    inner: Codec
+
+    @property
+    def core(self) -> Codec:
+        return self.inner.core
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """As the codec inside."""
+        return self.inner.fits(shape)
+
+
 class LargeTensorCodec(Codec):
     """A codec for matrices and convolutions of at least `least` elements; smaller parameters are sent in full."""
 
-    #: An option of the codec, whose default is its own.
+    #: An option of each such codec.
     least: int
-
-    def __post_init__(self) -> None:
-        check(self.least >= 1, f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a matrix or more, and large enough."""

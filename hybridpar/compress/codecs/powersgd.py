@@ -79,8 +79,6 @@ class PowerSgd(Codec):
 
     rank: Annotated[int, AT_LEAST_1] = 2
     gain: Annotated[float, AT_LEAST_0] = 2.0
-    name = "powersgd"
-    biased = True
     feedback = True
     castable = True
     kernels = ("cpu",)

@@ -24,7 +24,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, Coder, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.sparse import Picks, largest, share
-from hybridpar.spec import AT_MOST_1
+from hybridpar.spec import AT_LEAST_1, AT_MOST_1
 
 
 @CODECS.register("topk", "top-k: the largest elements of each worker with their places, error feedback")
@@ -40,9 +40,7 @@ class TopK(LargeTensorCodec):
 
     rate: Annotated[float, AT_MOST_1] = 0.01
     scope: Literal["layer", "bucket"] = "layer"
-    least: int = 1000
-    name = "topk"
-    biased = True
+    least: Annotated[int, AT_LEAST_1] = 1000
     feedback = True
     castable = True
 
