@@ -12,8 +12,9 @@ leaves no trace.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,17 +63,19 @@ class State:
         self.now = saved.to(self.now.device, self.now.dtype, copy=True)
 
 
-class Product(Protocol):
-    """A matrix that is left^T right, of two factors with a few rows each."""
+@dataclass(frozen=True, eq=False)
+class Product(ABC):
+    """A matrix left^T right of float32.
 
-    @property
-    def left(self) -> Tensor:
-        """Its rows are as long as the matrix has rows."""
+    Attributes:
+        left: A few rows, as long as the matrix has rows.
+        right: As many rows, as long as those of the matrix.
+    """
 
-    @property
-    def right(self) -> Tensor:
-        """Its rows are as long as those of the matrix."""
+    left: Tensor
+    right: Tensor
 
+    @abstractmethod
     def subtract_from(self, values: Tensor) -> None:
         """Subtract the matrix."""
 

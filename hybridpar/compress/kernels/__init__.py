@@ -17,7 +17,7 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -265,65 +265,44 @@ def powersgd_left(values: Tensor, memory: Memory, right: Tensor, out: Tensor) ->
     if not isinstance(memory, Residual):
         return False
     left, owed = memory.unsettled()
-    factors = (right, out) if owed is None else (right, out, owed.left, owed.right)
-    kernels = _factor_kernels(*factors, values, left, memory.pending)
-    if kernels is None:
-        return False
     first, second = (torch.zeros_like(out), right) if owed is None else (owed.left, owed.right)
-    _check_factors(out, right, values)
-    _check_factors(first, second, values)
     assert left.numel() == memory.pending.numel() == values.numel()
-    addresses = values.data_ptr(), left.data_ptr(), first.data_ptr(), second.data_ptr(), memory.pending.data_ptr()
-    numbers = right.data_ptr(), out.data_ptr(), *values.shape, _streams(values)
-    kernels.functions[f"powersgd_left{right.shape[0]}"](*addresses, *numbers, memory.factor)
-    return True
+    tensors = values, left, first, second, memory.pending, right, out
+    pairs = (out, right), (first, second)
+    return _by_factors("powersgd_left", pairs, values, tensors, _streams(values), memory.factor)
 
 
 def powersgd_right(memory: Memory, left: Tensor, out: Tensor) -> bool:
     """Set out = left v, of what `powersgd_left` has left."""
     if not isinstance(memory, Residual):
         return False
-    kernels = _factor_kernels(left, out, memory.pending)
-    if kernels is None:
-        return False
     matrix = memory.pending.view(left.shape[1], out.shape[1])
-    _check_factors(left, out, matrix)
-    addresses = matrix.data_ptr(), left.data_ptr(), out.data_ptr()
-    kernels.functions[f"powersgd_right{left.shape[0]}"](*addresses, *matrix.shape)
-    return True
+    return _by_factors("powersgd_right", [(left, out)], matrix, (matrix, left, out))
 
 
 def powersgd_product(left: Tensor, right: Tensor, out: Tensor, scale: float) -> bool:
     """Set out = scale * left^T right."""
-    return _by_factors("powersgd_product", left, right, out, _streams(out), scale)
+    return _by_factors("powersgd_product", [(left, right)], out, (left, right, out), _streams(out), scale)
 
 
 def powersgd_subtract(left: Tensor, right: Tensor, out: Tensor) -> bool:
     """Set out -= left^T right, rounded as `powersgd_left` rounds what it subtracts."""
-    return _by_factors("powersgd_subtract", left, right, out)
+    return _by_factors("powersgd_subtract", [(left, right)], out, (left, right, out))
 
 
-def _by_factors(name: str, left: Tensor, right: Tensor, out: Tensor, *numbers: float) -> bool:
-    """Call a kernel that changes a matrix by two factors; whether there is one."""
-    kernels = _factor_kernels(left, right, out)
-    if kernels is None:
+def _by_factors(
+    name: str, pairs: Sequence[tuple[Tensor, Tensor]], matrix: Tensor, tensors: Sequence[Tensor], *numbers: float
+) -> bool:
+    """Call a kernel for a matrix and factors of it; whether there is one for factors of so many rows."""
+    kernels, rows = _kernels(*tensors), len(pairs[0][0])
+    function = kernels.functions.get(f"{name}{rows}") if isinstance(kernels, CpuKernels) else None
+    if function is None:
         return False
-    _check_factors(left, right, out)
-    kernels.functions[f"{name}{left.shape[0]}"](*(one.data_ptr() for one in (left, right, out)), *out.shape, *numbers)
+    for left, right in pairs:
+        assert len(left) == len(right) == rows
+        assert (left.shape[1], right.shape[1]) == matrix.shape
+    function(*(tensor.data_ptr() for tensor in tensors), *matrix.shape, *numbers)
     return True
-
-
-def _check_factors(left: Tensor, right: Tensor, matrix: Tensor) -> None:
-    assert (left.shape[1], right.shape[1]) == matrix.shape
-    assert left.shape[0] == right.shape[0]
-
-
-def _factor_kernels(factor: Tensor, *others: Tensor) -> CpuKernels | None:
-    """The kernels for factors of so many rows; None where there are none."""
-    kernels = _kernels(factor, *others)
-    if isinstance(kernels, CpuKernels) and f"powersgd_left{factor.shape[0]}" in kernels.functions:
-        return kernels
-    return None
 
 
 def _is_short(memory: Memory) -> bool:
