@@ -93,7 +93,7 @@ class MomentumCoder(Coder):
             parts[0].copy_(momentum)
             unsent.zero_()
             return
-        indices = largest(unsent, self._picks.picked, self._scratch)
+        indices = largest(unsent, self._picks.picked, self.scratch)
         values = unsent.index_select(0, indices)
         sent = self._picks.write(values, indices, parts[0])
         unsent.index_copy_(0, indices, values - sent)  # what a cast rounds off stays

@@ -171,7 +171,8 @@ class Coder(ABC):
         #: How many steps counted.
         self.steps = 0
         self._samples = 1.0
-        self._scratch = Scratch(spec.device)
+        #: Memory to borrow. Coders that never work at the same time are given the same.
+        self.scratch = Scratch(spec.device)
         self._states: dict[str, State] = {}
 
     # ----------------------------------------------------------------------- a codec's author writes these
@@ -240,14 +241,6 @@ class Coder(ABC):
         """
         self._samples = samples
 
-    def use(self, scratch: Scratch) -> None:
-        """Borrow scratch memory that coders share which never work at the same time.
-
-        Args:
-            scratch: The memory.
-        """
-        self._scratch = scratch
-
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
         """Write the messages of a round of several parameters; a class for which that is cheaper overrides it.
@@ -263,7 +256,7 @@ class Coder(ABC):
     def received(self) -> Received:
         """What comes of every step: the mean over the workers, or their sum, not yet written; there when all is read.
 
-        It is asked for once, when the memory of `read` is known.
+        It is asked for once, after the first step.
         """
         return Decoded(self.finish, self.spec.count, self.spec.device)
 

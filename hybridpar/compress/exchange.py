@@ -161,11 +161,6 @@ class _Meeting(ABC):
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         """Send the messages; what comes of them is then in `received`."""
 
-    def hand_out(self) -> None:
-        """Say where what comes will be, in every step."""
-        for coder, views in zip(self._coders, self.received, strict=True):
-            coder.messages = views
-
     def read(self) -> None:
         """Have all coders read what came; most do nothing then but know where it is."""
         for coder, views in zip(self._coders, self.received, strict=True):
@@ -383,10 +378,8 @@ class Exchange:
         self._first = [first[number] for number in range(len(working))]
         self._traffic = sum((meeting.traffic for meeting in self._meetings), Traffic())
         for coder in working:
-            coder.use(self._scratch)
-        for meeting in self._meetings:
-            meeting.hand_out()
-        self.received = [coder.received() for coder in working]
+            coder.scratch = self._scratch
+        self.received = []
         return self._traffic
 
     def take(self, index: int, gradient: Tensor) -> None:
@@ -421,6 +414,8 @@ class Exchange:
         """
         timer = PhaseTimer(self.coders[0].spec.device, encode_ms)
         self._meet(group, timer, written=True)
+        if not self.received:  # it stays where it came to be in this step
+            self.received = [coder.received() for coder in self._working]
         return timer
 
     def _meet(self, group: Group, timer: PhaseTimer, *, written: bool) -> None:

@@ -181,7 +181,7 @@ class QuantisedCoder(Coder):
         for (start, stop), part, size, out in zip(self._stripes, self._ranges, self._sizes, parts, strict=True):
             if size:
                 mine = memory if len(parts) == 1 else memory.part(part.start, part.stop)
-                self.quantiser.encode(values[start:stop], mine, out[:size], self._scratch)
+                self.quantiser.encode(values[start:stop], mine, out[:size], self.scratch)
                 out[size:].zero_()
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
@@ -190,9 +190,9 @@ class QuantisedCoder(Coder):
             return
         self._total.zero_()
         for message in received:
-            self.quantiser.read(message[:size], self._total, self._scratch, 1, add=True)
+            self.quantiser.read(message[:size], self._total, self.scratch, 1, add=True)
         self._process(self._total.view(-1))
-        self.reply.encode(self._total, self.memory[OWNER], out[:answer], self._scratch)
+        self.reply.encode(self._total, self.memory[OWNER], out[:answer], self.scratch)
         out[answer:].zero_()
 
     def _process(self, total: Tensor) -> None:
@@ -215,4 +215,4 @@ class QuantisedCoder(Coder):
         shaped, divisor = out.view(self._shape), self.spec.divisor
         for start, stop, messages in self.by_stripe():
             for number, message in enumerate(messages):
-                self.reply.read(message, shaped[start:stop], self._scratch, divisor, add=number > 0)
+                self.reply.read(message, shaped[start:stop], self.scratch, divisor, add=number > 0)

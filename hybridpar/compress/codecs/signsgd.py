@@ -100,7 +100,7 @@ class MajorityCoder(QuantisedCoder):
         level.copy_(levels.max() if self.quantiser.plain else levels.mean())
         for part in slices(len(self._total)):
             count = part.stop - part.start
-            votes = self._scratch.take("votes", count).fill_(-len(received) / 2)
+            votes = self.scratch.take("votes", count).fill_(-len(received) / 2)
             for message in received:
                 votes.add_(unpack_bits(parts_of(message)[1][bytes_of(part)], count))
             pack_bits(votes >= 0, bits[bytes_of(part)])

@@ -62,7 +62,7 @@ class LargestCoder(Coder):
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         self._values = self.memory[WORKER].take(self.gradient)
-        indices = largest(self._values, self._picks.picked, self._scratch)
+        indices = largest(self._values, self._picks.picked, self.scratch)
         values = self._values.index_select(0, indices)
         left = values - self._picks.write(values, indices, parts[0])
         if self.memory[WORKER].keeps:
@@ -94,7 +94,7 @@ class LargestOfBucketCoder(LargestCoder):
         bucket = _Bucket([coder for coder, _ in together])
         v = torch.cat([coder._values for coder in bucket.coders])
         room = [coder._picks.picked for coder in bucket.coders]
-        indices = largest(v, sum(room), together[0][0]._scratch)
+        indices = largest(v, sum(room), together[0][0].scratch)
         values = v.index_select(0, indices)
         sent = [  # a message has any elements, not those of its coder alone
             coder._picks.write(mine, where, out)
