@@ -66,13 +66,10 @@ class CpuKernels:
 
     def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
         """Call the encoder that leaves what is not sent in the type of the residual, or nowhere."""
-        halves, factor = (0, 0), 0.0
+        left, pending, factor = memory.addresses(values.numel())
         if isinstance(memory, Residual):
-            left, pending = memory.halves()
-            assert left.numel() == pending.numel() == values.numel()
-            name += "_keep" if left.dtype == torch.float32 else "_short"
-            halves, factor = (left.data_ptr(), pending.data_ptr()), memory.factor
-        self.functions[name](values.data_ptr(), *halves, *arguments, factor)
+            name += "_keep" if memory.pending.dtype == torch.float32 else "_short"
+        self.functions[name](values.data_ptr(), left, pending, *arguments, factor)
 
 
 @functools.cache
@@ -132,7 +129,7 @@ def onebit_encode(
     by_warps = length <= cuda.WARP_VALUES
     kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
     blocks = -(-groups // cuda.WARPS) if by_warps else groups
-    left, pending, factor = cuda.halves(memory, values.numel())
+    left, pending, factor = memory.addresses(values.numel())
     kernels.launch(kernel, blocks, values.data_ptr(), left, pending, *made, groups, length, factor)
     return True
 
@@ -174,7 +171,7 @@ def twobit_encode(
     if isinstance(kernels, CpuKernels):
         kernels.encode("twobit_encode", values, memory, *made, count, _streams(values), *rule)
         return True
-    left, pending, factor = cuda.halves(memory, count)
+    left, pending, factor = memory.addresses(count)
     source = values.data_ptr(), left
     parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
     blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
