@@ -164,6 +164,8 @@ class Coder(ABC):
         self.messages: Sequence[Tensor] = ()
         #: The coder that works in the next step: this, or in a warm-up another inside. Equal on all workers.
         self.working: Coder = self
+        #: The coder that works once a warm-up is over.
+        self.lasting: Coder = self
         #: Which elements of the gradient each residual is about that error feedback may remember, by key.
         self.residuals: dict[str, range] = {}
         #: Gives v, and takes what is not sent, by key. Error feedback puts its residuals here.
@@ -227,11 +229,6 @@ class Coder(ABC):
         return state
 
     # ------------------------------------------------------------------------------ what is around it calls these
-
-    @property
-    def lasting(self) -> Coder:
-        """The coder that works once a warm-up is over."""
-        return self
 
     def set_samples(self, samples: float) -> None:
         """Say how many samples the coming steps have.
@@ -327,15 +324,12 @@ class WarmUpCoder(Coder):
     def __init__(self, spec: TensorSpec, warmup: int, first: Coder, later: Coder) -> None:
         super().__init__(spec, later.rounds)
         self._warmup, self._first, self._later = warmup, first, later
+        self.lasting = later.lasting
         self._choose()
 
     def _choose(self) -> None:
         self._chosen = self._first if self.steps < self._warmup else self._later
         self.working = self._chosen.working
-
-    @property
-    def lasting(self) -> Coder:
-        return self._later.lasting
 
     def set_samples(self, samples: float) -> None:
         super().set_samples(samples)

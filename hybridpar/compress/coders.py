@@ -68,6 +68,7 @@ class ParameterCoders:
         self._own_place = place
         self._leaders = Leaders(nodes.leaders if nodes is not None else 1)
         self._coders: dict[str, Coder] = {}
+        self._rescaling: list[RescaledCoder] = []
         self._saved: dict[str, Any] = {}
         self._samples = 1.0
 
@@ -85,9 +86,8 @@ class ParameterCoders:
 
     def set_rate(self, learning_rate: float) -> None:
         """Say which learning rate the coming steps use, for error feedback with `rescale`."""
-        for coder in self._coders.values():
-            if isinstance(coder, RescaledCoder):
-                coder.set_rate(learning_rate)
+        for coder in self._rescaling:
+            coder.set_rate(learning_rate)
 
     def set_batch_scale(self, samples: float) -> None:
         """Say how many samples the coming steps have."""
@@ -113,7 +113,7 @@ class ParameterCoders:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Forget all coders; those that are made from now on go on from a state."""
-        self._coders, self._saved = {}, dict(state.get("parameters", {}))
+        self._coders, self._rescaling, self._saved = {}, [], dict(state.get("parameters", {}))
         if self._members and "leaders" in state:
             self._leaders.chosen = dict(state["leaders"])
 
@@ -127,6 +127,8 @@ class ParameterCoders:
             spec = TensorSpec(name, shape, *self._place, self._seed, parameter.device, average=self._average)
             self._coders[name] = coder = self.policy.bind(spec)
             coder.set_samples(self._samples)
+            if isinstance(coder, RescaledCoder):
+                self._rescaling.append(coder)
             saved = self._saved.pop(name, None)
             if saved is not None:
                 coder.load_state_dict(saved)

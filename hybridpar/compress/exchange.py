@@ -174,9 +174,9 @@ class _Meeting(ABC):
 class _Reduced(_Meeting):
     """Messages that one all-reduce adds, or reduces otherwise."""
 
-    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+    def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         super().__init__(index, coders)
-        rounds = [coder.rounds[index] for coder in coders]
+        rounds, workers = [coder.rounds[index] for coder in coders], coders[0].spec.workers
         sizes = [entry.sizes[0] for entry in rounds]
         self._reduction: Reduction = rounds[0].collective.value
         self._buffer = torch.zeros(sum(sizes), dtype=rounds[0].dtype, device=self._device)
@@ -191,9 +191,9 @@ class _Reduced(_Meeting):
 class _Gathered(_Meeting):
     """Messages that everybody receives from everybody, and others that are added when they are there."""
 
-    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+    def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         super().__init__(index, coders)
-        rounds = [coder.rounds[index] for coder in coders]
+        rounds, workers = [coder.rounds[index] for coder in coders], coders[0].spec.workers
         sizes = [aligned(entry.bytes) for entry in rounds]
         count = sum(sizes)
         self._sent = torch.zeros(count, dtype=torch.uint8, device=self._device)
@@ -222,9 +222,10 @@ class _Gathered(_Meeting):
 class _Sharded(_Meeting):
     """Messages that are merged stripe by stripe by the stripe's owner."""
 
-    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+    def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         super().__init__(index, coders)
-        rank, rounds = coders[0].spec.rank, [coder.rounds[index] for coder in coders]
+        rounds, workers = [coder.rounds[index] for coder in coders], coders[0].spec.workers
+        rank = coders[0].spec.rank
         written = [[entry.sizes[owner] for entry in rounds] for owner in range(workers)]
         merged = [[entry.merged[owner] for entry in rounds] for owner in range(workers)]
         self._in_sizes = tuple(map(sum, written))
@@ -255,10 +256,7 @@ class _Sharded(_Meeting):
 
 
 #: How messages of each collective meet; the others are reduced.
-_MEETINGS: dict[Collective, Callable[[int, Sequence[Coder], int], _Meeting]] = {
-    Collective.GATHER: _Gathered,
-    Collective.SHARD: _Sharded,
-}
+_MEETINGS: dict[Collective, type[_Meeting]] = {Collective.GATHER: _Gathered, Collective.SHARD: _Sharded}
 
 
 def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:
@@ -372,7 +370,7 @@ class Exchange:
                 gathered += kinds.pop((Collective.SUM, torch.float32), [])
             for (collective, _), numbers in kinds.items():
                 kind = _MEETINGS.get(collective, _Reduced)
-                meeting = kind(index, [working[number] for number in numbers], self.coders[0].spec.workers)
+                meeting = kind(index, [working[number] for number in numbers])
                 self._meetings.append(meeting)
                 first.update(zip(numbers, meeting.parts, strict=True) if index == 0 else ())
         self._first = [first[number] for number in range(len(working))]
