@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 #: Characters of a part of a message.
 _LONGEST = 2_000
@@ -103,11 +103,6 @@ def check(holds: bool, what: str, why: str = "", fix: str = "") -> None:
     """Refuse a value that breaks its rule."""
     if not holds:
         raise UsageError(what, why, fix)
-
-
-def check_choice(option: str, value: str, choices: Collection[str], why: str) -> None:
-    """Refuse a value that is none of those an option has."""
-    check(value in choices, f"{option}={value}", why, nearest(value, choices))
 
 
 def cannot_write(path: os.PathLike[str], error: Exception) -> str:

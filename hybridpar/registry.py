@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names mapped to things of one kind."""
+    """Names mapped to things of one kind. Classes are given their name as `name`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -30,6 +30,8 @@ class Registry(Generic[T]):
                 first = self._entries[name][1]
                 raise ValueError(f"{self.kind} {name!r} is registered twice: as {first!r} and as {description!r}")
             self._entries[name] = (entry, description)
+            if isinstance(entry, type):
+                entry.name = name  # type: ignore[attr-defined]
             return entry
 
         return enter

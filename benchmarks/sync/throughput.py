@@ -152,7 +152,7 @@ class TimedCoder(Coder):
 
     def use(self, scratch: Scratch) -> None:
         """Hand on the memory."""
-        self._worker.use(scratch)
+        self._worker.scratch = scratch
 
     def commit(self) -> None:
         """Hand on that the step counts."""

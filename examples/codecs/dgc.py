@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hybridpar.compress import CODECS, Codec, Coder, TensorSpec
 from hybridpar.compress.sparse import Picks, largest, share
-from hybridpar.spec import AT_LEAST_0, AT_MOST_1, BELOW_1
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, BELOW_1
 
 
 @CODECS.register("dgc", "deep gradient compression: top-k of momentum that each worker keeps")
@@ -45,9 +45,7 @@ class DeepGradient(Codec):
     rate: Annotated[float, AT_MOST_1] = 0.001
     momentum: Annotated[float, BELOW_1] = 0.9
     ramp: Annotated[int, AT_LEAST_0] = 100
-    least: int = 1000
-    name = "dgc"
-    biased = True
+    least: Annotated[int, AT_LEAST_1] = 1000
     castable = True
     takes_feedback = False
     keeps_momentum = True
@@ -95,7 +93,7 @@ class MomentumCoder(Coder):
             parts[0].copy_(momentum)
             unsent.zero_()
             return
-        indices = largest(unsent, self._picks.picked, self._scratch)
+        indices = largest(unsent, self._picks.picked, self.scratch)
         values = unsent.index_select(0, indices)
         sent = self._picks.write(values, indices, parts[0])
         unsent.index_copy_(0, indices, values - sent)  # what a cast rounds off stays

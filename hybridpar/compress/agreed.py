@@ -70,11 +70,11 @@ class GridsCoder(Coder):
         elif index < len(self.rounds) - 1:
             self._write_what_is_small(out)
         else:
-            self._noise.draw(self._fields.words, self._scratch)
+            self._noise.draw(self._fields.words, self.scratch)
             by_kernel = self._noise.random and not self.memory[WORKER].keeps and not self._finer
-            numbers = self._noise, self._coarse, self._fields, out, self._scratch
+            numbers = self._noise, self._coarse, self._fields, out, self.scratch
             if not (by_kernel and kernels.qsgd_encode(self._values, self._scale, *numbers)):
-                self._fields.pack(out, self._code, self._scratch)
+                self._fields.pack(out, self._code, self.scratch)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
         if index == 0:
@@ -96,7 +96,7 @@ class GridsCoder(Coder):
             sums.sub_(zero).div_(self._steps(start, stop).mul_(self.spec.divisor))
             torch.mul(sums, self._scale, out=out[start:stop])
 
-        self._fields.unpack(words, use, self._scratch)
+        self._fields.unpack(words, use, self.scratch)
 
     def _write_scale(self, out: Tensor) -> None:
         """Write this worker's scale; infinite where a value is not finite."""
@@ -121,7 +121,7 @@ class GridsCoder(Coder):
 
     def _steps(self, start: int, stop: int) -> Tensor:
         """Steps of the grid that each element of a range uses, float32."""
-        steps = self._scratch.take("steps", stop - start).fill_(self._coarse)
+        steps = self.scratch.take("steps", stop - start).fill_(self._coarse)
         first = start // 8 * 8
         for plane, gain in zip(self._planes, self._gains, strict=True):
             bits = unpack_bits(plane[first // 8 : bits_size(stop)], stop - first)

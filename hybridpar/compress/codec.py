@@ -27,7 +27,6 @@ from torch import Tensor
 from hybridpar.comm.group import Reduction
 from hybridpar.compress.memory import Memory, Scratch, State
 from hybridpar.compress.received import Decoded, Received, Sum
-from hybridpar.errors import check
 from hybridpar.registry import Registry
 
 #: Elements that a coder works on at a time: 256 KB of float32.
@@ -165,6 +164,8 @@ class Coder(ABC):
         self.messages: Sequence[Tensor] = ()
         #: The coder that works in the next step: this, or in a warm-up another inside. Equal on all workers.
         self.working: Coder = self
+        #: The coder that works once a warm-up is over.
+        self.lasting: Coder = self
         #: Which elements of the gradient each residual is about that error feedback may remember, by key.
         self.residuals: dict[str, range] = {}
         #: Gives v, and takes what is not sent, by key. Error feedback puts its residuals here.
@@ -172,7 +173,8 @@ class Coder(ABC):
         #: How many steps counted.
         self.steps = 0
         self._samples = 1.0
-        self._scratch = Scratch(spec.device)
+        #: Memory to borrow. Coders that never work at the same time are given the same.
+        self.scratch = Scratch(spec.device)
         self._states: dict[str, State] = {}
 
     # ----------------------------------------------------------------------- a codec's author writes these
@@ -228,11 +230,6 @@ class Coder(ABC):
 
     # ------------------------------------------------------------------------------ what is around it calls these
 
-    @property
-    def lasting(self) -> Coder:
-        """The coder that works once a warm-up is over."""
-        return self
-
     def set_samples(self, samples: float) -> None:
         """Say how many samples the coming steps have.
 
@@ -240,14 +237,6 @@ class Coder(ABC):
             samples: As a multiple of what options are given for.
         """
         self._samples = samples
-
-    def use(self, scratch: Scratch) -> None:
-        """Borrow scratch memory that coders share which never work at the same time.
-
-        Args:
-            scratch: The memory.
-        """
-        self._scratch = scratch
 
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -264,7 +253,7 @@ class Coder(ABC):
     def received(self) -> Received:
         """What comes of every step: the mean over the workers, or their sum, not yet written; there when all is read.
 
-        It is asked for once, when the memory of `read` is known.
+        It is asked for once, after the first step.
         """
         return Decoded(self.finish, self.spec.count, self.spec.device)
 
@@ -335,15 +324,12 @@ class WarmUpCoder(Coder):
     def __init__(self, spec: TensorSpec, warmup: int, first: Coder, later: Coder) -> None:
         super().__init__(spec, later.rounds)
         self._warmup, self._first, self._later = warmup, first, later
+        self.lasting = later.lasting
         self._choose()
 
     def _choose(self) -> None:
         self._chosen = self._first if self.steps < self._warmup else self._later
         self.working = self._chosen.working
-
-    @property
-    def lasting(self) -> Coder:
-        return self._later.lasting
 
     def set_samples(self, samples: float) -> None:
         super().set_samples(samples)
@@ -373,10 +359,10 @@ class Codec(ABC):
     As text it is `name:option=value,...`; see `hybridpar.compress.policy`.
     """
 
-    #: What users type.
+    #: What users type; the registry sets it.
     name: ClassVar[str]
     #: Whether the expected result differs from the true mean.
-    biased: ClassVar[bool]
+    biased: ClassVar[bool] = True
     #: Whether it is used with error feedback unless asked otherwise.
     feedback: ClassVar[bool] = False
     #: Whether it sends floating-point messages, which could be sent in a shorter type.
@@ -407,9 +393,8 @@ class Codec(ABC):
 
     @property
     def core(self) -> Codec:
-        """The codec without what is around it: error feedback, casts."""
-        inner: Codec | None = getattr(self, "inner", None)
-        return self if inner is None else inner.core
+        """The codec without what is around it: error feedback, casts. Its attributes are those that count."""
+        return self
 
     @abstractmethod
     def bind(self, spec: TensorSpec) -> Coder:
@@ -420,14 +405,30 @@ class Codec(ABC):
         """
 
 
+@dataclass(frozen=True)
+class Wrapper(Codec):
+    """A codec around another.
+
+    Attributes:
+        inner: The codec.
+    """
+
+    inner: Codec
+
+    @property
+    def core(self) -> Codec:
+        return self.inner.core
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """As the codec inside."""
+        return self.inner.fits(shape)
+
+
 class LargeTensorCodec(Codec):
     """A codec for matrices and convolutions of at least `least` elements; smaller parameters are sent in full."""
 
-    #: An option of the codec, whose default is its own.
+    #: An option of each such codec.
     least: int
-
-    def __post_init__(self) -> None:
-        check(self.least >= 1, f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a matrix or more, and large enough."""

@@ -68,7 +68,7 @@ def ddp_hook(
         UsageError: The codec is unknown, or the workers do not agree on it.
     """
     state = CodecState(codec, model, group=group, lanes=lanes, seed=seed, hierarchical=hierarchical)
-    return state, _hook
+    return state, CodecState.exchange
 
 
 class CodecState(ParameterCoders):
@@ -325,11 +325,7 @@ class CodecState(ParameterCoders):
         return future
 
 
-def _hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return state.exchange(bucket)
-
-
-_hook.__annotations__ = {}  # DDP compares them with its own types, and ours are text
+CodecState.exchange.__annotations__ = {}  # DDP compares them with its own types, and ours are text
 
 
 def open_party(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Group | None:

@@ -161,11 +161,6 @@ class _Meeting(ABC):
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         """Send the messages; what comes of them is then in `received`."""
 
-    def hand_out(self) -> None:
-        """Say where what comes will be, in every step."""
-        for coder, views in zip(self._coders, self.received, strict=True):
-            coder.messages = views
-
     def read(self) -> None:
         """Have all coders read what came; most do nothing then but know where it is."""
         for coder, views in zip(self._coders, self.received, strict=True):
@@ -179,9 +174,9 @@ class _Meeting(ABC):
 class _Reduced(_Meeting):
     """Messages that one all-reduce adds, or reduces otherwise."""
 
-    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+    def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         super().__init__(index, coders)
-        rounds = [coder.rounds[index] for coder in coders]
+        rounds, workers = [coder.rounds[index] for coder in coders], coders[0].spec.workers
         sizes = [entry.sizes[0] for entry in rounds]
         self._reduction: Reduction = rounds[0].collective.value
         self._buffer = torch.zeros(sum(sizes), dtype=rounds[0].dtype, device=self._device)
@@ -196,9 +191,9 @@ class _Reduced(_Meeting):
 class _Gathered(_Meeting):
     """Messages that everybody receives from everybody, and others that are added when they are there."""
 
-    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+    def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         super().__init__(index, coders)
-        rounds = [coder.rounds[index] for coder in coders]
+        rounds, workers = [coder.rounds[index] for coder in coders], coders[0].spec.workers
         sizes = [aligned(entry.bytes) for entry in rounds]
         count = sum(sizes)
         self._sent = torch.zeros(count, dtype=torch.uint8, device=self._device)
@@ -227,9 +222,10 @@ class _Gathered(_Meeting):
 class _Sharded(_Meeting):
     """Messages that are merged stripe by stripe by the stripe's owner."""
 
-    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+    def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         super().__init__(index, coders)
-        rank, rounds = coders[0].spec.rank, [coder.rounds[index] for coder in coders]
+        rounds, workers = [coder.rounds[index] for coder in coders], coders[0].spec.workers
+        rank = coders[0].spec.rank
         written = [[entry.sizes[owner] for entry in rounds] for owner in range(workers)]
         merged = [[entry.merged[owner] for entry in rounds] for owner in range(workers)]
         self._in_sizes = tuple(map(sum, written))
@@ -260,10 +256,7 @@ class _Sharded(_Meeting):
 
 
 #: How messages of each collective meet; the others are reduced.
-_MEETINGS: dict[Collective, Callable[[int, Sequence[Coder], int], _Meeting]] = {
-    Collective.GATHER: _Gathered,
-    Collective.SHARD: _Sharded,
-}
+_MEETINGS: dict[Collective, type[_Meeting]] = {Collective.GATHER: _Gathered, Collective.SHARD: _Sharded}
 
 
 def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:
@@ -377,16 +370,14 @@ class Exchange:
                 gathered += kinds.pop((Collective.SUM, torch.float32), [])
             for (collective, _), numbers in kinds.items():
                 kind = _MEETINGS.get(collective, _Reduced)
-                meeting = kind(index, [working[number] for number in numbers], self.coders[0].spec.workers)
+                meeting = kind(index, [working[number] for number in numbers])
                 self._meetings.append(meeting)
                 first.update(zip(numbers, meeting.parts, strict=True) if index == 0 else ())
         self._first = [first[number] for number in range(len(working))]
         self._traffic = sum((meeting.traffic for meeting in self._meetings), Traffic())
         for coder in working:
-            coder.use(self._scratch)
-        for meeting in self._meetings:
-            meeting.hand_out()
-        self.received = [coder.received() for coder in working]
+            coder.scratch = self._scratch
+        self.received = []
         return self._traffic
 
     def take(self, index: int, gradient: Tensor) -> None:
@@ -422,6 +413,8 @@ class Exchange:
         """
         timer = PhaseTimer(self.coders[0].spec.device, encode_ms)
         self._meet(group, timer, written=True)
+        if not self.received:  # it stays where it came to be in this step
+            self.received = [coder.received() for coder in self._working]
         return timer
 
     def _meet(self, group: Group, timer: PhaseTimer, *, written: bool) -> None:

@@ -6,26 +6,26 @@ of the step that left it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Codec, Full, TensorSpec, WarmUpCoder
+from hybridpar.compress.codec import Full, TensorSpec, WarmUpCoder, Wrapper
 from hybridpar.compress.memory import Residual
-from hybridpar.errors import CheckpointError, check, check_choice
+from hybridpar.errors import CheckpointError
+from hybridpar.spec import AT_LEAST_0, AT_MOST_1
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(Codec):
+class ErrorFeedback(Wrapper):
     """Another codec, with error feedback around it.
 
     Attributes:
-        inner: The codec.
         decay: The residual is multiplied with it at every step, which damps what momentum makes unstable.
         warmup: Number of first steps that are sent in full precision.
         rescale: Multiply the residual with old / new where the learning rate changes, so that what was left out has
@@ -33,29 +33,10 @@ class ErrorFeedback(Codec):
         residual: What residuals are stored in: `fp32`, or `bf16` for half of the memory and of the traffic with it.
     """
 
-    inner: Codec
-    decay: float = 1.0
-    warmup: int = 0
+    decay: Annotated[float, AT_MOST_1] = 1.0
+    warmup: Annotated[int, AT_LEAST_0] = 0
     rescale: bool = False
-    residual: str = "fp32"
-    name = "feedback"
-    biased = True
-
-    def __post_init__(self) -> None:
-        check(
-            0 < self.decay <= 1, f"decay={self.decay:g}", "It is above 0 and at most 1.", "Use 1, or 0.9 with momentum."
-        )
-        check(self.warmup >= 0, f"warmup={self.warmup}", "It is a number of steps.", "Use 0 or more.")
-        check_choice("residual", self.residual, _DTYPES, "It says how residuals are stored.")
-
-    @property
-    def at_once(self) -> bool:  # type: ignore[override]
-        """As the codec inside."""
-        return self.inner.at_once
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """As the codec inside."""
-        return self.inner.fits(shape)
+    residual: Literal["fp32", "bf16"] = "fp32"
 
     def bind(self, spec: TensorSpec) -> FeedbackCoder:
         return (RescaledCoder if self.rescale else FeedbackCoder)(self, spec)

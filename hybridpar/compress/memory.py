@@ -12,8 +12,9 @@ leaves no trace.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,17 +63,19 @@ class State:
         self.now = saved.to(self.now.device, self.now.dtype, copy=True)
 
 
-class Product(Protocol):
-    """A matrix that is left^T right, of two factors with a few rows each."""
+@dataclass(frozen=True, eq=False)
+class Product(ABC):
+    """A matrix left^T right of float32.
 
-    @property
-    def left(self) -> Tensor:
-        """Its rows are as long as the matrix has rows."""
+    Attributes:
+        left: A few rows, as long as the matrix has rows.
+        right: As many rows, as long as those of the matrix.
+    """
 
-    @property
-    def right(self) -> Tensor:
-        """Its rows are as long as those of the matrix."""
+    left: Tensor
+    right: Tensor
 
+    @abstractmethod
     def subtract_from(self, values: Tensor) -> None:
         """Subtract the matrix."""
 
@@ -96,6 +99,13 @@ class Memory:
     def again(self, values: Tensor, start: int = 0) -> Tensor:
         """What `take` returned, or what has become of it since."""
         return values
+
+    def addresses(self, count: int) -> tuple[int, int, float]:
+        """For a kernel that reads what is left of so many values and writes what will be; and the factor of the former.
+
+        Null where nothing is remembered.
+        """
+        return 0, 0, 1.0
 
     def owe(self, product: Product) -> None:
         """Say that what is left of the step is v without a matrix. It is subtracted by who next reads what is left."""
@@ -163,10 +173,11 @@ class Residual(Memory):
         """What is left, for a kernel that reads all of it, and what has yet to be subtracted from it."""
         return self._left, self._owed
 
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """What is left and what is pending, for a kernel that reads all of the former and writes all of the latter."""
+    def addresses(self, count: int) -> tuple[int, int, float]:
         self._wide.clear()
-        return self._left if self._owed is None else self.left, self.pending
+        left = self._left if self._owed is None else self.left
+        assert left.numel() == self.pending.numel() == count
+        return left.data_ptr(), self.pending.data_ptr(), self.factor
 
     def commit(self) -> None:
         owing, self._owing = self._owing, None

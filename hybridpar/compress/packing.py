@@ -46,7 +46,7 @@ def bits_size(count: int) -> int:
 
 def pack_bits(bits: Tensor, out: Tensor) -> None:
     """Pack truth values, the first into the most significant bit of the first byte."""
-    _expect(out, bits_size(bits.numel()))
+    assert out.numel() == bits_size(bits.numel())
     if bits.device.type == "cpu":
         out.copy_(torch.from_numpy(np.packbits(bits.numpy())))
         return
@@ -57,7 +57,7 @@ def pack_bits(bits: Tensor, out: Tensor) -> None:
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """The inverse of `pack_bits`."""
-    _expect(packed, bits_size(count))
+    assert packed.numel() == bits_size(count)
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool)
     return ((packed.unsqueeze(1) >> _shifts(packed.device)) & 1).view(-1)[:count].bool()
@@ -138,7 +138,7 @@ class Fields:
 
     def pack(self, out: Tensor, code: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
         """Fill words; `code` writes the values of a range."""
-        _expect(out, self.words)
+        assert out.numel() == self.words
         out.zero_()
         for words, shift, start, stop in self._slices(out):
             values = scratch.take("field values", stop - start)
@@ -148,7 +148,7 @@ class Fields:
 
     def unpack(self, words: Tensor, use: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
         """Read words; `use` is given the values of a range, which it may change."""
-        _expect(words, self.words)
+        assert words.numel() == self.words
         for part, shift, start, stop in self._slices(words):
             shifted = scratch.take("field words", stop - start, self.word)
             torch.bitwise_right_shift(part, shift, out=shifted)
@@ -167,7 +167,3 @@ class Fields:
 def _shifts(device: torch.device) -> Tensor:
     """Where each bit lies in a byte; made on the device, as a copy from the host would wait for it."""
     return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
-
-
-def _expect(packed: Tensor, size: int) -> None:
-    assert packed.numel() == size, f"{packed.numel()} packed elements, where {size} are needed"

@@ -75,9 +75,9 @@ def parse_codec(text: str) -> Codec:
             "Add feedback=on, or leave it out.",
         )
         return codec
-    what, fix = f"codec {name!r} with error feedback", "Leave out feedback=on."
-    check(kind.takes_feedback, what, "What it leaves out is remembered by a rule of its own, or not at all.", fix)
-    check(codec.biased, what, "It is unbiased: on average it leaves out nothing that would have to be sent later.", fix)
+    what, fix, core = f"codec {name!r} with error feedback", "Leave out feedback=on.", codec.core
+    check(core.takes_feedback, what, "What it leaves out is remembered by a rule of its own, or not at all.", fix)
+    check(core.biased, what, "It is unbiased: on average it leaves out nothing that would have to be sent later.", fix)
     return ErrorFeedback(codec, **tuned)
 
 
@@ -217,7 +217,7 @@ class Policy:
     @property
     def at_once(self) -> bool:
         """Whether every codec takes gradients as soon as they are there, see `Codec.at_once`."""
-        return all(rule.codec.at_once for rule in self.rules)
+        return all(rule.codec.core.at_once for rule in self.rules)
 
     def codec_of(self, name: str) -> Codec:
         """The codec of a parameter.

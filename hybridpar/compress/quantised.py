@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,18 +27,12 @@ from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import OWNER, WORKER, Memory, Scratch
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.received import Received
-from hybridpar.errors import check_choice
 
 #: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
-WAYS = ("auto", "shard", "gather")
+Meet = Literal["auto", "shard", "gather"]
 
 #: Ranges of `Quantiser.view`, each with the messages whose sum it is, by rank.
 Messages = list[tuple[int, int, list[Tensor]]]
-
-
-def check_meet(meet: str) -> None:
-    """Check the option `meet`, which says how messages are reduced."""
-    check_choice("meet", meet, WAYS, "It says how messages meet.")
 
 
 class Quantiser(ABC):
@@ -152,11 +147,11 @@ class QuantisedCoder(Coder):
     Args:
         spec: The parameter.
         quantiser: How a stripe becomes bytes.
-        meet: One of `WAYS`.
+        meet: How messages are exchanged.
         reply: How owners encode the sum of a stripe; the quantiser, if it is not given.
     """
 
-    def __init__(self, spec: TensorSpec, quantiser: Quantiser, meet: str, reply: Quantiser | None = None) -> None:
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser, meet: Meet, reply: Quantiser | None = None) -> None:
         #: How a stripe becomes bytes.
         self.quantiser = quantiser
         #: How the sum of a stripe does.
@@ -186,7 +181,7 @@ class QuantisedCoder(Coder):
         for (start, stop), part, size, out in zip(self._stripes, self._ranges, self._sizes, parts, strict=True):
             if size:
                 mine = memory if len(parts) == 1 else memory.part(part.start, part.stop)
-                self.quantiser.encode(values[start:stop], mine, out[:size], self._scratch)
+                self.quantiser.encode(values[start:stop], mine, out[:size], self.scratch)
                 out[size:].zero_()
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
@@ -195,9 +190,9 @@ class QuantisedCoder(Coder):
             return
         self._total.zero_()
         for message in received:
-            self.quantiser.read(message[:size], self._total, self._scratch, 1, add=True)
+            self.quantiser.read(message[:size], self._total, self.scratch, 1, add=True)
         self._process(self._total.view(-1))
-        self.reply.encode(self._total, self.memory[OWNER], out[:answer], self._scratch)
+        self.reply.encode(self._total, self.memory[OWNER], out[:answer], self.scratch)
         out[answer:].zero_()
 
     def _process(self, total: Tensor) -> None:
@@ -220,4 +215,4 @@ class QuantisedCoder(Coder):
         shaped, divisor = out.view(self._shape), self.spec.divisor
         for start, stop, messages in self.by_stripe():
             for number, message in enumerate(messages):
-                self.reply.read(message, shaped[start:stop], self._scratch, divisor, add=number > 0)
+                self.reply.read(message, shaped[start:stop], self.scratch, divisor, add=number > 0)

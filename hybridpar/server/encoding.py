@@ -85,7 +85,7 @@ class PushEncoder:
         states: dict[int, dict[str, Any]] = {}
         for number, (coder, gradient) in enumerate(zip(self._coders, gradients, strict=True)):
             current = coder.working
-            current.use(self._scratch)
+            current.scratch = self._scratch
             full = isinstance(current, Full) and current.spec.wire == torch.float32
             if self._reads_state[number] and not full:
                 states[number] = current.state_dict()
@@ -162,7 +162,7 @@ class PushDecoder:
 
     def _decode(self, number: int, messages: Sequence[Tensor], state: Mapping[str, Any], out: Tensor) -> None:
         coder = self._coders[number].working
-        coder.use(self._scratch)
+        coder.scratch = self._scratch
         if self._reads_state[number]:
             coder.load_state_dict(state)
         if self._remembers[number]:  # some decode otherwise where what is left out stays

@@ -232,7 +232,7 @@ def test_every_access_to_messages_is_ordered_across_lanes() -> None:
 @pytest.mark.parametrize("name", [*CODECS, "powersgd:feedback=off"])
 def test_gradients_that_are_taken_at_once_are_not_needed_afterwards(name: str) -> None:
     codec = read_policy(name).codec_of("x")
-    if not codec.at_once:
+    if not codec.core.at_once:
         return
     outs = []
     for early in (False, True):

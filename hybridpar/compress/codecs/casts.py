@@ -6,12 +6,11 @@ and the range of float32. A gradient that leaves the range arrives as infinity o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec, Wrapper
 from hybridpar.errors import check
 
 #: What floating-point messages can be cast to, by name.
@@ -23,7 +22,6 @@ WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class Float16(Codec):
     """The gradient in float16. DDP's `fp16_compress_hook` does the same."""
 
-    name = "fp16"
     biased = False
     at_once = True
 
@@ -36,21 +34,16 @@ class Float16(Codec):
 class BFloat16(Float16):
     """The gradient in bfloat16. DDP's `bf16_compress_hook` does the same."""
 
-    name = "bf16"
-
 
 @dataclass(frozen=True)
-class Cast(Codec):
+class Cast(Wrapper):
     """Another codec, whose floating-point messages are sent in a shorter type.
 
     Attributes:
-        inner: The codec.
         cast: `fp16` or `bf16`.
     """
 
-    inner: Codec
     cast: str
-    name = "cast"
 
     def __post_init__(self) -> None:
         check(
@@ -59,20 +52,6 @@ class Cast(Codec):
             "Its messages are not floating-point numbers, so there is nothing to cast.",
             "Leave out the cast.",
         )
-
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        """As the codec inside."""
-        return self.inner.biased
-
-    @property
-    def at_once(self) -> bool:  # type: ignore[override]
-        """As the codec inside."""
-        return self.inner.at_once
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """As the codec inside."""
-        return self.inner.fits(shape)
 
     def bind(self, spec: TensorSpec) -> Coder:
         return self.inner.bind(replace(spec, wire=WIRE_TYPES[self.cast]))

@@ -26,7 +26,7 @@ from hybridpar.compress.memory import WORKER
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.sparse import share
-from hybridpar.spec import AT_MOST_1
+from hybridpar.spec import AT_LEAST_1, AT_MOST_1
 
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
@@ -42,16 +42,13 @@ class GlobalRandomK(LargeTensorCodec):
 
     rate: Annotated[float, AT_MOST_1] = 0.01
     levels: Annotated[tuple[int, ...], BITS] = (4,)
-    least: int = 1000
-    name = "grandk_mn"
+    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
-    biased = True
     reads_state = True
     feedback = True
 
     def __post_init__(self) -> None:
         steps_of(self.levels)
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> QueueCoder:
         return QueueCoder(spec, self.rate, steps_of(self.levels))

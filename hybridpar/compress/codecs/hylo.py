@@ -55,8 +55,6 @@ class Hylo(Codec):
     delay: Annotated[int, AT_LEAST_0] = 50
     factor: Annotated[float, FINITE] = 1.5
     cap: Annotated[float, AT_MOST_1] = 0.5
-    name = "hylo"
-    biased = True
     reads_state = True
     feedback = True
     castable = True

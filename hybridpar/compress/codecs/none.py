@@ -12,7 +12,6 @@ from hybridpar.compress.codec import CODECS, Codec, Full, TensorSpec
 class NoCompression(Codec):
     """The gradient as it is: one all-reduce of float32, bit for bit what it is without codecs."""
 
-    name = "none"
     biased = False
     at_once = True
     castable = True

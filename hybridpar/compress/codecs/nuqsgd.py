@@ -46,5 +46,4 @@ class PowerQuantiser(LevelQuantiser):
 class Nuqsgd(Qsgd):
     """Stochastic rounding to powers of two, with the options of `qsgd`."""
 
-    name = "nuqsgd"
     quantiser = PowerQuantiser

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, CODECS, Codec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, pack_bits, select, slices, unpack_bits
-from hybridpar.compress.quantised import Messages, QuantisedCoder, Quantiser, check_meet, put
+from hybridpar.compress.quantised import Meet, Messages, QuantisedCoder, Quantiser, put
 from hybridpar.compress.received import Received, SignGroups, Signs
-from hybridpar.errors import check
+from hybridpar.spec import AT_LEAST_1
 
 
 @CODECS.register("onebit", "1-bit SGD: signs and two means per group, error feedback, sharded exchange")
@@ -39,17 +40,11 @@ class OneBit(Codec):
             send as many, `gather`.
     """
 
-    least: int = 32
-    meet: str = "auto"
-    name = "onebit"
-    biased = True
+    least: Annotated[int, AT_LEAST_1] = 32
+    meet: Meet = "auto"
     at_once = True
     feedback = True
     kernels = ("cpu", "cuda")
-
-    def __post_init__(self) -> None:
-        check(self.least >= 1, f"least={self.least}", "It is a number of values.", "Use 1 or more.")
-        check_meet(self.meet)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether there are groups, long enough to pay for their levels."""

@@ -76,8 +76,6 @@ class OneBitSgd(Codec):
     warm: Annotated[int, AT_LEAST_0] = 0
     bits: bool = True
     least: Annotated[int, AT_LEAST_1] = 32
-    name = "onebit_sgd"
-    biased = True
     feedback = True
     kernels = ("cpu", "cuda")
     gives_sums = False

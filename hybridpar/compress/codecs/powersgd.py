@@ -38,7 +38,7 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
-from hybridpar.compress.memory import WORKER, lay_together, stacked
+from hybridpar.compress.memory import WORKER, Product, lay_together, stacked
 from hybridpar.compress.received import Factors, Received
 from hybridpar.spec import AT_LEAST_0, AT_LEAST_1
 
@@ -48,20 +48,10 @@ _FEW = 8
 _DEPENDENT = 1e-5
 
 
-@dataclass(frozen=True, eq=False)
-class FactorProduct:
-    """A `hybridpar.compress.codec.Product` of float32: the matrix left^T right.
-
-    Attributes:
-        left: A few rows, as long as the matrix has rows.
-        right: As many rows, as long as those of the matrix.
-    """
-
-    left: Tensor
-    right: Tensor
+class FactorProduct(Product):
+    """The product of a step's factors."""
 
     def subtract_from(self, values: Tensor) -> None:
-        """Subtract the matrix."""
         matrix = values.view(self.left.shape[1], self.right.shape[1])
         if not kernels.powersgd_subtract(self.left, self.right, matrix):
             matrix.addmm_(self.left.t(), self.right, alpha=-1)
@@ -79,8 +69,6 @@ class PowerSgd(Codec):
 
     rank: Annotated[int, AT_LEAST_1] = 2
     gain: Annotated[float, AT_LEAST_0] = 2.0
-    name = "powersgd"
-    biased = True
     feedback = True
     castable = True
     kernels = ("cpu",)

@@ -21,8 +21,8 @@ from typing import Annotated, ClassVar, Literal
 from hybridpar.compress.codec import CHUNK, CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.levels import LevelQuantiser
 from hybridpar.compress.noise import Noise
-from hybridpar.compress.quantised import QuantisedCoder
-from hybridpar.spec import between
+from hybridpar.compress.quantised import Meet, QuantisedCoder
+from hybridpar.spec import AT_LEAST_1, between
 
 
 @CODECS.register("qsgd", "QSGD: unbiased rounding to even steps of the Euclidean norm of each bucket")
@@ -41,10 +41,9 @@ class Qsgd(LargeTensorCodec):
 
     bits: Annotated[int, between(2, 8)] = 4
     bucket: Annotated[int, between(1, CHUNK)] = 512
-    meet: Literal["auto", "shard", "gather"] = "auto"
+    meet: Meet = "auto"
     rounding: Literal["random", "zero"] = "random"
-    least: int = 1000
-    name = "qsgd"
+    least: Annotated[int, AT_LEAST_1] = 1000
     at_once = True
     quantiser: ClassVar[type[LevelQuantiser]] = LevelQuantiser
 

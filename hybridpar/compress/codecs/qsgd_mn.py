@@ -25,7 +25,7 @@ from hybridpar.compress.codec import CODECS, Coder, LargeTensorCodec, TensorSpec
 from hybridpar.compress.levels import LevelQuantiser
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.quantised import QuantisedCoder
-from hybridpar.spec import between
+from hybridpar.spec import AT_LEAST_1, between
 
 
 @CODECS.register("qsgd_mn", "QSGD-MaxNorm: unbiased rounding to 2**bits - 1 levels of one agreed scale")
@@ -44,8 +44,7 @@ class QsgdMaxNorm(LargeTensorCodec):
     bits: Annotated[int, between(1, 8)] = 4
     meet: Literal["sum", "shard"] = "sum"
     rounding: Literal["random", "zero"] = "random"
-    least: int = 1000
-    name = "qsgd_mn"
+    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
 
     @property

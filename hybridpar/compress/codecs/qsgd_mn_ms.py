@@ -18,6 +18,7 @@ from typing import Annotated
 
 from hybridpar.compress.agreed import BITS, GridsCoder, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
+from hybridpar.spec import AT_LEAST_1
 
 
 @CODECS.register(
@@ -33,14 +34,12 @@ class QsgdMultiScale(LargeTensorCodec):
     """
 
     levels: Annotated[tuple[int, ...], BITS] = (4, 6, 8)
-    least: int = 1000
-    name = "qsgd_mn_ms"
+    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
         steps_of(self.levels)
-        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> GridsCoder:
         return GridsCoder(spec, steps_of(self.levels))

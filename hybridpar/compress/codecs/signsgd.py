@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import ALIGN, bits_size, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import QuantisedCoder, Quantiser, put
+from hybridpar.spec import AT_LEAST_1
 
 
 @CODECS.register("signsgd", "signSGD: workers vote on each element's sign, one bit both ways")
@@ -35,9 +36,7 @@ class SignSgd(LargeTensorCodec):
     """
 
     level: Literal["mean", "one"] = "mean"
-    least: int = 1000
-    name = "signsgd"
-    biased = True
+    least: Annotated[int, AT_LEAST_1] = 1000
     at_once = True
     # A worker that was outvoted has not sent what it voted for, and does not know what it has sent instead.
     takes_feedback = False
@@ -101,7 +100,7 @@ class MajorityCoder(QuantisedCoder):
         level.copy_(levels.max() if self.quantiser.plain else levels.mean())
         for part in slices(len(self._total)):
             count = part.stop - part.start
-            votes = self._scratch.take("votes", count).fill_(-len(received) / 2)
+            votes = self.scratch.take("votes", count).fill_(-len(received) / 2)
             for message in received:
                 votes.add_(unpack_bits(parts_of(message)[1][bytes_of(part)], count))
             pack_bits(votes >= 0, bits[bytes_of(part)])

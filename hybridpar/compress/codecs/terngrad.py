@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybridpar.compress.agreed import GridsCoder
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
-from hybridpar.spec import Rule
+from hybridpar.spec import AT_LEAST_1, Rule
 
 #: Below 1 all elements could be clipped.
 _CLIP = Rule("0 for none, or at least 1 and finite", lambda number: number == 0 or 1 <= number < math.inf)
@@ -42,8 +42,7 @@ class TernGrad(LargeTensorCodec):
     """
 
     clip: Annotated[float, _CLIP] = 2.5
-    least: int = 1000
-    name = "terngrad"
+    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     takes_feedback = False
 

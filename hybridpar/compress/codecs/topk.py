@@ -24,7 +24,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, Coder, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.sparse import Picks, largest, share
-from hybridpar.spec import AT_MOST_1
+from hybridpar.spec import AT_LEAST_1, AT_MOST_1
 
 
 @CODECS.register("topk", "top-k: the largest elements of each worker with their places, error feedback")
@@ -40,9 +40,7 @@ class TopK(LargeTensorCodec):
 
     rate: Annotated[float, AT_MOST_1] = 0.01
     scope: Literal["layer", "bucket"] = "layer"
-    least: int = 1000
-    name = "topk"
-    biased = True
+    least: Annotated[int, AT_LEAST_1] = 1000
     feedback = True
     castable = True
 
@@ -64,7 +62,7 @@ class LargestCoder(Coder):
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         self._values = self.memory[WORKER].take(self.gradient)
-        indices = largest(self._values, self._picks.picked, self._scratch)
+        indices = largest(self._values, self._picks.picked, self.scratch)
         values = self._values.index_select(0, indices)
         left = values - self._picks.write(values, indices, parts[0])
         if self.memory[WORKER].keeps:
@@ -96,7 +94,7 @@ class LargestOfBucketCoder(LargestCoder):
         bucket = _Bucket([coder for coder, _ in together])
         v = torch.cat([coder._values for coder in bucket.coders])
         room = [coder._picks.picked for coder in bucket.coders]
-        indices = largest(v, sum(room), together[0][0]._scratch)
+        indices = largest(v, sum(room), together[0][0].scratch)
         values = v.index_select(0, indices)
         sent = [  # a message has any elements, not those of its coder alone
             coder._picks.write(mine, where, out)

@@ -27,9 +27,9 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, magnitude, pack_bits, slices, unpack_bits
-from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser, put
+from hybridpar.compress.quantised import Meet, Plain, QuantisedCoder, Quantiser, put
 from hybridpar.errors import check
-from hybridpar.spec import AT_MOST_1, FINITE
+from hybridpar.spec import AT_LEAST_1, AT_MOST_1, FINITE
 
 #: Bytes before the codes of a stripe: the level.
 _HEAD = 4
@@ -55,16 +55,13 @@ class TwoBit(LargeTensorCodec):
     factor: Annotated[float, FINITE] = 1.5
     cap: Annotated[float, AT_MOST_1] = 0.5
     pull: Literal["codes", "full"] = "codes"
-    least: int = 1000
-    meet: Literal["auto", "shard", "gather"] = "auto"
-    name = "twobit"
-    biased = True
+    least: Annotated[int, AT_LEAST_1] = 1000
+    meet: Meet = "auto"
     at_once = True
     feedback = True
     kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         useless = self.pull == "full" and self.meet == "gather"
         check(not useless, "pull=full with meet=gather", "Where all send to all nobody owns a sum.", "Leave one out.")
 

@@ -17,7 +17,7 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,13 +66,10 @@ class CpuKernels:
 
     def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
         """Call the encoder that leaves what is not sent in the type of the residual, or nowhere."""
-        halves, factor = (0, 0), 0.0
+        left, pending, factor = memory.addresses(values.numel())
         if isinstance(memory, Residual):
-            left, pending = memory.halves()
-            assert left.numel() == pending.numel() == values.numel()
-            name += "_keep" if left.dtype == torch.float32 else "_short"
-            halves, factor = (left.data_ptr(), pending.data_ptr()), memory.factor
-        self.functions[name](values.data_ptr(), *halves, *arguments, factor)
+            name += "_keep" if memory.pending.dtype == torch.float32 else "_short"
+        self.functions[name](values.data_ptr(), left, pending, *arguments, factor)
 
 
 @functools.cache
@@ -132,7 +129,7 @@ def onebit_encode(
     by_warps = length <= cuda.WARP_VALUES
     kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
     blocks = -(-groups // cuda.WARPS) if by_warps else groups
-    left, pending, factor = cuda.halves(memory, values.numel())
+    left, pending, factor = memory.addresses(values.numel())
     kernels.launch(kernel, blocks, values.data_ptr(), left, pending, *made, groups, length, factor)
     return True
 
@@ -174,7 +171,7 @@ def twobit_encode(
     if isinstance(kernels, CpuKernels):
         kernels.encode("twobit_encode", values, memory, *made, count, _streams(values), *rule)
         return True
-    left, pending, factor = cuda.halves(memory, count)
+    left, pending, factor = memory.addresses(count)
     source = values.data_ptr(), left
     parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
     blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
@@ -265,65 +262,44 @@ def powersgd_left(values: Tensor, memory: Memory, right: Tensor, out: Tensor) ->
     if not isinstance(memory, Residual):
         return False
     left, owed = memory.unsettled()
-    factors = (right, out) if owed is None else (right, out, owed.left, owed.right)
-    kernels = _factor_kernels(*factors, values, left, memory.pending)
-    if kernels is None:
-        return False
     first, second = (torch.zeros_like(out), right) if owed is None else (owed.left, owed.right)
-    _check_factors(out, right, values)
-    _check_factors(first, second, values)
     assert left.numel() == memory.pending.numel() == values.numel()
-    addresses = values.data_ptr(), left.data_ptr(), first.data_ptr(), second.data_ptr(), memory.pending.data_ptr()
-    numbers = right.data_ptr(), out.data_ptr(), *values.shape, _streams(values)
-    kernels.functions[f"powersgd_left{right.shape[0]}"](*addresses, *numbers, memory.factor)
-    return True
+    tensors = values, left, first, second, memory.pending, right, out
+    pairs = (out, right), (first, second)
+    return _by_factors("powersgd_left", pairs, values, tensors, _streams(values), memory.factor)
 
 
 def powersgd_right(memory: Memory, left: Tensor, out: Tensor) -> bool:
     """Set out = left v, of what `powersgd_left` has left."""
     if not isinstance(memory, Residual):
         return False
-    kernels = _factor_kernels(left, out, memory.pending)
-    if kernels is None:
-        return False
     matrix = memory.pending.view(left.shape[1], out.shape[1])
-    _check_factors(left, out, matrix)
-    addresses = matrix.data_ptr(), left.data_ptr(), out.data_ptr()
-    kernels.functions[f"powersgd_right{left.shape[0]}"](*addresses, *matrix.shape)
-    return True
+    return _by_factors("powersgd_right", [(left, out)], matrix, (matrix, left, out))
 
 
 def powersgd_product(left: Tensor, right: Tensor, out: Tensor, scale: float) -> bool:
     """Set out = scale * left^T right."""
-    return _by_factors("powersgd_product", left, right, out, _streams(out), scale)
+    return _by_factors("powersgd_product", [(left, right)], out, (left, right, out), _streams(out), scale)
 
 
 def powersgd_subtract(left: Tensor, right: Tensor, out: Tensor) -> bool:
     """Set out -= left^T right, rounded as `powersgd_left` rounds what it subtracts."""
-    return _by_factors("powersgd_subtract", left, right, out)
+    return _by_factors("powersgd_subtract", [(left, right)], out, (left, right, out))
 
 
-def _by_factors(name: str, left: Tensor, right: Tensor, out: Tensor, *numbers: float) -> bool:
-    """Call a kernel that changes a matrix by two factors; whether there is one."""
-    kernels = _factor_kernels(left, right, out)
-    if kernels is None:
+def _by_factors(
+    name: str, pairs: Sequence[tuple[Tensor, Tensor]], matrix: Tensor, tensors: Sequence[Tensor], *numbers: float
+) -> bool:
+    """Call a kernel for a matrix and factors of it; whether there is one for factors of so many rows."""
+    kernels, rows = _kernels(*tensors), len(pairs[0][0])
+    function = kernels.functions.get(f"{name}{rows}") if isinstance(kernels, CpuKernels) else None
+    if function is None:
         return False
-    _check_factors(left, right, out)
-    kernels.functions[f"{name}{left.shape[0]}"](*(one.data_ptr() for one in (left, right, out)), *out.shape, *numbers)
+    for left, right in pairs:
+        assert len(left) == len(right) == rows
+        assert (left.shape[1], right.shape[1]) == matrix.shape
+    function(*(tensor.data_ptr() for tensor in tensors), *matrix.shape, *numbers)
     return True
-
-
-def _check_factors(left: Tensor, right: Tensor, matrix: Tensor) -> None:
-    assert (left.shape[1], right.shape[1]) == matrix.shape
-    assert left.shape[0] == right.shape[0]
-
-
-def _factor_kernels(factor: Tensor, *others: Tensor) -> CpuKernels | None:
-    """The kernels for factors of so many rows; None where there are none."""
-    kernels = _kernels(factor, *others)
-    if isinstance(kernels, CpuKernels) and f"powersgd_left{factor.shape[0]}" in kernels.functions:
-        return kernels
-    return None
 
 
 def _is_short(memory: Memory) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from hybridpar.codegen.nvrtc import load_cuda_kernels
-from hybridpar.compress.memory import Memory, Residual
 
 #: The kernels' source.
 SOURCE = Path(__file__).with_name("codec.cu")
@@ -69,14 +68,6 @@ class CudaKernels:
         """Launch a kernel on the current stream; of no blocks there is nothing to launch."""
         if blocks:
             self.functions[kernel]((blocks, 1, 1), (THREADS, 1, 1), *arguments)
-
-
-def halves(memory: Memory, count: int) -> tuple[int, int, float]:
-    """Addresses of what is left of so many values and of what will be, and the factor of the former."""
-    if isinstance(memory, Residual):
-        assert memory.left.numel() == memory.pending.numel() == count
-        return memory.left.data_ptr(), memory.pending.data_ptr(), memory.factor
-    return 0, 0, 1.0
 
 
 def blocks_of(count: int, most: int | None = None) -> int:
