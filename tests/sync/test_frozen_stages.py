@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 STEPS, CLIP = 30, 0.1
 CUT = {"stages": 2, "placement": "0,0;1,1"}
@@ -102,3 +102,23 @@ def test_a_frozen_stage_tells_nothing_that_nobody_reads():
     # A socket takes a few hundred messages; then who sends one more waits for the whole time-out. The other stage has
     # told the end of the last step.
     assert run_ranks(unread_messages, 2) == [[0, 1], [0, 1]]
+
+
+def freeze_on_rank_1(world: World, options: dict[str, Any]) -> None:
+    """Take a step after a layer was frozen on one worker only."""
+    net = make_net()
+    x, y = torch.randn(8, 12), torch.arange(8) % 5
+    with make_trainer(net, world, x, **options) as trainer:
+        for _ in range(2):
+            trainer.step((x, y))
+        trainer.wait()
+        net[2].requires_grad_(world.rank == 0)
+        trainer.step((x, y))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("options", [{}, {"compress": "onebit"}], ids=str)
+def test_workers_that_train_different_parameters_are_refused(options, shared):
+    with pytest.raises(RankError) as raised:
+        run_ranks(freeze_on_rank_1, 2, options, shared_memory=shared, timeout=60)
+    assert str(raised.value).count("SyncError: the workers do not train the same parameters") >= 2
