@@ -68,8 +68,9 @@ class ParameterCoders:
         self._own_place = place
         self._leaders = Leaders(nodes.leaders if nodes is not None else 1)
         self._coders: dict[str, Coder] = {}
-        #: Those that are to know the learning rate of the coming steps.
+        #: Those that are to know learning rates.
         self.rescaling: list[RescaledCoder] = []
+        self._rate: float | None = None
         self._saved: dict[str, Any] = {}
         self._samples = 1.0
 
@@ -84,6 +85,19 @@ class ParameterCoders:
         # A node hands over the part of the mean that it has to add.
         share = len(self._members) / sum(map(len, self._members)) if self._average else 1.0
         return NodeExchange([one.numel() for one in parameters], coders, share)
+
+    def set_rate(self, learning_rate: float) -> None:
+        """Say which learning rate the coming steps use, for error feedback with `rescale`.
+
+        It counts once the step before is settled, which is of another rate.
+        """
+        self._rate = learning_rate
+
+    def use_rate(self) -> None:
+        """All steps before are settled: the coming ones have the rate that was said last."""
+        if self._rate is not None:
+            for coder in self.rescaling:
+                coder.set_rate(self._rate)
 
     def set_batch_scale(self, samples: float) -> None:
         """Say how many samples the coming steps have."""

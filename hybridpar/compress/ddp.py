@@ -145,6 +145,7 @@ class CodecState(ParameterCoders):
             )
         if bucket.index() == 0:
             self.settle()
+            self.use_rate()
             self.traffic = Traffic()
         exchange = self._exchange_of(parameters)
         self.traffic += exchange.traffic

@@ -122,7 +122,7 @@ class Sum(Received):
             out.add_(other)
 
     def is_finite(self) -> bool:
-        return bool(torch.isfinite(torch.cat(list(self._terms))).all())
+        return all([bool(torch.isfinite(term).all()) for term in self._terms])  # noqa: C419 - a call for each otherwise
 
     def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
         kernel, first = options.kernels.get("sgd"), self._terms[0]
@@ -134,7 +134,7 @@ class Sum(Received):
         numbers = count, len(self._terms), apart // first.element_size()
         kernel(*addresses, squares.data_ptr(), *numbers, *options.rates)
         if count < weight.numel():  # elements that fill no vector
-            rest = torch.empty(weight.numel() - count)
+            rest = torch.empty(weight.numel() - count, dtype=weight.dtype)
             self.write(rest, count)
             rest.mul_(options.factor)
             squares += torch.dot(rest, rest)

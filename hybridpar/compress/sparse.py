@@ -89,7 +89,7 @@ class Picks:
             divisor: At least 1.
         """
         values, indices = self.parts(message)
-        out.index_add_(0, indices.to(torch.int64), values.to(torch.float32).div_(divisor))
+        out.index_add_(0, indices.to(torch.int64), values.to(torch.float32) / divisor)
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Values and indices of a message.

@@ -157,6 +157,13 @@ class Compression(ParameterCoders):
         if self._undecided is not None:
             (decision, unused, costs), self._undecided = self._undecided, None
             self.settle(decision.committed, unused, costs)
+            self.use_rate()
+
+    def set_rate(self, learning_rate: float) -> None:
+        """Say which learning rate the coming steps use, see `ParameterCoders`."""
+        super().set_rate(learning_rate)
+        if self._undecided is None:
+            self.use_rate()
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """For each parameter the codec that it is sent as, and bytes of a step: as it is, and as that codec.

@@ -67,8 +67,7 @@ class DelayedReducer(Reducer):
         """On the stage's lane: bring the gradients that wait together in their buckets."""
         if self.compression is not None:
             self.compression.catch_up()
-            for coder in self.compression.rescaling:
-                coder.set_rate(self._rate)
+            self.compression.set_rate(self._rate)
         waiting, self._waiting = self._waiting, {}
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._used = [slot.name in waiting for slot in slots]

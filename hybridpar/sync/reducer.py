@@ -193,9 +193,8 @@ class Reducer:
         if self.compression is not None:
             if self._encodes or not self._inline:
                 self.compression.catch_up()
-            if rate is not None:
-                for coder in self.compression.rescaling:
-                    coder.set_rate(rate)
+            if rate is not None and self.compression.rescaling:
+                self.compression.set_rate(rate)
         for meeting in self._meetings:
             meeting.open()
         step.releasing = True

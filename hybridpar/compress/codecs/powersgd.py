@@ -119,7 +119,7 @@ class LowRank(Coder):
         for coder in () if index else coders:
             coder._begin()
         factors = orthonormal([coder._p if index else coder._q.now for coder in coders])
-        groups: dict[tuple[int, ...], list[tuple[LowRank, Tensor, Tensor]]] = {}
+        groups: dict[tuple[object, ...], list[tuple[LowRank, Tensor, Tensor]]] = {}
         for coder, factor, (part,) in zip(coders, factors, parts, strict=True):
             if index:
                 coder._p, coder._is_orthonormal = factor, True
@@ -127,7 +127,7 @@ class LowRank(Coder):
             if _one_by_one(coder.spec.device):
                 coder._multiply(index, factor, message)
             else:
-                groups.setdefault((*factor.shape, *message.shape), []).append((coder, factor, message))
+                groups.setdefault((factor.shape, part.shape, part.dtype), []).append((coder, factor, message))
         for group in groups.values():
             _multiply_together(index, *zip(*group, strict=True))
 

@@ -291,6 +291,8 @@ def _by_factors(
     name: str, pairs: Sequence[tuple[Tensor, Tensor]], matrix: Tensor, tensors: Sequence[Tensor], *numbers: float
 ) -> bool:
     """Call a kernel for a matrix and factors of it; whether there is one for factors of so many rows."""
+    if matrix.device.type != "cpu":  # other kernels of a GPU are not loaded for that
+        return False
     kernels, rows = _kernels(*tensors), len(pairs[0][0])
     function = kernels.functions.get(f"{name}{rows}") if isinstance(kernels, CpuKernels) else None
     if function is None:
