@@ -413,8 +413,6 @@ class Exchange:
         """
         timer = PhaseTimer(self.coders[0].spec.device, encode_ms)
         self._meet(group, timer, written=True)
-        if not self.received:  # it stays where it came to be in this step
-            self.received = [coder.received() for coder in self._working]
         return timer
 
     def _meet(self, group: Group, timer: PhaseTimer, *, written: bool) -> None:
@@ -431,6 +429,8 @@ class Exchange:
             meeting.meet(group, timer)
             meeting.read()
             timer.end(Phase.DECODE)
+        if not self.received:  # it stays where it came to be in this step
+            self.received = [coder.received() for coder in self._working]
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """The step counts.
