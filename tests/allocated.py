@@ -73,17 +73,17 @@ def counting(*alive: torch.Tensor) -> Iterator[Allocated]:
     Yields:
         The count.
     """
-    count, run = Allocated(), cpu._Task._run_in_modes
+    count, run = Allocated(), cpu._Task.run
     count.add(alive)
     del alive
 
-    def watched(task: Any) -> None:
+    def watched(task: Any, worker: Any) -> None:
         with _Watch(count):
-            run(task)
+            run(task, worker)
 
-    cpu._Task._run_in_modes = watched  # type: ignore[method-assign]
+    cpu._Task.run = watched  # type: ignore[method-assign]
     try:
         with _Watch(count):
             yield count
     finally:
-        cpu._Task._run_in_modes = run  # type: ignore[method-assign]
+        cpu._Task.run = run  # type: ignore[method-assign]

@@ -109,15 +109,9 @@ class TimedCoder(Coder):
     """
 
     def __init__(self, inner: Coder) -> None:
-        super().__init__(inner.spec)
-        self._inner, self._worker = inner, inner
+        super().__init__(inner.spec, inner.working.rounds)
+        self._inner, self._worker = inner, inner.working
         self.seconds = {"encode": 0.0, "merge": 0.0, "decode": 0.0}
-
-    def open(self) -> Coder:
-        """The inner coder may have another one work."""
-        self._worker = self._inner.open()
-        self.rounds = self._worker.rounds
-        return self
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -125,13 +119,9 @@ class TimedCoder(Coder):
         yield
         self.seconds[part] += time.thread_time() - begin
 
-    def begin(self, gradient: Tensor) -> None:
-        """Begin a gradient; counts as encoding."""
-        with self._timed("encode"):
-            self._worker.begin(gradient)
-
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         """Write a message; counts as encoding."""
+        self._worker.gradient, self._worker.scratch = self.gradient, self.scratch
         with self._timed("encode"):
             self._worker.write(index, parts)
 
@@ -150,13 +140,11 @@ class TimedCoder(Coder):
         with self._timed("decode"):
             self._worker.finish(out)
 
-    def use(self, scratch: Scratch) -> None:
-        """Hand on the memory."""
-        self._worker.scratch = scratch
-
     def commit(self) -> None:
-        """Hand on that the step counts."""
+        """Hand on that the step counts; another coder may work in the next."""
         self._inner.commit()
+        self._worker = self._inner.working
+        self.rounds = self._worker.rounds
 
 
 def _decode_add(
