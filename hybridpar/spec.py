@@ -68,7 +68,7 @@ def read_fields(label: str, text: str, kind: type[_T]) -> _T:
     types_of = fields_of(kind)
     needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
     given = split_fields(label, text, needed, [name for name, one in types_of.items() if one is bool])
-    values = read_values(label, given, types_of)
+    values = read_values(label, given, types_of, defaults_of(kind))
     if missing := [name for name in needed if name not in values]:
         raise UsageError(label, f"It needs {missing[0]}.", f"Add {missing[0]}=VALUE.")
     return kind(**values)
@@ -78,6 +78,11 @@ def fields_of(kind: type) -> Mapping[str, Any]:
     """Names and types of the fields of a dataclass, in order."""
     types_of = typing.get_type_hints(kind, include_extras=True)
     return {field.name: types_of[field.name] for field in dataclasses.fields(kind)}
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """Defaults of the fields of a dataclass that have any."""
+    return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
 def split_fields(label: str, text: str, unnamed: Collection[str] = (), flags: Collection[str] = ()) -> dict[str, str]:
@@ -98,16 +103,18 @@ def split_fields(label: str, text: str, unnamed: Collection[str] = (), flags: Co
     return given
 
 
-def read_values(label: str, given: Mapping[str, str], types_of: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as their types say."""
+def read_values(
+    label: str, given: Mapping[str, str], types_of: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Values as their types say; errors name the default."""
     for key in given:
         if key not in types_of:
             fix = nearest(key, types_of) if types_of else "It takes no options."
             raise UsageError(f"{label} has no option {shortened(repr(key))}", fix=fix)
-    return {key: _read(label, key, value, types_of[key]) for key, value in given.items()}
+    return {key: _read(label, key, value, types_of[key], defaults) for key, value in given.items()}
 
 
-def _read(label: str, key: str, text: str, kind: Any) -> Any:
+def _read(label: str, key: str, text: str, kind: Any, defaults: Mapping[str, Any]) -> Any:
     rules: list[Rule] = []
     if typing.get_origin(kind) is Annotated:
         kind, *rules = typing.get_args(kind)
@@ -127,8 +134,14 @@ def _read(label: str, key: str, text: str, kind: Any) -> Any:
     values = tuple(_convert(what, key, one.strip(), kind) for one in (text.split("/") if several else (text,)))
     for rule in rules:
         if not all(map(rule.holds, values)):
-            raise UsageError(what, f"{'They' if several else 'It'} must be {rule.text}.")
+            usual = defaults.get(key)
+            fix = "" if key not in defaults else "Leave it out." if usual is None else f"Use {key}={_text_of(usual)}."
+            raise UsageError(what, f"{'They' if several else 'It'} must be {rule.text}.", fix)
     return values if several else values[0]
+
+
+def _text_of(value: Any) -> str:
+    return "/".join(map(_text_of, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
 def _convert(what: str, key: str, text: str, kind: Any) -> Any:

@@ -26,11 +26,15 @@ from hybridpar.spec import between
 BITS = between(1, 16)
 
 
-def steps_of(bits: Sequence[int]) -> tuple[int, ...]:
-    """Steps from zero to the scale of grids of so many bits, coarsest first."""
+def check_grids(codec: str, bits: Sequence[int]) -> None:
+    """Refuse grids of so many bits that a codec was given, unless they come coarsest first."""
     ascending = all(left < right for left, right in pairwise(bits))
-    what = f"grids of {'/'.join(map(str, bits))} bits"
-    check(ascending and bits[0] <= 8, what, "They go from coarse to fine, and the first has at most 8.", "Use 4/8.")
+    what = f"codec {codec!r}: grids of {'/'.join(map(str, bits))} bits"
+    check(ascending and bits[0] <= 8, what, "They go from coarse to fine, the first of 8 at most.", "Use 4 and 8 bits.")
+
+
+def steps_of(bits: Sequence[int]) -> tuple[int, ...]:
+    """Steps from zero to the scale of grids of so many bits."""
     return tuple(2**width - 1 for width in bits)
 
 

@@ -39,7 +39,7 @@ from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
 from hybridpar.errors import HybridparError, UsageError, check, shortened
-from hybridpar.spec import fields_of, read_values, split_fields
+from hybridpar.spec import defaults_of, fields_of, read_values, split_fields
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ def parse_codec(text: str) -> Codec:
     kind = CODECS.get(name)
     own, around = _options(kind), _options(ErrorFeedback)
     types_of = {"feedback": bool, "cast": Literal["fp16", "bf16"], **around, **own}
-    values = read_values(f"codec {name!r}", split_fields(repr(text), tail), types_of)
+    defaults = {**defaults_of(ErrorFeedback), **defaults_of(kind)}
+    values = read_values(f"codec {name!r}", split_fields(repr(text), tail), types_of, defaults)
     codec: Codec = kind(**_chosen(values, own))
     if "cast" in values:
         codec = Cast(codec, values["cast"])

@@ -12,7 +12,7 @@ from typing import Any
 from hybridpar.errors import CheckpointError
 from hybridpar.formats.file_reader import read_json
 
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 _WHOLE = re.compile(r"^step-(\d+)(\.replaced)?$")
 
 #: Keys of a manifest and their types.

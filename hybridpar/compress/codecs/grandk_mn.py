@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from hybridpar.compress.agreed import BITS, GridsCoder, steps_of
+from hybridpar.compress.agreed import BITS, GridsCoder, check_grids, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.packing import magnitude
@@ -48,7 +48,7 @@ class GlobalRandomK(LargeTensorCodec):
     feedback = True
 
     def __post_init__(self) -> None:
-        steps_of(self.levels)
+        check_grids(self.name, self.levels)
 
     def bind(self, spec: TensorSpec) -> QueueCoder:
         return QueueCoder(spec, self.rate, steps_of(self.levels))
@@ -63,21 +63,22 @@ class QueueCoder(GridsCoder):
         super().__init__(spec, steps, count=math.ceil(spec.count / turns))
         self._queue, self._drawn = torch.empty(0), -1
         self._picked = torch.zeros(self._count, dtype=torch.float32, device=spec.device)
-        self._indices = self._all = torch.empty(0)
+        self._all = torch.empty(0)
 
     def _begin(self) -> None:
         super()._begin()
-        self._all, self._indices = self._values, self._next()
+        self._all, indices = self._values, self._next()
         self._values = self._picked.zero_()
-        picked = self._picked[: self._indices.numel()]
-        torch.index_select(self._all, 0, self._indices, out=picked)
+        picked = self._picked[: indices.numel()]
+        torch.index_select(self._all, 0, indices, out=picked)
         # A number that is not finite is seen by all in the step in which it comes, whoever's turn it is: 0 or NaN.
         picked.add_(magnitude(self.gradient) * 0)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         super().write(index, parts)
         if self.memory[WORKER].keeps and index == len(self.rounds) - 1:
-            self._all.index_copy_(0, self._indices, self._picked[: self._indices.numel()])
+            indices = self._next()
+            self._all.index_copy_(0, indices, self._picked[: indices.numel()])
 
     def finish(self, out: Tensor) -> None:
         super().finish(self._picked)

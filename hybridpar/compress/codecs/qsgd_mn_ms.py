@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from hybridpar.compress.agreed import BITS, GridsCoder, steps_of
+from hybridpar.compress.agreed import BITS, GridsCoder, check_grids, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.spec import AT_LEAST_1
 
@@ -39,7 +39,7 @@ class QsgdMultiScale(LargeTensorCodec):
     biased = False
 
     def __post_init__(self) -> None:
-        steps_of(self.levels)
+        check_grids(self.name, self.levels)
 
     def bind(self, spec: TensorSpec) -> GridsCoder:
         return GridsCoder(spec, steps_of(self.levels))

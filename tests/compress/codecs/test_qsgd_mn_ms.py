@@ -56,7 +56,7 @@ def test_each_finer_grid_costs_one_bit() -> None:
     ("levels", "rule"),
     [
         ("4/4", "from coarse to fine"),
-        ("9/12", "the first has at most 8"),
+        ("9/12", "the first of 8 at most"),
         ("0/3", "They must be from 1 to 16"),
         ("4/17", "They must be from 1 to 16"),
         ("4/", "a whole number"),
