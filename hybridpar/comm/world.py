@@ -295,6 +295,8 @@ class World:
                 raised = answer if problem is None or rank != self.rank else problem
                 raised.is_repeated = rank != self.rank
                 raise raised
+        if problem is not None:  # of who replaces a worker that died, and had no problem
+            raise problem
         return done
 
     @contextlib.contextmanager

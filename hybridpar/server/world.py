@@ -67,7 +67,8 @@ class ServerWorld(World):
 
     def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
         """What worker 0 decides, or decided before the worker died that this process replaces."""
-        if self._servers is None and self._is_said(f"{self._occasion}/{self._number + 1}/{self.rank}"):
+        # First all say whether they had a problem, then worker 0 what it decided; it may have died between the two.
+        if self._servers is None and self._is_said(f"{self._occasion}/{self._number + 2}/0"):
             return super().from_main(lambda: None, patience)  # type: ignore[return-value]
         return super().from_main(decide, patience)
 

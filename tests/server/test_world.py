@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybridpar.errors import SyncError, UsageError
+from hybridpar.formats.messages import pack
 from hybridpar.server.process import Process
 from hybridpar.server.world import ServerWorld
 from tests.server.serving import TOKEN, together
@@ -26,6 +29,27 @@ def test_who_replaces_a_worker_hears_what_was_decided():
     assert together([lambda w=w: start(w, 1) for w in worlds(store)]) == [(1, [0, 1, 2], 2)] * 3
     for world in worlds(store, joins=True):
         assert start(world, 100) == (1, [0, 1, 2], 2)
+
+
+def test_who_replaces_worker_0_decides_what_it_had_not_said():
+    """Worker 0 dies when it has said that it had no problem, and before it says what it decided."""
+    store = dist.HashStore()
+    dying, *others = worlds(store)
+    with mock.patch.object(dying, "_hear", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        start(dying, 1)
+    instead = worlds(store, joins=True)[0]
+    assert together([lambda w=w: start(w, 100) for w in (instead, *others)]) == [(100, [0, 1, 2], 200)] * 3
+
+
+def test_a_problem_of_who_replaces_worker_0_is_raised_where_it_had_had_none():
+    def fail():
+        raise UsageError("the disk is full")
+
+    store = dist.HashStore()
+    for world in worlds(store):
+        world._say(f"start/here:1/1/{world.rank}", pack(None))
+    with pytest.raises(UsageError, match="the disk is full"):
+        worlds(store, joins=True)[0].from_main(fail)
 
 
 def test_another_attempt_decides_anew_where_the_store_is_still_there():
