@@ -486,8 +486,9 @@ class Run(RunLog):
                     self._save()
             if self._stopping:
                 break
-            if self.is_main or not self.independent:
-                self._test(epoch)
+            # An answer may tell of the end of the run in an epoch before the last.
+            if (self.is_main or not self.independent) and self._test(epoch):
+                break
         if self._stopping:
             self._save()
         with self.clock.away():
@@ -502,8 +503,8 @@ class Run(RunLog):
             for row in rows:
                 self._note_step(served.record(self._latest, row), text)
 
-    def _test(self, epoch: int) -> None:
-        """Test at the end of an epoch, or of the run within it."""
+    def _test(self, epoch: int) -> bool:
+        """Test at the end of an epoch, or of the run within it; whether that was the last test."""
         at, per_epoch = self.at, self.batches.steps_per_epoch
         with self.clock.away(), outside("testing"):
             evaluation = self.trainer.evaluate(self.test)
@@ -518,6 +519,7 @@ class Run(RunLog):
             self.trainer.note_metric(evaluation.accuracy)
         if self._note_epoch(epoch, self.trainer.steps_done, evaluation, averaged, last=last):
             self._save()
+        return last
 
     def _tune_shares(self, result: StepResult, record: StepRecord) -> None:
         """Change the shares of the steps to come, where it was measured that other ones are faster."""

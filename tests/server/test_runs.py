@@ -7,13 +7,16 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
+from hybridpar.run.served_trainer import ServedTrainer
 from hybridpar.train.checkpoint import load_checkpoint
+from hybridpar.train.step_result import StepResult
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
 from tests.server.jobs import ends, job, pids, replacement, store, train_process
@@ -165,6 +168,22 @@ def test_an_asynchronous_run_in_figures(tmp_path):
     steps = [row for row in rows if "event" not in row]
     assert all(row["staleness"] is not None and row["queued"] >= 1 for row in steps)
     assert sum(row["samples"] for row in steps) == 2 * 96
+
+
+def test_a_run_that_others_end_epochs_ahead_is_tested_once(tmp_path, monkeypatch):
+    """The last step of worker 0 is in the first epoch, and the next answer is that all steps are done."""
+    step = ServedTrainer.step
+
+    def steps(trainer: ServedTrainer, *given: Any, **more: Any) -> StepResult:
+        result = step(trainer, *given, **more)
+        while 6 <= result.step < 15:
+            result = step(trainer, *given, **more)
+        return result
+
+    monkeypatch.setattr(ServedTrainer, "step", steps)
+    assert train(tmp_path / "run", sync="ps-async,servers=0", steps=15) == 0
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [(line["epoch"], line["step"]) for line in lines if "event" in line] == [(2, 15)]
 
 
 def test_kill_9_of_a_worker_leaves_the_others_training(tmp_path):
