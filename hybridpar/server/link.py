@@ -201,13 +201,15 @@ class Servers:
 
     def states(self) -> list[wire.ShardState]:
         """All that a checkpoint keeps of each shard."""
-        answers = self._all(lambda link: link.ask(wire.AskState(heard=self.heard)))
+        # Servers may have closed connections while this worker was testing, as others waited for it.
+        answers = self._all(lambda link: link.ask(wire.AskState(heard=self.heard), again=not self.barrier))
         self._note(answers[0].rows)
         return answers
 
     def gather(self, tag: str, item: object) -> dict[int, Any]:
         """Tell all workers something, and hear what they say under the same tag, over shard 0."""
-        gathered: wire.GatheredItems = self.links[0].ask(wire.GatherItem(tag=tag, item=item))
+        message = wire.GatherItem(tag=tag, item=item)
+        gathered: wire.GatheredItems = self.links[0].ask(message, again=not self.barrier)
         return gathered.items
 
     def _note(self, rows: Sequence[StepRow]) -> None:
