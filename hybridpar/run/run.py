@@ -277,6 +277,8 @@ class Run(RunLog):
         self.at.resumed_from = self._resume()
         self.is_over = world.from_main(self._was_finished)
         if self.is_over:
+            if self.served is not None and self.is_main:
+                self.served.servers.dismiss()
             return
         # Only now is it sure that the run can start; what stood in its directory before may go.
         self._claim(plan)

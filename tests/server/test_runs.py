@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.run.served_trainer import ServedTrainer
+from hybridpar.server.serve import ShardServer
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.step_result import StepResult
 from tests.ranks import run_ranks
@@ -105,6 +107,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 def run_without_servers(run_dir: Path, size: int, **options):
     assert run_ranks(train_rank, size, run_dir, "plain", None, options) == [0] * size
+
+
+def test_a_server_ends_where_nothing_is_left_to_train(tmp_path):
+    for resume in (False, True):
+        run(tmp_path / "run", 2, sync="ps", steps=4, resume=resume)
+
+
+def test_a_shard_of_a_worker_ends_by_itself_where_nothing_is_left_to_train(tmp_path, monkeypatch):
+    """And not because the worker has waited for it long enough."""
+    serve, given_up = ShardServer.run, []
+
+    def served(server: ShardServer, give_up: Callable[[], bool]) -> None:
+        serve(server, give_up)
+        given_up.append(give_up())
+
+    monkeypatch.setattr(ShardServer, "run", served)
+    for resume in (False, True):
+        train(tmp_path / "run", sync="ps-async,servers=0", steps=4, timeout=10, resume=resume)
+    assert given_up == [False, False]
 
 
 def test_any_layout_resumes_any_checkpoint(tmp_path):
