@@ -274,7 +274,8 @@ class Run(RunLog):
         self.kernels = self._prepare_kernels(plan)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
-        self.at.resumed_from = self._resume()
+        if self.served is None or not self.served.joins:
+            self.at.resumed_from = self._resume()
         self.is_over = world.from_main(self._was_finished)
         if self.is_over:
             if self.served is not None and self.is_main:
@@ -355,12 +356,20 @@ class Run(RunLog):
                 metrics = read_metrics(self.place.directory)
                 self.at.tested, steps = list(metrics.epochs), metrics.steps["step"]
                 self.at.resumed_from = int(steps[-1]) if len(steps) else 0
-        self.is_over = not served.enter(self.at.resumed_from or 0, checkpoint)
+        self.is_over = not served.enter(self.at.resumed_from or 0, checkpoint, self._start_instead)
         if served.joins:
             self._find_position(0, 0)
 
+    def _start_instead(self) -> int:
+        """Load what worker 0 died before it brought to the servers; the step that is then done."""
+        self.at.resumed_from = self._resume()
+        if self.place.checkpoint is None:
+            self.weights_lines += start_from_weights(self.config, self.model_name, self.trainer.model)
+        return self.at.resumed_from or 0
+
     def _resume(self) -> int | None:
-        if self.place.checkpoint is None or (self.served is not None and self.served.joins):
+        """Go on from the run's checkpoint, where it has one; the step that is then done."""
+        if self.place.checkpoint is None:
             return None
         extra = self.trainer.load(self.place.checkpoint)
         with usable(self.place.checkpoint):

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
+from hybridpar.run import run as run_module
+from hybridpar.run import served_trainer
 from hybridpar.run.served_trainer import ServedTrainer
+from hybridpar.server.process import find_process
 from hybridpar.server.serve import ShardServer
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.step_result import StepResult
@@ -235,6 +241,47 @@ def test_a_worker_that_died_is_replaced(tmp_path, rank):
             assert ends(replaced, 1) == {rank: 0}
     steps = [int(step) for step in read_metrics(tmp_path / "run").steps["step"]]
     assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.fixture
+def replace_worker(monkeypatch) -> Callable[[], None]:
+    """From the call on the only worker of a run replaces another, which died before it came to the servers."""
+
+    def begin() -> None:
+        alone = replace(find_process(TrainConfig(sync="ps-async,servers=0")), joins=True)
+        monkeypatch.setattr(served_trainer, "find_process", lambda config: alone)
+
+    return begin
+
+
+def test_who_replaces_worker_0_before_servers_have_weights_goes_on_from_the_checkpoint(tmp_path, replace_worker):
+    options = {"sync": "ps-async,servers=0", "checkpoint_every": "epoch"}
+    train(tmp_path / "run", **options)
+    shutil.copytree(tmp_path / "run", tmp_path / "replaced")
+    train(tmp_path / "run", **options, epochs=3, resume=True)
+    replace_worker()
+    train(tmp_path / "replaced", **options, epochs=3, resume=True)
+    assert_same_state(tmp_path / "replaced", tmp_path / "run")
+    assert check_run(tmp_path / "replaced", steps=18)["resumed_from"] == 12
+    losses, expected = (list(read_metrics(tmp_path / name).steps["loss"]) for name in ("replaced", "run"))
+    assert losses == expected
+
+
+def test_who_replaces_worker_0_before_servers_have_weights_brings_those_that_are_named(
+    tmp_path, monkeypatch, replace_worker
+):
+    train(tmp_path / "source")
+    read, asked = run_module.start_from_weights, []
+
+    def start_from_weights(*given: Any) -> list[str]:
+        asked.append(given)
+        return read(*given) if len(asked) > 1 else []  # the worker that died did so at first
+
+    monkeypatch.setattr(run_module, "start_from_weights", start_from_weights)
+    replace_worker()
+    train(tmp_path / "run", sync="ps-async,servers=0", weights=str(tmp_path / "source"), freeze=("body.[01]",), steps=1)
+    for name in ("body.0.weight", "body.1.weight"):
+        assert torch.equal(saved_state(tmp_path / "run")[name], saved_state(tmp_path / "source")[name])
 
 
 def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):
