@@ -250,6 +250,11 @@ class World:
         """Wait on the host until every worker is here."""
         self.gather(None)
 
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Inside, workers may be downloading, and wait for each other; those of a process group know who is busy."""
+        yield
+
     def gather(self, item: object) -> list[object]:
         """Every worker's item, on every worker, by rank. For start-up and checkpoints, never within a step."""
         if self._meeting is None:

@@ -184,7 +184,8 @@ class Run(RunLog):
         # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
         # must start from the same weights.
         torch.manual_seed(config.seed)
-        deferred, told = world.on_all(lambda: make_deferred(config, model_name, data, world))
+        with world.patient():  # others may be loading data still
+            deferred, told = world.on_all(lambda: make_deferred(config, model_name, data, world))
         if deferred is None:
             torch.manual_seed(config.seed)
             model = world.on_all(lambda: make_model(config, model_name, data, world.device))
@@ -198,7 +199,8 @@ class Run(RunLog):
             if deferred is not None:  # each worker reads what it will hold
                 self.weights_lines += world.on_all(lambda: start_from_weights(config, model_name, deferred))
             else:
-                self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
+                with world.patient():
+                    self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
                 if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
                     broadcast_state(model, 0, world)
         asked, decided = config, None

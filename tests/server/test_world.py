@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -15,9 +16,9 @@ from hybridpar.server.world import ServerWorld
 from tests.server.serving import TOKEN, together
 
 
-def worlds(store, token=TOKEN, address="here:1", **more):
+def worlds(store, token=TOKEN, address="here:1", timeout=5.0, **more):
     store.set("shard/0", address)
-    return [ServerWorld(Process(rank, 3, 1, store, token, **more), torch.device("cpu"), 5.0) for rank in range(3)]
+    return [ServerWorld(Process(rank, 3, 1, store, token, **more), torch.device("cpu"), timeout) for rank in range(3)]
 
 
 def start(world, answer):
@@ -69,6 +70,23 @@ def test_an_error_of_one_worker_at_the_start_is_that_of_all():
             world.on_all(act)
 
     together([lambda world=world: fail(world) for world in worlds(dist.HashStore())])
+
+
+def test_who_does_not_come_is_an_error_unless_it_may_be_downloading():
+    first = worlds(dist.HashStore(), timeout=0.1)[0]
+    with pytest.raises(SyncError, match=r"no process wrote 'start/here:1/1/1' within 0.1 s"):
+        first.gather(0)
+
+    def wait(world):
+        with world.patient():
+            return world.gather(world.rank)
+
+    first, second, third = worlds(dist.HashStore(), timeout=0.1)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(wait, world) for world in (first, second)]
+        with pytest.raises(TimeoutError):
+            waiting[0].result(0.3)
+        assert wait(third) == waiting[0].result() == waiting[1].result() == [0, 1, 2]
 
 
 def test_what_strangers_write_into_the_store_is_refused():
