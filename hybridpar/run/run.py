@@ -97,11 +97,12 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
     except HybridparError as error:
         if not in_job():
             raise
-        problem, changes = error, ()  # told once the workers have joined: another host may have no such run
+        # Raised once the workers have joined, as they were asked to: another host may have no such run.
+        config, problem, changes = asked, error, ()
     rule, given = SaveRule.parse(config.checkpoint_every), given or ()
     with contextlib.ExitStack() as job:
         try:
-            if problem is None and config.parameter_servers is not None:
+            if config.parameter_servers is not None:
                 from hybridpar.run.served_trainer import join_servers
 
                 world: World | None = join_servers(config, job)
