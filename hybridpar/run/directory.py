@@ -224,7 +224,7 @@ def claim_place(
         if place.claim == "replace":
             _clear(place.directory)
         elif place.claim == "make":
-            # Who replaces a worker that died goes on with the directory that this one made.
+            # Who replaces a worker that died goes on with the directory that it had made.
             made = _place_of_job(place.directory, facts["job"]) if was_restarted() else None
             place = dataclasses.replace(place, directory=made or _make_unused(place.directory))
         place.checkpoints.mkdir(parents=True, exist_ok=True)

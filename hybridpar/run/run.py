@@ -371,7 +371,7 @@ class Run(RunLog):
         return self.at.resumed_from or 0
 
     def _resume(self) -> int | None:
-        """Go on from the run's checkpoint, where it has one; the step that is then done."""
+        """Go on from the checkpoint of the run, if there is any; the step that is then done."""
         if self.place.checkpoint is None:
             return None
         extra = self.trainer.load(self.place.checkpoint)
