@@ -250,6 +250,11 @@ class World:
         """Wait on the host until every worker is here."""
         self.gather(None)
 
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Inside, workers may be downloading, and wait for each other; those of a process group know who is busy."""
+        yield
+
     def gather(self, item: object) -> list[object]:
         """Every worker's item, on every worker, by rank. For start-up and checkpoints, never within a step."""
         if self._meeting is None:
@@ -295,6 +300,8 @@ class World:
                 raised = answer if problem is None or rank != self.rank else problem
                 raised.is_repeated = rank != self.rank
                 raise raised
+        if problem is not None:  # of who replaces a worker that died, and had no problem
+            raise problem
         return done
 
     @contextlib.contextmanager

@@ -118,7 +118,8 @@ def load_data(config: TrainConfig, world: World) -> ImageData:
     if not config.download or world.size == 1:
         return load_dataset(config)
     loaded: list[ImageData] = []
-    world.from_main(lambda: loaded.append(load_dataset(config)))
+    with world.patient():
+        world.from_main(lambda: loaded.append(load_dataset(config)))
     return loaded[0] if loaded else load_dataset(config)
 
 

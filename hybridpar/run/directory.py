@@ -104,7 +104,7 @@ def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None
     base = _base(config, model)
     job = os.environ.get("TORCHELASTIC_RUN_ID")
     again = was_restarted() if restarted is None else restarted
-    if job is not None and again and (mine := _place_of_job(base, job)) is not None:
+    if again and (mine := _place_of_job(base, job)) is not None:
         checkpoint = latest_checkpoint(mine / "checkpoints") or config.resume_from
         return RunPlace(mine, checkpoint, restarted=True)
     _check_writable(base)
@@ -224,7 +224,9 @@ def claim_place(
         if place.claim == "replace":
             _clear(place.directory)
         elif place.claim == "make":
-            place = dataclasses.replace(place, directory=_make_unused(place.directory))
+            # Who replaces a worker that died goes on with the directory that it had made.
+            made = _place_of_job(place.directory, facts["job"]) if was_restarted() else None
+            place = dataclasses.replace(place, directory=made or _make_unused(place.directory))
         place.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise run_directory_error(place.directory, error) from error
@@ -275,7 +277,8 @@ def _check_writable(directory: Path) -> None:
 
 
 def _place_of_job(base: Path, job: str | None) -> Path | None:
-    return next((directory for directory in _family(base) if read_facts(directory).get("job") == job), None)
+    directories = () if job is None else _family(base)
+    return next((directory for directory in directories if read_facts(directory).get("job") == job), None)
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

@@ -97,11 +97,12 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
     except HybridparError as error:
         if not in_job():
             raise
-        problem, changes = error, ()  # told once the workers have joined: another host may have no such run
+        # Raised once the workers have joined, as they were asked to: another host may have no such run.
+        config, problem, changes = asked, error, ()
     rule, given = SaveRule.parse(config.checkpoint_every), given or ()
     with contextlib.ExitStack() as job:
         try:
-            if problem is None and config.parameter_servers is not None:
+            if config.parameter_servers is not None:
                 from hybridpar.run.served_trainer import join_servers
 
                 world: World | None = join_servers(config, job)
@@ -184,7 +185,8 @@ class Run(RunLog):
         # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
         # must start from the same weights.
         torch.manual_seed(config.seed)
-        deferred, told = world.on_all(lambda: make_deferred(config, model_name, data, world))
+        with world.patient():  # others may be loading data still
+            deferred, told = world.on_all(lambda: make_deferred(config, model_name, data, world))
         if deferred is None:
             torch.manual_seed(config.seed)
             model = world.on_all(lambda: make_model(config, model_name, data, world.device))
@@ -198,7 +200,8 @@ class Run(RunLog):
             if deferred is not None:  # each worker reads what it will hold
                 self.weights_lines += world.on_all(lambda: start_from_weights(config, model_name, deferred))
             else:
-                self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
+                with world.patient():
+                    self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
                 if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
                     broadcast_state(model, 0, world)
         asked, decided = config, None
@@ -274,9 +277,12 @@ class Run(RunLog):
         self.kernels = self._prepare_kernels(plan)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
-        self.at.resumed_from = self._resume()
+        if self.served is None or not self.served.joins:
+            self.at.resumed_from = self._resume()
         self.is_over = world.from_main(self._was_finished)
         if self.is_over:
+            if self.served is not None and self.is_main:
+                self.served.servers.dismiss()
             return
         # Only now is it sure that the run can start; what stood in its directory before may go.
         self._claim(plan)
@@ -353,12 +359,20 @@ class Run(RunLog):
                 metrics = read_metrics(self.place.directory)
                 self.at.tested, steps = list(metrics.epochs), metrics.steps["step"]
                 self.at.resumed_from = int(steps[-1]) if len(steps) else 0
-        self.is_over = not served.enter(self.at.resumed_from or 0, checkpoint)
+        self.is_over = not served.enter(self.at.resumed_from or 0, checkpoint, self._start_instead)
         if served.joins:
             self._find_position(0, 0)
 
+    def _start_instead(self) -> int:
+        """Load what worker 0 died before it brought to the servers; the step that is then done."""
+        self.at.resumed_from = self._resume()
+        if self.place.checkpoint is None:
+            self.weights_lines += start_from_weights(self.config, self.model_name, self.trainer.model)
+        return self.at.resumed_from or 0
+
     def _resume(self) -> int | None:
-        if self.place.checkpoint is None or (self.served is not None and self.served.joins):
+        """Go on from the checkpoint of the run, if there is any; the step that is then done."""
+        if self.place.checkpoint is None:
             return None
         extra = self.trainer.load(self.place.checkpoint)
         with usable(self.place.checkpoint):
@@ -486,8 +500,9 @@ class Run(RunLog):
                     self._save()
             if self._stopping:
                 break
-            if self.is_main or not self.independent:
-                self._test(epoch)
+            # An answer may tell of the end of the run in an epoch before the last.
+            if (self.is_main or not self.independent) and self._test(epoch):
+                break
         if self._stopping:
             self._save()
         with self.clock.away():
@@ -502,8 +517,8 @@ class Run(RunLog):
             for row in rows:
                 self._note_step(served.record(self._latest, row), text)
 
-    def _test(self, epoch: int) -> None:
-        """Test at the end of an epoch, or of the run within it."""
+    def _test(self, epoch: int) -> bool:
+        """Test at the end of an epoch, or of the run within it; whether that was the last test."""
         at, per_epoch = self.at, self.batches.steps_per_epoch
         with self.clock.away(), outside("testing"):
             evaluation = self.trainer.evaluate(self.test)
@@ -518,6 +533,7 @@ class Run(RunLog):
             self.trainer.note_metric(evaluation.accuracy)
         if self._note_epoch(epoch, self.trainer.steps_done, evaluation, averaged, last=last):
             self._save()
+        return last
 
     def _tune_shares(self, result: StepResult, record: StepRecord) -> None:
         """Change the shares of the steps to come, where it was measured that other ones are faster."""

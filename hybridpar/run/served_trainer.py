@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,16 +176,23 @@ class ServedTrainer(Trainer):
         """Whether this worker replaces another that died."""
         return self.world.process.joins
 
-    def enter(self, written: int, checkpoint: Path | None) -> bool:
+    def enter(self, written: int, checkpoint: Path | None, load: Callable[[], int]) -> bool:
         """Come to the servers, and bring them weights if they have none; False where the run is over.
 
         Worker 0, or all that are in step, hear of the steps that come after `written`. A worker that replaces
-        another begins with the weights of now, and with what `checkpoint` says beside them.
+        another begins with the weights of now, and with what `checkpoint` says beside them. Where worker 0
+        died before it had brought any, `load` loads them, and returns the step at which they are.
         """
         main = self.world.is_main
         self.servers.heard = written if main or not self.independent else None
+
+        def starts() -> list[Start]:
+            if self.joins:
+                self.servers.heard = load()
+            return self._starts()
+
         try:
-            welcome = self.servers.come(self._starts if main else None)
+            welcome = self.servers.come(starts if main else None)
         except SyncError:
             # Worker 0 writes the results, so a run that has ended without it is to be resumed.
             if main or not (self.joins and self.world.process.is_over()):

@@ -102,6 +102,11 @@ class ServerLink:
                 "A launched job restarts from its last checkpoint; else start it again with --resume.",
             ) from error
 
+    def dismiss(self) -> None:
+        """Have a server end to which no worker comes: all that it hears is the goodbye of `close`."""
+        with contextlib.suppress(OSError, wire.Garbled, HandshakeError):  # it has ended already
+            self._connect()
+
     def close(self, *, graceful: bool = True) -> None:
         """Leave."""
         self._closed = True
@@ -117,16 +122,20 @@ class ServerLink:
         now = (0, 0) if self._connection is None else (self._connection.sent, self._connection.received)
         return self._before[0] + now[0], self._before[1] + now[1]
 
-    @torch.no_grad()
-    def _ask(self, message: wire.ServerMessage) -> Any:
+    def _connect(self) -> wire.Connection:
         if self._connection is None:
             host, _, port = self._address.rpartition(":")
             connected = socket.create_connection((host, int(port)), self._timeout)
             self._connection = wire.Connection(connected, self._timeout, self._timeout)
             self._connection.knock(self._token, self._address)
+        return self._connection
+
+    @torch.no_grad()
+    def _ask(self, message: wire.ServerMessage) -> Any:
+        connection = self._connect()
         with contextlib.suppress(ConnectionError):  # a server that has ended has said why
-            self._connection.send(message)
-        while isinstance(answer := self._connection.receive(1 << 62), wire.Wait):
+            connection.send(message)
+        while isinstance(answer := connection.receive(1 << 62), wire.Wait):
             pass
         if isinstance(answer, wire.Refused):
             raise answer.error
@@ -201,13 +210,15 @@ class Servers:
 
     def states(self) -> list[wire.ShardState]:
         """All that a checkpoint keeps of each shard."""
-        answers = self._all(lambda link: link.ask(wire.AskState(heard=self.heard)))
+        # Servers may have closed connections while this worker was testing, as others waited for it.
+        answers = self._all(lambda link: link.ask(wire.AskState(heard=self.heard), again=not self.barrier))
         self._note(answers[0].rows)
         return answers
 
     def gather(self, tag: str, item: object) -> dict[int, Any]:
         """Tell all workers something, and hear what they say under the same tag, over shard 0."""
-        gathered: wire.GatheredItems = self.links[0].ask(wire.GatherItem(tag=tag, item=item))
+        message = wire.GatherItem(tag=tag, item=item)
+        gathered: wire.GatheredItems = self.links[0].ask(message, again=not self.barrier)
         return gathered.items
 
     def _note(self, rows: Sequence[StepRow]) -> None:
@@ -218,6 +229,10 @@ class Servers:
         """Bytes sent and received."""
         sent, received = zip(*(link.traffic for link in self.links), strict=True)
         return sum(sent), sum(received)
+
+    def dismiss(self) -> None:
+        """Have all servers end, as there is nothing to train; no worker has come to them."""
+        self._all(ServerLink.dismiss)
 
     def close(self, *, graceful: bool = True) -> None:
         """Leave all servers."""

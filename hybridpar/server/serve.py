@@ -205,6 +205,8 @@ class ShardServer:
             who = "a process" if worker is None else f"worker {worker}"
             text = str(error)[:200] if isinstance(error, Garbled) else f"{type(error).__name__}: {str(error)[:200]}"
             _log.warning("server at %s closed the connection of %s: %s", self.address, who, text)
+        if self._first is None and error is None:  # the run was over before anybody came
+            self._farewell = True
         if worker is None or self._workers.get(worker) is not peer:
             return
         self._farewell = error is None
@@ -399,7 +401,7 @@ class ShardServer:
         """Whether all workers have left, or none has come back whose connection was lost."""
         if self._problem is not None:
             raise self._problem
-        if self._first is None or any(peer.hello for peer in self._peers):
+        if any(peer.hello for peer in self._peers) or (self._first is None and not self._farewell):
             self._alone_since = None
             return False
         now, timeout = self._now(), self._config.timeout

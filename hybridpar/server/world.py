@@ -24,8 +24,8 @@ from hybridpar.server.process import Process
 
 _T = TypeVar("_T")
 
-#: Seconds that workers wait for each other at the start, when worker 0 may be downloading a data set.
-_START_SECONDS = 24 * 3600.0
+#: Seconds that workers wait for each other where some may be downloading a data set or weights.
+_DOWNLOAD_SECONDS = 24 * 3600.0
 _CODE_BYTES = hashlib.sha256().digest_size
 
 
@@ -36,6 +36,7 @@ class ServerWorld(World):
         super().__init__(process.rank, process.workers, device, timeout)
         self.process, self.addresses = process, process.addresses(timeout)
         self._servers: Servers | None = None  # until the start is over
+        self._patience = timeout
         # A store may outlive an attempt to train, and the servers of that do not.
         self._occasion, self._number = f"start/{self.addresses[0]}", 0
 
@@ -54,6 +55,15 @@ class ServerWorld(World):
         finally:
             self._occasion = usual
 
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Inside, workers wait for each other for as long as a download may take."""
+        self._patience = _DOWNLOAD_SECONDS
+        try:
+            yield
+        finally:
+            self._patience = self.timeout
+
     def gather(self, item: object) -> list[object]:
         """Every worker's item, by rank."""
         if self.size == 1 or not self._occasion:
@@ -67,7 +77,8 @@ class ServerWorld(World):
 
     def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
         """What worker 0 decides, or decided before the worker died that this process replaces."""
-        if self._servers is None and self._is_said(f"{self._occasion}/{self._number + 1}/{self.rank}"):
+        # First all say whether they had a problem, then worker 0 what it decided; it may have died between the two.
+        if self._servers is None and self._is_said(f"{self._occasion}/{self._number + 2}/0"):
             return super().from_main(lambda: None, patience)  # type: ignore[return-value]
         return super().from_main(decide, patience)
 
@@ -80,7 +91,7 @@ class ServerWorld(World):
         return self.process.joins and bool(self.process.store.check([key]))
 
     def _hear(self, key: str) -> bytes:
-        sealed = self.process.wait_for(key, _START_SECONDS)
+        sealed = self.process.wait_for(key, self._patience)
         code, data = sealed[:_CODE_BYTES], sealed[_CODE_BYTES:]
         if not hmac.compare_digest(code, self._code(key, data)):
             raise SyncError(

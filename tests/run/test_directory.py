@@ -185,6 +185,15 @@ def test_a_job_that_died_before_its_first_checkpoint_starts_again_in_its_directo
     assert start(run_dir=Path("mine")) == RunPlace(mine.directory, None, restarted=True)
 
 
+def test_who_replaces_a_worker_that_died_as_it_made_the_directory_uses_that(monkeypatch):
+    restarted_as(monkeypatch, "job-a", 0)
+    config = TrainConfig()
+    decided = find_place(config, "resnet18")
+    made = claim_place(decided, config, "resnet18", {})
+    restarted_as(monkeypatch, "job-a", 1)
+    assert claim_place(decided, config, "resnet18", {}).directory == made.directory
+
+
 def test_a_restarted_job_does_not_delete_what_it_has_done_with_overwrite(monkeypatch):
     save(start(run_dir=Path("mine")), 99)
     restarted_as(monkeypatch, "job-a", 0)

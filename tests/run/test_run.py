@@ -14,6 +14,8 @@ from hybridpar import Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
 from hybridpar.observe import read_metrics
+from hybridpar.run import run as run_module
+from hybridpar.run import served_trainer
 from hybridpar.run.run import Run
 from hybridpar.run.save_rule import SaveRule
 from hybridpar.train.checkpoint import load_checkpoint
@@ -43,6 +45,16 @@ def test_an_error_before_the_first_step_closes_the_trainer(tmp_path):
         with pytest.raises(CheckpointError):
             train(tmp_path / "run")
     close.assert_called_once()
+
+
+def test_who_cannot_recall_options_joins_as_the_others_are_asked_to(tmp_path, monkeypatch):
+    train(tmp_path, steps=1)
+    monkeypatch.setattr(run_module, "in_job", lambda: True)
+    joined = mock.Mock(wraps=served_trainer.join_servers)
+    monkeypatch.setattr(served_trainer, "join_servers", joined)
+    with pytest.raises(UsageError, match="--batch-size is 8"):
+        train(tmp_path, sync="ps,servers=0", batch_size=8, resume=True)
+    joined.assert_called_once()
 
 
 # ------------------------------------------------------------------------------------------------- what a run leaves

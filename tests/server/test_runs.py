@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
+from hybridpar.run import run as run_module
+from hybridpar.run import served_trainer
+from hybridpar.run.served_trainer import ServedTrainer
+from hybridpar.server.process import find_process
+from hybridpar.server.serve import ShardServer
 from hybridpar.train.checkpoint import load_checkpoint
+from hybridpar.train.step_result import StepResult
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
 from tests.server.jobs import ends, job, pids, replacement, store, train_process
@@ -104,6 +115,25 @@ def run_without_servers(run_dir: Path, size: int, **options):
     assert run_ranks(train_rank, size, run_dir, "plain", None, options) == [0] * size
 
 
+def test_a_server_ends_where_nothing_is_left_to_train(tmp_path):
+    for resume in (False, True):
+        run(tmp_path / "run", 2, sync="ps", steps=4, resume=resume)
+
+
+def test_a_shard_of_a_worker_ends_by_itself_where_nothing_is_left_to_train(tmp_path, monkeypatch):
+    """And not because the worker has waited for it long enough."""
+    serve, given_up = ShardServer.run, []
+
+    def served(server: ShardServer, give_up: Callable[[], bool]) -> None:
+        serve(server, give_up)
+        given_up.append(give_up())
+
+    monkeypatch.setattr(ShardServer, "run", served)
+    for resume in (False, True):
+        train(tmp_path / "run", sync="ps-async,servers=0", steps=4, timeout=10, resume=resume)
+    assert given_up == [False, False]
+
+
 def test_any_layout_resumes_any_checkpoint(tmp_path):
     """With as many workers as before each worker's own part of the checkpoint is read, with others it is not."""
     place, more = tmp_path / "run", {"resume": True}
@@ -167,6 +197,22 @@ def test_an_asynchronous_run_in_figures(tmp_path):
     assert sum(row["samples"] for row in steps) == 2 * 96
 
 
+def test_a_run_that_others_end_epochs_ahead_is_tested_once(tmp_path, monkeypatch):
+    """The last step of worker 0 is in the first epoch, and the next answer is that all steps are done."""
+    step = ServedTrainer.step
+
+    def steps(trainer: ServedTrainer, *given: Any, **more: Any) -> StepResult:
+        result = step(trainer, *given, **more)
+        while 6 <= result.step < 15:
+            result = step(trainer, *given, **more)
+        return result
+
+    monkeypatch.setattr(ServedTrainer, "step", steps)
+    assert train(tmp_path / "run", sync="ps-async,servers=0", steps=15) == 0
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [(line["epoch"], line["step"]) for line in lines if "event" in line] == [(2, 15)]
+
+
 def test_kill_9_of_a_worker_leaves_the_others_training(tmp_path):
     with job(3, tmp_path / "run", sync="ps-async", fault="KILL@1:4", timeout=20) as answers:
         assert ends(answers, 2) == {0: 0, 2: 0}
@@ -195,6 +241,47 @@ def test_a_worker_that_died_is_replaced(tmp_path, rank):
             assert ends(replaced, 1) == {rank: 0}
     steps = [int(step) for step in read_metrics(tmp_path / "run").steps["step"]]
     assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.fixture
+def replace_worker(monkeypatch) -> Callable[[], None]:
+    """From the call on the only worker of a run replaces another, which died before it came to the servers."""
+
+    def begin() -> None:
+        alone = replace(find_process(TrainConfig(sync="ps-async,servers=0")), joins=True)
+        monkeypatch.setattr(served_trainer, "find_process", lambda config: alone)
+
+    return begin
+
+
+def test_who_replaces_worker_0_before_servers_have_weights_goes_on_from_the_checkpoint(tmp_path, replace_worker):
+    options = {"sync": "ps-async,servers=0", "checkpoint_every": "epoch"}
+    train(tmp_path / "run", **options)
+    shutil.copytree(tmp_path / "run", tmp_path / "replaced")
+    train(tmp_path / "run", **options, epochs=3, resume=True)
+    replace_worker()
+    train(tmp_path / "replaced", **options, epochs=3, resume=True)
+    assert_same_state(tmp_path / "replaced", tmp_path / "run")
+    assert check_run(tmp_path / "replaced", steps=18)["resumed_from"] == 12
+    losses, expected = (list(read_metrics(tmp_path / name).steps["loss"]) for name in ("replaced", "run"))
+    assert losses == expected
+
+
+def test_who_replaces_worker_0_before_servers_have_weights_brings_those_that_are_named(
+    tmp_path, monkeypatch, replace_worker
+):
+    train(tmp_path / "source")
+    read, asked = run_module.start_from_weights, []
+
+    def start_from_weights(*given: Any) -> list[str]:
+        asked.append(given)
+        return read(*given) if len(asked) > 1 else []  # the worker that died did so at first
+
+    monkeypatch.setattr(run_module, "start_from_weights", start_from_weights)
+    replace_worker()
+    train(tmp_path / "run", sync="ps-async,servers=0", weights=str(tmp_path / "source"), freeze=("body.[01]",), steps=1)
+    for name in ("body.0.weight", "body.1.weight"):
+        assert torch.equal(saved_state(tmp_path / "run")[name], saved_state(tmp_path / "source")[name])
 
 
 def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):

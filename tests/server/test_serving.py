@@ -398,6 +398,54 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
     assert not served.problems
 
 
+def test_who_was_dropped_while_it_tested_saves_and_meets_the_others():
+    rules = Rules.asynchronous(2)
+    with serving(rules, 2) as served:
+        team, _ = train(served, rules, 2, 1)
+
+        def drop() -> None:
+            for server in served.servers:
+                server._workers[0].connection.end()
+                eventually(lambda server=server: 0 not in server._workers)
+
+        drop()
+        assert [answer.state["taken"] for answer in team[0].servers.states()] == [2, 2]
+        drop()
+        meets = ThreadPoolExecutor(1).submit(team[0].servers.gather, "the end", "late")
+        eventually(lambda: 0 in served.servers[0]._workers)
+        assert team[1].servers.gather("the end", "here") == meets.result(20) == {0: "late", 1: "here"}
+        together([worker.close for worker in team])
+    assert not served.problems
+
+
+def test_servers_end_where_there_is_nothing_to_train():
+    rules = Rules.asynchronous(2)
+    with serving(rules, 2) as served:
+        worker = Worker(served, 0, copies(1)[0], rules)
+        worker.servers.dismiss()
+        worker.close()
+        eventually(lambda: all(server._ended for server in served.servers))
+        worker = Worker(served, 0, copies(1)[0], rules)
+        worker.servers.dismiss()  # nobody is there
+        worker.close()
+    assert not served.problems
+
+
+def test_a_goodbye_of_who_never_came_does_not_end_a_run():
+    rules = Rules.asynchronous(2)
+    with serving(rules) as served:
+        first, second = (Worker(served, number, model, rules) for number, model in enumerate(copies(2)))
+        first.begin()
+        second.servers.dismiss(), second.close()
+        assert first.step(0).applied
+        first.close(graceful=False)
+        eventually(lambda: not served.servers[0]._peers)
+        assert not served.servers[0]._farewell
+        back = Worker(served, 0, copies(1)[0], rules)
+        assert back.begin().step == 0
+        back.close()
+
+
 def test_a_server_that_has_ended_takes_nobody_in():
     rules = Rules.asynchronous(2)
     with serving(rules) as served:
