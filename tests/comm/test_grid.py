@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import signal
 import threading
@@ -184,6 +185,7 @@ def use_and_close(world: World) -> None:
 
 def held() -> dict[str, int]:
     """Open files, Python's threads, and mapped memory of groups."""
+    gc.collect()  # memory is unmapped when the last tensor over it is gone
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
@@ -207,8 +209,7 @@ def leftovers(world: World) -> tuple[dict[str, int], dict[str, int]]:
 @BOTH_FORMS
 def test_nothing_is_left_of_a_closed_grid(shared_memory: bool) -> None:
     for before, after in run_ranks(leftovers, 2, shared_memory=shared_memory):
-        assert after["files"] <= before["files"]
-        assert (after["threads"], after["segments"]) == (before["threads"], before["segments"])
+        assert all(after[kind] <= before[kind] for kind in before), (before, after)
 
 
 # ------------------------------------------------------------------------------ two by two, and a death
