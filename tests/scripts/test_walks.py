@@ -9,7 +9,7 @@ from scripts.walks import WALKS, count
 #: The most files of each walk. Lower a number when fewer run; `python scripts/walks.py -v` lists them.
 MOST_FILES = {
     "one worker": 15,
-    "two workers, onebit": 30,
+    "two workers, onebit": 31,
     "two stages, four micro-batches": 17,
     "hybridpar train, to the end of its first step": 201,
 }
