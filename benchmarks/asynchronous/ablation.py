@@ -150,7 +150,7 @@ def train(method: Method, rate: float, seed: int, epochs: int, judge_fold: bool 
         optimizer = torch.optim.SGD(parameters.values(), lr=rate)
         for exchange in exchanges:
             for coder in exchange.coders:
-                coder.samples = power
+                coder.set_samples(power)
     waiting: list[Tensor] | None = None
     losses: list[float] = []
     order = torch.Generator().manual_seed(seed)
