@@ -144,7 +144,7 @@ def examine_graph(
     traced: TracedModel, graph: fx.Graph, inputs: Sequence[torch.Tensor], *, training: bool
 ) -> GraphFacts:
     """Run one graph of a model on an example, and sort its nodes by what splitting does with them."""
-    facts = run_example(traced.model, graph, lambda name: resolve_attribute(traced, name), inputs, training=training)
+    facts = run_example(traced.model, graph, traced.constants, inputs, training=training)
     _bind_in_place(graph, facts)
     compute, derived = [], set()
     for node in graph.nodes:

@@ -108,9 +108,9 @@ def measure_units(
     is_deferred = any(one.is_meta for one in units.model.parameters())
     device = next((one.device for one in (*units.model.parameters(), *inputs) if not one.is_meta), torch.device("cpu"))
     clock = Clock(device, own_time=own_time)
-    runner = UnitRunner(units, inputs)
     if is_deferred:
         with untouched(units.model, training=True), intra_op_threads(threads):
+            runner = UnitRunner(units, inputs)
             apart = []
             for index in range(len(units.nodes)):
                 apart.append(runner.alone(index, clock, passes))
@@ -121,6 +121,7 @@ def measure_units(
     rows: list[list[tuple[float, float]]] = []
     steps: list[float] = []
     with untouched(units.model, training=True), intra_op_threads(threads):
+        runner = UnitRunner(units, inputs)
         for parameter in units.model.parameters():
             # Gradients exist in all micro-batches but the first, so accumulating into them is the normal case.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

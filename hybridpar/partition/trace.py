@@ -34,7 +34,7 @@ from hybridpar.models.deferred import is_deferred
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state import OutsideGraphError, same_attributes, traceable_only, untouched
 from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
-from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, changes_without_memory
+from hybridpar.partition.trace_check import Difference, TraceCheck, changes_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
 _META = torch.device("meta")
@@ -97,7 +97,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     if is_deferred(model):
         return _trace_without_memory(model, inputs, whole)
     check = TraceCheck(model, inputs)
-    _require_constant(model, check.changing)
+    _require_constant(model, check.written)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
@@ -116,8 +116,8 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
 
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
     """Trace a model on the meta device: whatever its graph may lack is kept whole."""
-    counters, changing, written = changes_without_memory(model, inputs)
-    _require_constant(model, changing)
+    counters, written = changes_without_memory(model, inputs)
+    _require_constant(model, written)
     whole = whole | _counting(model, counters)
     reasons: dict[str, str] = {}
     while (traced := _trace_both_modes(model, inputs, frozenset(whole))).suspects:
@@ -142,8 +142,8 @@ def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whol
 
 
 def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
-    graphs = Graphs(traced.graph, traced.eval_graph or traced.graph, traced.constants)
-    return check.difference(graphs, exact=AUTOCAST in traced.suspects.values())
+    graphs = {True: traced.graph, False: traced.eval_graph or traced.graph}
+    return check.difference(graphs, traced.constants, exact=AUTOCAST in traced.suspects.values())
 
 
 def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
@@ -210,8 +210,9 @@ def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceErro
     )
 
 
-def _require_constant(model: nn.Module, name: str | None) -> None:
+def _require_constant(model: nn.Module, written: Collection[str]) -> None:
     """Refuse a parameter that forward changes in a way that stages cannot follow."""
+    name = next((name for name, _ in model.named_parameters() if name in written), None)
     if name is None:
         return
     path = name.rpartition(".")[0]
