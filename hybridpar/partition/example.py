@@ -7,10 +7,10 @@ decides where a cut is legal, and what it costs in bytes, comes from this run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -220,22 +220,6 @@ class _Example(fx.Interpreter):
             f"{type(error).__name__}: {error}",
             "Give the shape of one sample that the model takes, as --input 3x224x224, and enough samples (--batch 4).",
         )
-
-
-def node_call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[..., Any]:
-    """What a node calls, as a function of its arguments."""
-    if node.op == "call_module":
-        return cast(Callable[..., Any], resolve(str(node.target)))
-    if node.op == "call_method":
-        return _method(str(node.target))
-    return cast(Callable[..., Any], node.target)
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, name)(*args, **kwargs)
-
-    return call
 
 
 def describe_target(node: fx.Node) -> str:

@@ -96,9 +96,8 @@ class Nested:
     parts: tuple[Any, ...]
 
 
-def rebuild(shape: Any, leaves: Mapping[Path, Any], graph: fx.Graph | None = None) -> Any:
-    """Put a skeleton together again."""
-    call: Callable[..., Any] = graph.call_function if graph is not None else lambda kind, given: kind(*given)
+def rebuild(shape: Any, leaves: Mapping[Path, fx.Node], graph: fx.Graph) -> Any:
+    """Put a skeleton together again, of nodes of a graph."""
     if shape is None:
         return None
     if not isinstance(shape, Nested):
@@ -107,10 +106,10 @@ def rebuild(shape: Any, leaves: Mapping[Path, Any], graph: fx.Graph | None = Non
     if shape.kind is dict:
         return dict(zip(shape.keys, parts, strict=True))
     if shape.kind is OrderedDict:
-        return call(OrderedDict, (list(zip(shape.keys, parts, strict=True)),))
+        return graph.call_function(OrderedDict, (list(zip(shape.keys, parts, strict=True)),))
     if shape.kind in (tuple, list):
         return shape.kind(parts)
-    return call(shape.kind, tuple(parts))
+    return graph.call_function(shape.kind, tuple(parts))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -27,7 +27,9 @@ from hybridpar.partition.trace import TracedModel
 from hybridpar.partition.units import ModelUnits, aliases_under_change
 
 
-def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False) -> list[Stage]:
+def split_model(
+    units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False, in_place: bool = False
+) -> list[Stage]:
     """Cut a model into stages.
 
     Args:
@@ -35,6 +37,8 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
         stage_of: Stage of every unit, from 0 without gaps. No unit may be in an earlier stage than one it depends on.
         relay: Hand every tensor that skips stages through the stages between, so that each stage takes exactly what
             the one before returns. Runtimes that know only neighbours need this.
+        in_place: Let operations change what other stages hold as well, as they do in the model. That is right where all
+            stages run in order, and hand over tensors that autograd lets them change.
 
     Returns:
         The stages in order. They share modules and parameters with the model, under the same names; the union of
@@ -45,10 +49,10 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
     """
     count = check_assignment(units, stage_of)
     home = {node: stage_of[index] for index, nodes in enumerate(units.nodes) for node in nodes}
-    train = _cut(units, units.train, home, count, relay)
+    train = _cut(units, units.train, home, count, relay, in_place)
     evaluate = None
     if units.evaluate is not None:
-        evaluate = _cut(units, units.evaluate, _place_eval_nodes(units, home), count, relay)
+        evaluate = _cut(units, units.evaluate, _place_eval_nodes(units, home), count, relay, in_place)
     modes = [train] if evaluate is None else [train, evaluate]
     leftover = _leftover_state(units, list(zip(*modes, strict=True)))
     return [
@@ -89,9 +93,9 @@ def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
 
 
 def _cut(
-    units: ModelUnits, facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool
+    units: ModelUnits, facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool, in_place: bool
 ) -> list[StageGraph]:
-    builders = [_StageBuilder(units.traced, facts, home, index, last=index == count - 1) for index in range(count)]
+    builders = [_StageBuilder(units.traced, facts, home, index, index == count - 1, in_place) for index in range(count)]
     takes = [builder.needed() for builder in builders]
     returns = [builder.sent() for builder in builders]
     if relay:
@@ -108,13 +112,20 @@ class _StageBuilder:
     """Copies the nodes of one stage into a graph of their own."""
 
     def __init__(
-        self, traced: TracedModel, facts: GraphFacts, home: Mapping[fx.Node, int], index: int, *, last: bool
+        self,
+        traced: TracedModel,
+        facts: GraphFacts,
+        home: Mapping[fx.Node, int],
+        index: int,
+        last: bool,
+        in_place: bool,
     ) -> None:
         self.traced = traced
         self.facts = facts
         self.home = home
         self.index = index
         self.last = last
+        self.in_place = in_place
         self.mine = [node for node in facts.compute if home[node] == index]
         self.held = {id(tensor) for node in self.mine for tensor in tensors_of(traced, node)}
         self.graph = fx.Graph()
@@ -192,7 +203,7 @@ class _StageBuilder:
     def _copy(self, node: fx.Node, foreign: set[int], returns: Sequence[fx.Node]) -> None:
         guarded: dict[fx.Node, Any] = {}
         for target in self.facts.facts[node].changes:
-            if target.op != "get_attr" and self._is_shared(node, target, foreign, returns):
+            if target.op != "get_attr" and not self.in_place and self._is_shared(node, target, foreign, returns):
                 guarded[target] = self.graph.call_method("clone", (self._load(target),))
         self.values[node] = self.graph.node_copy(
             node, lambda argument: guarded[argument] if argument in guarded else self._load(argument)
