@@ -20,28 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import imagined, is_deferred, storage_of
 from hybridpar.models.state import python_random_state, untouched
-from hybridpar.partition.nest import Path, can_cross, skeleton, tensor_leaves
+from hybridpar.partition.nest import TensorFacts, can_cross, map_tensors, tensor_leaves
 
 _NUMBERS = (int, float, tuple, torch.dtype, torch.device, torch.layout)
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """One tensor that a node returned.
-
-    Attributes:
-        path: Keys that lead to it in the node's value; empty where it is the value.
-        shape: Its shape.
-        dtype: Its element type.
-        bytes: Its size.
-        requires_grad: Whether a gradient flows back through it.
-    """
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    requires_grad: bool
 
 
 @dataclass
@@ -50,9 +31,8 @@ class NodeFacts:
 
     Attributes:
         tensors: Every tensor in the node's value.
-        is_tensor: The value is one tensor, not a container.
-        crosses: The value is made of tensors and plain containers, so it may be sent to another stage.
-        shape: Skeleton of a container value.
+        shape: The value with facts for its tensors, if it may be sent to another stage: if it is made of tensors and
+            plain containers. Else None.
         number: The value where it is a number, a type, or a tuple of such.
         storages: Numbers of the storages that the value lives in.
         changes: Arguments that the node changed in place.
@@ -62,8 +42,6 @@ class NodeFacts:
     """
 
     tensors: tuple[TensorFacts, ...] = ()
-    is_tensor: bool = False
-    crosses: bool = True
     shape: Any = None
     number: Any = None
     storages: frozenset[int] = frozenset()
@@ -71,6 +49,11 @@ class NodeFacts:
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     flops: int = 0
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor, not a container."""
+        return isinstance(self.shape, TensorFacts)
 
     @property
     def bytes(self) -> int:
@@ -164,12 +147,15 @@ class _Example(fx.Interpreter):
         facts.changes = tuple(item for item, version in self._versions(n).items() if versions[item] != version)
         leaves = list(tensor_leaves(value))
         facts.tensors = tuple(
-            TensorFacts(path, tuple(tensor.shape), tensor.dtype, tensor.nbytes, tensor.requires_grad)
+            TensorFacts(
+                ".".join(map(str, (n.name, *path))),
+                *(path, tuple(tensor.shape), tensor.dtype, tensor.nbytes, tensor.requires_grad),
+            )
             for path, tensor in leaves
         )
-        facts.is_tensor = isinstance(value, torch.Tensor)
-        facts.crosses = bool(leaves) and can_cross(value)
-        facts.shape = None if facts.is_tensor else skeleton(value)
+        if leaves and can_cross(value):
+            in_order = iter(facts.tensors)
+            facts.shape = map_tensors(value, lambda _: next(in_order))
         facts.number = value if isinstance(value, _NUMBERS) and not leaves else None
         numbers = (self._number(tensor) for _, tensor in leaves)
         facts.storages = frozenset(number for number in numbers if number is not None)

@@ -76,12 +76,7 @@ class GraphFacts:
 
 def resolve_attribute(traced: TracedModel, name: str) -> object:
     """The module, parameter, buffer or constant that a graph calls by this qualified name."""
-    if name in traced.constants:
-        return traced.constants[name]
-    value: object = traced.model
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return traced.constants[name] if name in traced.constants else operator.attrgetter(name)(traced.model)
 
 
 def state_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:

@@ -19,10 +19,9 @@ from typing import Any
 from torch import fx
 
 from hybridpar.errors import PartitionError
-from hybridpar.partition.example import NodeFacts
 from hybridpar.partition.graph_facts import GraphFacts, memory_of, resolve_attribute, state_users, tensors_of
-from hybridpar.partition.nest import Path, rebuild
-from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
+from hybridpar.partition.nest import TensorFacts, rebuild
+from hybridpar.partition.stage import Stage, StageGraph
 from hybridpar.partition.trace import TracedModel
 from hybridpar.partition.units import ModelUnits, aliases_under_change
 
@@ -155,7 +154,7 @@ class _StageBuilder:
         return [node for node in self.mine if node in used or node in returned]
 
     def build(self, takes: Sequence[fx.Node], returns: Sequence[fx.Node]) -> StageGraph:
-        inputs = [tensor for node in takes for tensor in _border(node, self.facts.facts[node])]
+        inputs = [tensor for node in takes for tensor in self.facts.facts[node].tensors]
         for node in takes:
             self._receive(node)
         foreign = {number for node in (*takes, *returns) for number in self.facts.facts[node].storages}
@@ -163,20 +162,18 @@ class _StageBuilder:
             self._copy(node, foreign, returns)
         if self.last:
             self.graph.output(fx.map_arg(self.facts.output.args[0], self._load))
-            outputs: list[BorderTensor] = []
+            outputs: list[TensorFacts] = []
         else:
-            outputs = [tensor for node in returns for tensor in _border(node, self.facts.facts[node])]
+            outputs = [tensor for node in returns for tensor in self.facts.facts[node].tensors]
             self.graph.output(tuple(part for node in returns for part in self._parts(node)))
         self.graph.lint()
         return StageGraph(self.graph, tuple(inputs), tuple(outputs))
 
     def _receive(self, node: fx.Node) -> None:
-        facts = self.facts.facts[node]
-        leaves: dict[Path, fx.Node] = {
-            tensor.path: self.graph.placeholder("_".join(str(part) for part in (node.name, *tensor.path)))
-            for tensor in facts.tensors
-        }
-        self.values[node] = leaves[()] if facts.is_tensor else rebuild(facts.shape, leaves, self.graph)
+        def enter(tensor: TensorFacts) -> fx.Node:
+            return self.graph.placeholder("_".join(str(part) for part in (node.name, *tensor.path)))
+
+        self.values[node] = rebuild(self.facts.facts[node].shape, enter, self.graph)
 
     def _load(self, node: fx.Node) -> Any:
         if node not in self.values:
@@ -233,19 +230,6 @@ class _StageBuilder:
                 value = self.graph.call_function(operator.getitem, (value, key)) if made else value[key]
             parts.append(value)
         return parts
-
-
-def _border(node: fx.Node, facts: NodeFacts) -> list[BorderTensor]:
-    return [
-        BorderTensor(
-            ".".join(str(part) for part in (node.name, *tensor.path)),
-            tensor.shape,
-            tensor.dtype,
-            tensor.bytes,
-            tensor.requires_grad,
-        )
-        for tensor in facts.tensors
-    ]
 
 
 def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

@@ -8,8 +8,8 @@ CPU they nearly always are, to the bit; where they differ by little more than ro
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.models.deferred import imagined, places
+from hybridpar.models.deferred import imagined, is_deferred, places
 from hybridpar.models.state import WrittenState, attributes_of, held_state, put_state, python_random_state, untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
+from hybridpar.partition.tracer import AUTOCAST
 
 #: Samples of a micro-batch that is compared. BatchNorm over less of them has hardly any gradient.
 SAMPLES = 4
@@ -67,6 +68,10 @@ class TraceCheck:
         self.written: set[str] = set()
         self._batches: tuple[Inputs, ...] = ()
         self._expected: dict[bool, list[Outcome]] = {}
+        self._is_deferred = is_deferred(model)
+        if self._is_deferred:
+            self._imagine(inputs)
+            return
         for batches in _two_batches(inputs):
             try:
                 self._expected = {training: self._run_model(batches, training) for training in (True, False)}
@@ -105,17 +110,32 @@ class TraceCheck:
             self.unrepeatable |= _changed(first, again, alone)
         return outcomes
 
+    def _imagine(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Note what the forward pass of a model on the meta device changes."""
+        with untouched(self.model, training=True), torch.no_grad(), imagined(self.model, inputs[0].device) as mode:
+            _seed(self.model, 0)
+            given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
+            for _ in range(2):
+                with WrittenState(self.model) as writes:
+                    self.model(*given)
+                attributes.append(attributes_of(self.model))
+            self.written = writes.names - _statistics(self.model)
+        self.counters = self.unrepeatable = _changed(*attributes)
+        self.remembering = set(self.counters)
+
     def difference(
-        self, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, torch.Tensor], *, exact: bool = False
-    ) -> Difference | None:
+        self, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, torch.Tensor], suspects: Collection[str]
+    ) -> str | None:
         """Where graphs, by training mode, first differ from the model; None where they do not, or it cannot run."""
+        if self._is_deferred:
+            return "there are no values to compare" if suspects else None
         for training, expected in self._expected.items():
             found = self._differs(graphs[training], constants, training, expected)
             if found is None:
                 continue
-            mode = "training" if training else "evaluation"
-            if exact or found.relative > ROUNDING or self._differs(graphs[training], constants, training, None):
-                return replace(found, text=f"in {mode}, {found.text}")
+            certain = AUTOCAST in suspects or found.relative > ROUNDING
+            if certain or self._differs(graphs[training], constants, training, None) is not None:
+                return f"in {'training' if training else 'evaluation'}, {found.text}"
         return None
 
     def _differs(
@@ -179,18 +199,6 @@ def _pass(model: nn.Module, call: Callable[..., Any], batch: Inputs, seed: int) 
 def _statistics(model: nn.Module) -> set[str]:
     layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
     return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
-
-
-def changes_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, str], set[str]]:
-    """Of a model on the meta device its counters, and the names of what forward writes into."""
-    with untouched(model, training=True), torch.no_grad(), imagined(model, inputs[0].device) as mode:
-        _seed(model, 0)
-        given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
-        for _ in range(2):
-            with WrittenState(model) as writes:
-                model(*given)
-            attributes.append(attributes_of(model))
-        return _changed(*attributes), writes.names - _statistics(model)
 
 
 def _changed(first: Attributes, second: Attributes, alone: Attributes | None = None) -> dict[str, str]:
