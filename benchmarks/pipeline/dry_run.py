@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,6 @@ from hybridpar.lanes import Lanes
 from hybridpar.partition.planning import stages_from_plan
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.local_stage import LocalStage
-from hybridpar.pipeline.predict import fit_link
 from hybridpar.pipeline.stage_module import consumers_of
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.plan import Plan
@@ -243,3 +243,33 @@ def _hand_over(count: int = 200) -> tuple[float, float]:
 
 def _nothing() -> None:
     """Work that does nothing."""
+
+
+def fit_link(samples: Iterable[tuple[float, float]]) -> Link:
+    """The link on which transfers take the times that were measured.
+
+    A line through the medians of every size, by least squares, with neither latency nor speed below zero. Transfers of
+    a single size say nothing about latency: it is then a part of the speed.
+    """
+    by_size: dict[float, list[float]] = defaultdict(list)
+    for size, ms in samples:
+        if size > 0:
+            by_size[size].append(ms)
+    points = [(size, statistics.median(times)) for size, times in sorted(by_size.items())]
+    if not points:
+        return Link()
+    slope, latency = _line(points)
+    if latency < 0:
+        latency = 0.0
+        slope = sum(size * ms for size, ms in points) / sum(size * size for size, _ in points)
+    elif slope < 0:
+        slope, latency = 0.0, statistics.mean(ms for _, ms in points)
+    return Link(latency, 1e3 / slope if slope > 0 else None)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Slope and intercept of the line through points, by least squares; through the origin where there is one size."""
+    if len(points) == 1:
+        return points[0][1] / points[0][0], 0.0
+    line = statistics.linear_regression([size for size, _ in points], [ms for _, ms in points])
+    return line.slope, line.intercept
