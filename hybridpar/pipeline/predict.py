@@ -95,7 +95,7 @@ def predicted_costs(
     replicas: int = 1,
     sync_lanes: int = 1,
     commit: bool = True,
-    cores: float | None = None,
+    co_run: float = 1.0,
 ) -> Costs:
     """Costs for `simulate`, from a profile and from steps that ran."""
     observed = _Observed(program, steps, replicas)
@@ -106,7 +106,7 @@ def predicted_costs(
         step_ms=observed.all_compute_ms(Kind.STEP, stages),
         saved_bytes=tuple(one.saved_bytes for one in facts),
         link=fit_link(observed.transfers()),
-        cores=cores,
+        co_run=co_run,
         buckets=tuple(
             tuple(
                 BucketCost(size, observed.ready(Action(stage, Kind.SYNC, bucket)))

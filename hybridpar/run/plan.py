@@ -21,6 +21,7 @@ from hybridpar.plan import (
     ResolvedPlan,
     SyncRule,
 )
+from hybridpar.schedule.actions import Layout
 from hybridpar.schedule.costs import Link
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.engine import Engine
@@ -112,7 +113,7 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
     assert pipeline.executor.program is not None
     program = whole_program(pipeline.executor.program, facts)
     profile = _profile(plan, pipeline)
-    cores = _cores_per_lane(pipeline)
+    crowding = _crowding(pipeline, program.layout)
     if profile is None and not steps:
         return None
     forward, backward = profile or (None, None)
@@ -125,13 +126,13 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
         replicas=engine.plan.placement.replicas,
         sync_lanes=engine.plan.sync.lanes,
         commit=config.guard or config.clip_norm is not None,
-        cores=cores if profile is not None else None,
+        co_run=1.0 if profile is None else crowding,
     )
     travels = any(program.layout.crosses(edge) for edge in program.layout.edges)
     seen = f"the first {WARM_UP_STEPS} steps" if len(steps) > 1 else "the first step"
     source = f"stages as profiled, all else as in {seen}" if profile else f"times of {seen}"
-    if profile is not None and cores is not None and cores < 1:
-        source += f"; {cores:.2g} of a lane's cores are there"
+    if profile is not None and crowding > 1:
+        source += f"; where all lanes compute each takes {crowding:.2g} times as long"
     link = costs.link if travels and steps else None
     return Forecast(simulate(program, costs), link, source, is_all=engine.plan.sync.outer is None)
 
@@ -144,14 +145,15 @@ def _profile(plan: Plan, pipeline: PipelineEngine) -> tuple[list[float], list[fl
     return list(forward), list(backward)
 
 
-def _cores_per_lane(pipeline: PipelineEngine) -> float | None:
-    """What the workers' cores are to one lane of each, where workers of a host share cores; the least of all.
+def _crowding(pipeline: PipelineEngine, layout: Layout) -> float:
+    """How much slower lanes compute while all of a worker do, where they have fewer cores than threads.
 
-    A collective. None on a GPU: its lanes share no cores.
+    A collective; cores that workers share are divided. 1 on a GPU: its lanes share no cores.
     """
     if pipeline.world.device.type == "cuda":
-        return None
+        return 1.0
     mine = (clock_identity(), available_cores())
     answers: list[tuple[str, list[int]]] = pipeline.world.gather(mine)  # type: ignore[assignment]
     users = Counter((host, core) for host, cores in answers for core in cores)
-    return min(sum(1 / users[host, core] for core in cores) for host, cores in answers) / pipeline.options.threads
+    least = min(sum(1 / users[host, core] for core in cores) for host, cores in answers)
+    return max(1.0, max(Counter(layout.worker_of).values()) * pipeline.options.threads / least)
