@@ -27,9 +27,6 @@ from hybridpar.schedule.shares import WorkCost, best_division
 from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.shards import largest_share
 
-#: Bytes that moving, adding and sending one byte of a gradient costs a core, besides receiving it: one pass each way.
-_SEND_PART = 0.5
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -93,10 +90,6 @@ class Evaluator:
         self._workers = space.inputs.by_worker
         #: For every number of workers the least of the devices, and of the hosts, that they use.
         self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
-        self._least_spare = _running_least(host.communication_cores for _, host in self._workers)
-        self._least_core = _running_least(host.bytes_per_core_second for _, host in self._workers)
-        #: Cores that a lane computes with; what uses one core takes so much less of a lane.
-        self._lane_cores = space.inputs.profile.threads or 1
         self._figures = space.library.figures
         self._layout = cache(self._make_layout)
         self._transfers = cache(self._make_transfers)
@@ -141,7 +134,6 @@ class Evaluator:
         layout = shape.layout(figures.edges, replica)
         pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
         link, own = self._transfers(shape, pairs, replica)
-        sending, receiving = self._core_seconds(shape.workers)
         # Copying gradients into buckets is done by the lane that computes them, and the first micro-batch's are not
         # added to any; both once a step, and spread here over its micro-batches.
         extra = inputs.profile.collect_ms if shape.replicas > 1 and exchange else 0.0
@@ -167,11 +159,6 @@ class Evaluator:
             saved_bytes=figures.saved_bytes,
             link=link,
             links=own,
-            cores=shape.lanes + self._least_spare[shape.workers - 1] / self._lane_cores,
-            send_cpu=sending,
-            receive_cpu=receiving,
-            # Per byte of a bucket; what a worker moves is that times the factor of the ring.
-            sync_cpu=2 * (shape.replicas - 1) / shape.replicas * self._lane_seconds(shape.workers),
             co_run=max(1.0, inputs.profile.co_run.get(shape.lanes, 1.0)),
             buckets=buckets,
             replicas=shape.replicas,
@@ -376,19 +363,6 @@ class Evaluator:
         schedule = make(order_of_replica(candidate.schedule, layout), request)
         return simulate(lower(schedule, layout), costs).step_ms
 
-    def _core_seconds(self, workers: int) -> tuple[float, float]:
-        """What a byte takes of a lane's cores, sending it and receiving it, where so many workers are used."""
-        level = self._inputs.cluster.outer
-        if level is None or level.cores is None:
-            either = _SEND_PART * self._lane_seconds(workers)
-            return either, either
-        second = level.bandwidth * level.efficiency.send * self._lane_cores
-        return level.cores.send / second, level.cores.receive / second
-
-    def _lane_seconds(self, workers: int) -> float:
-        """What moving a byte takes of a lane's cores, where that was not measured: one of them moves it."""
-        return 1 / (self._least_core[workers - 1] * self._lane_cores)
-
     def _parts_of_model(self, figures: StageFigures) -> list[float]:
         """For every stage its part of the model's parameters."""
         sizes = figures.parameter_bytes
@@ -446,7 +420,6 @@ class Evaluator:
             return ((),) * cut.stages
         figures = self._figures(cut, variant, self.samples(shape))
         factor = 2 * (shape.replicas - 1) / shape.replicas
-        core_speed = self._least_core[shape.workers - 1] / 1e3
         made = []
         for parameters, speed in zip(figures.parameters, throughput, strict=True):
             row, reached = [], 0.0
@@ -454,18 +427,14 @@ class Evaluator:
             for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
                 times = prices.times(bucket, self.space.codec_choices[codec])
                 reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
-                # Where the use of cores was not measured, one of them moves a bucket, which is then no faster than it.
-                wire = max(times.wire_ms, times.bytes / core_speed) if times.core_ms is None else times.wire_ms
                 row.append(
                     BucketCost(
                         round(times.bytes / factor),
                         reached,
                         times.encode_ms,
                         times.decode_ms,
-                        wire,
+                        times.wire_ms,
                         times.latency_ms,
-                        None if times.core_ms is None else times.core_ms / self._lane_cores,
-                        times.link_part * times.wire_ms / wire if wire > 0 else 1.0,
                     )
                 )
             made.append(tuple(row))

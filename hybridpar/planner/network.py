@@ -160,38 +160,10 @@ class Network:
         group = self.grouping
         return {kind: _flat(kind, self._between, group.hosts, group.sharing) for kind in kinds}
 
-    @property
-    def bytes_per_ms(self) -> float | None:
-        """What a worker of a group can send over the link between its workers; None on two levels, where it is two."""
-        group = self.grouping
-        if group.two_levels:
-            return None
-        return self._inside.bandwidth / 1e3 if group.hosts == 1 else self._between.bandwidth / (1e3 * group.sharing)
-
     def inside_cost(self) -> LinkCost:
         """What a codec between hosts needs inside of them: a sum before it, and one that hands the result out."""
         once = _flat(PLAIN, self._inside, self.grouping.each, 1)
         return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
-
-    def inside_core_use(self) -> float | None:
-        """Cores that `inside_cost` keeps busy; None where that was not measured."""
-        return _core_use(PLAIN, self._inside)
-
-    def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
-        """Cores of a worker that messages keep busy while they are on their way; None where that was not measured."""
-        group = self.grouping
-        levels = [self._inside] if group.hosts == 1 else [self._between]
-        if group.two_levels and not codec:
-            levels = [self._inside, self._between]
-        uses = [_core_use(kind, level) for level in levels]
-        known = [use for use in uses if use is not None]
-        if len(known) < len(uses):
-            return None
-        if len(known) == 1:
-            return known[0]
-        times = [_flat(kind, self._inside, group.each, 1), _flat(kind, self._between, group.hosts, group.sharing)]
-        whole = sum(one.ms_per_byte for one in times)
-        return sum(use * one.ms_per_byte for use, one in zip(known, times, strict=True)) / whole if whole else 0.0
 
     def _two_levels(self, kind: Kind) -> LinkCost:
         group = self.grouping
@@ -204,24 +176,6 @@ class Network:
         return Link(level.latency_ms, speed)
 
 
-def _core_use(kind: Kind, level: LinkLevel) -> float | None:
-    """On one level; a sharded exchange goes there and comes back, at speeds of their own."""
-    use, reached = level.cores, level.efficiency
-    if use is None:
-        return None
-    if kind[0] is Collective.SHARD:
-        there, back = 1 / reached.all_to_all, 1 / reached.all_gather
-        return (use.all_to_all * there + use.all_gather * back) / (there + back)
-    return use.all_gather if kind[0] is Collective.GATHER else use.of(_sum_way(kind))
-
-
-def _sum_way(kind: Kind) -> str:
-    """Which way of using a link a sum is."""
-    if not kind[1].is_floating_point:
-        return "integer_sum"
-    return "half_sum" if kind[1].itemsize == 2 else "all_reduce"
-
-
 def log_rounds(workers: int) -> int:
     """Rounds in which a tree reaches so many workers."""
     return math.ceil(math.log2(workers)) if workers > 1 else 0
@@ -232,13 +186,12 @@ def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
     collective = kind[0]
     if workers == 1:
         return LinkCost(0.0, 0.0)
-    use, latency = level.efficiency, level.latency_ms
-    speed = level.bandwidth / (1e3 * sharing)  # bytes per millisecond
+    latency = level.latency_ms
+    speed = level.bandwidth * level.efficiency.all_reduce / (1e3 * sharing)  # bytes per millisecond
     part = (workers - 1) / workers
     if collective is Collective.SHARD:
         # Stripes go to their owners, and come back merged, of the same size.
-        messages = (workers - 1) + log_rounds(workers)
-        return LinkCost(messages * latency, part / (speed * use.all_to_all) + part / (speed * use.all_gather))
+        return LinkCost(((workers - 1) + log_rounds(workers)) * latency, 2 * part / speed)
     if collective is Collective.GATHER:
-        return LinkCost(log_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
-    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.of(_sum_way(kind))))
+        return LinkCost(log_rounds(workers) * latency, (workers - 1) / speed)
+    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / speed)

@@ -266,13 +266,12 @@ def _follow_given(
 ) -> _Found:
     from hybridpar.partition.planning import require_model
     from hybridpar.planner.inputs import check_made_for
-    from hybridpar.planner.link_ways import PLAIN_WAYS
     from hybridpar.planner.links import measure_cluster
     from hybridpar.planner.record import is_as_recorded
 
     require_model(plan, model, name)
     if plan.inputs is not None:
-        check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
+        check_made_for(plan, measure_cluster(world))
     followed = _as_followed(config, plan, decided, world.size)
     told = _expected(followed)
     if followed.inputs is not None and not is_as_recorded(followed):

@@ -532,10 +532,11 @@ def planned_on_hosts(world: World, run_dir: Path, cache: str, hosts: str) -> Pla
         return planned_rank(world, run_dir, cache, {"steps": 4, "batch_size": 16})
 
 
-def test_hosts_of_one_and_of_two_workers_are_planned_by_default(tmp_path):
-    plans = run_ranks(planned_on_hosts, 3, tmp_path / "run", str(tmp_path / "cache"), "aab")
+def test_two_hosts_of_two_workers_are_planned_by_default(tmp_path):
+    plans = run_ranks(planned_on_hosts, 4, tmp_path / "run", str(tmp_path / "cache"), "aabb")
     assert plans[0].inputs is not None
-    assert {one.get("devices", 1) for one in plans[0].inputs["cluster"]["hosts"]} == {1, 2}
+    (hosts,) = plans[0].inputs["cluster"]["hosts"]
+    assert (hosts["count"], hosts["devices"]) == (2, 2)
     check_run(tmp_path / "run", steps=4)
 
 
