@@ -103,8 +103,8 @@ def _draw_rows(axes: Any, layout: Layout, plan: Plan) -> None:
 def _row_name(plan: Plan, row: int) -> str:
     name = f"stage {row}"
     if plan.placement is not None:
-        place = next(place for place in plan.placement.stages if place.stage == row)
-        name += f"\nworker {place.worker}\n{place.device}" + (f" lane {place.lane}" if place.lane else "")
+        worker, lane = plan.layout.replica().rows[0][row]
+        name += f"\nworker {worker}\n{plan.placement.device}" + (f" lane {lane}" if lane else "")
     return name
 
 

@@ -53,7 +53,7 @@ def print_partition(plan: Plan, console: Console | None = None) -> None:
 def _head(plan: Plan) -> str:
     shape = "x".join(map(str, plan.model.input)) if plan.model.input else "several inputs"
     count = len(plan.partition.stages)
-    replicas = plan.placement.replicas if plan.placement is not None else 1
+    replicas = plan.layout.replicas
     micro_batch = plan.partition.micro_batch
     return (
         f"{plan.model.name}: {count} {'stage' if count == 1 else 'stages'}"
@@ -86,8 +86,8 @@ def _summary(plan: Plan) -> str:
 def _where(plan: Plan, stage: int) -> str:
     if plan.placement is None:
         return ""
-    place = next(place for place in plan.placement.stages if place.stage == stage)
-    return f"{place.worker}: {place.device}" + (f" lane {place.lane}" if place.lane else "")
+    worker, lane = plan.layout.replica().rows[0][stage]
+    return f"{worker}: {plan.placement.device}" + (f" lane {lane}" if lane else "")
 
 
 def _number(value: float | None) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import RECEIVES, Action, Kind
 from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.resources import Machine
 from hybridpar.schedule.spans import Span, StepSpans
@@ -24,7 +25,7 @@ from hybridpar.schedule.spans import Span, StepSpans
 if TYPE_CHECKING:
     from hybridpar.pipeline.engine import PipelineEngine
 
-#: One step as all workers ran it: by rank, origins on one clock. Rank = position * replicas + replica.
+#: One step as all workers ran it: by rank, origins on one clock.
 StepOfAll = Mapping[int, StepSpans]
 
 
@@ -92,13 +93,13 @@ def predicted_costs(
     forward_ms: Sequence[float] | None = None,
     backward_ms: Sequence[float] | None = None,
     steps: Sequence[StepOfAll] = (),
-    replicas: int = 1,
+    layout: Layout,
     sync_lanes: int = 1,
     commit: bool = True,
     cores: float | None = None,
 ) -> Costs:
     """Costs for `simulate`, from a profile and from steps that ran."""
-    observed = _Observed(program, steps, replicas)
+    observed = _Observed(program, steps, layout)
     stages = range(program.layout.stages)
     return Costs(
         forward_ms=_profile(forward_ms, observed, Kind.FORWARD, stages),
@@ -114,7 +115,7 @@ def predicted_costs(
             )
             for stage, one in enumerate(facts)
         ),
-        replicas=replicas,
+        replicas=layout.replicas,
         sync_link=fit_link(observed.sums(facts)),
         sync_lanes=sync_lanes,
         commit=commit,
@@ -125,9 +126,9 @@ def predicted_costs(
 class _Observed:
     """What steps that ran tell of costs. Times are seconds on one clock in here, results are milliseconds."""
 
-    def __init__(self, program: Program, steps: Sequence[StepOfAll], replicas: int) -> None:
+    def __init__(self, program: Program, steps: Sequence[StepOfAll], layout: Layout) -> None:
         self._program = program
-        self._replicas = replicas
+        self._layout = layout
         #: Per step and rank: when every action started and ended.
         self._steps: list[dict[int, dict[Action, tuple[float, float]]]] = [
             {rank: {span.action: _absolute(one, span) for span in one.spans} for rank, one in step.items()}
@@ -161,7 +162,7 @@ class _Observed:
                     if receive.kind not in RECEIVES:
                         continue
                     (send,) = self._program.needs[receive]
-                    peer = self._program.layout.home(send.stage) * self._replicas + rank % self._replicas
+                    peer = self._layout.rows[self._layout.replica_of(rank)][send.stage][0]
                     sent = step.get(peer, {}).get(send)
                     if sent is not None:
                         samples.append((float(machine.transfer_bytes(send)), 1e3 * max(0.0, end - max(came, sent[0]))))
@@ -169,7 +170,7 @@ class _Observed:
 
     def sums(self, facts: Sequence[StageFacts]) -> list[tuple[float, float]]:
         """Bytes that each replica sent and milliseconds of every sum, from when the last replica had come to it."""
-        factor = Costs((), (), replicas=self._replicas).sync_factor
+        factor = Costs((), (), replicas=self._layout.replicas).sync_factor
         samples = []
         for step in self._steps:
             joined: dict[Action, list[tuple[float, float]]] = defaultdict(list)

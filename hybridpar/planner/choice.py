@@ -17,6 +17,7 @@ from hybridpar.planner.measure import measure_rates
 from hybridpar.planner.network import Network, log_rounds
 from hybridpar.planner.profile import Parameter
 from hybridpar.planner.rates import CodecRate
+from hybridpar.schedule.layout import Layout
 
 #: Bytes and number of the messages that a link is timed with.
 _SMALL, _LARGE = (4 << 10, 7), (512 << 10, 3)
@@ -41,7 +42,7 @@ def choose_codecs(
 
     def decide() -> tuple[str, tuple[str, ...]]:
         hosts = Hosts(count=replicas, kind="cuda" if world.device.type == "cuda" else "cpu")
-        network = Network(ClusterSpec(hosts=(hosts,), between=level), 1, replicas)
+        network = Network(ClusterSpec(hosts=(hosts,), between=level), Layout.repeated([(0, 0)], replicas))
         prices = BucketPrices(network, {text: CodecRate(tried) for text, tried in rates.items()}, 1.0)
         buckets = stage_buckets(parameters, bucket_bytes)
         choices = policies_of(fidelity, parameters, rates, replicas, bucket_bytes)

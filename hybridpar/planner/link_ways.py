@@ -23,6 +23,7 @@ from hybridpar.comm.world import World
 from hybridpar.machine.cluster_file import CoreUse, Efficiency, LinkLevel
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.network import log_rounds
+from hybridpar.schedule.layout import Layout
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones.
 _SMALL_BYTES, LEAST_BYTES, MOST_BYTES = 4 << 10, 1 << 20, 8 << 20
@@ -65,7 +66,7 @@ def measure_level(
     slowest found counts.
     """
     party, slow = world.split(parties, lanes=1), False
-    grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
+    grid = Grid(world, Layout.dealt(world.size, world.size), [pair, pair[::-1]], lanes=1)
     try:
         mine: dict[str, Way | None] = {}
         for name, (work, factor) in _ways(party, grid, pair).items():

@@ -102,7 +102,7 @@ def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
 
 def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequence[StepOfAll]) -> Forecast | None:
     """Predict a step of a pipeline from its profile and its first steps. A collective."""
-    if config.double_buffer != "off" or config.select_batch or engine.plan.placement.homes is not None:
+    if config.double_buffer != "off" or config.select_batch or not engine.plan.layout.is_equal:
         return None
     from hybridpar.pipeline.predict import gather_facts, predicted_costs, whole_program
     from hybridpar.schedule.simulate import simulate
@@ -122,7 +122,7 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
         forward_ms=forward,
         backward_ms=backward,
         steps=steps,
-        replicas=engine.plan.placement.replicas,
+        layout=engine.plan.layout,
         sync_lanes=engine.plan.sync.lanes,
         commit=config.guard or config.clip_norm is not None,
         cores=cores if profile is not None else None,

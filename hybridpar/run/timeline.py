@@ -19,6 +19,7 @@ from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.observe.timeline import Timeline, add_prediction
 from hybridpar.plan import Plan
 from hybridpar.run.plan import Forecast, forecast_step, with_forecast
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.engine import Engine
 from hybridpar.train.trainer import Trainer
@@ -120,9 +121,9 @@ class StageWatch:
         recording = gather_spans(self._world, shown or self._recorded)
         if not self._world.is_main:
             return
-        replicas = self._engine.plan.placement.replicas if self._engine is not None else 1
+        layout = self._engine.plan.layout if self._engine is not None else Layout.repeated([(0, 0)], self._world.size)
         spans = self.forecast.simulation.timeline if self.forecast is not None else ()
-        timeline = Timeline(add_prediction(recording.steps, spans, replicas), replicas, self._facts(recording.clocks))
+        timeline = Timeline(add_prediction(recording.steps, spans, layout), layout, self._facts(recording.clocks))
         try:
             from hybridpar.observe.timeline_file import write_timeline
 

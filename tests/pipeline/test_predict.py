@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import ScheduleError
 from hybridpar.pipeline.predict import StageFacts, fit_link, predicted_costs, whole_program
-from hybridpar.schedule.actions import Edge, place_stages
 from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import simulate
@@ -20,8 +20,12 @@ FACTS = (StageFacts((8 << 20, 3 << 20), 1000), StageFacts((5 << 20,), 2000), Sta
 
 def a_program(schedule="1f1b", micro_batches=4):
     edges = [Edge(0, 1, 400_000, 400_000), Edge(0, 2, 90_000, 90_000), Edge(1, 2, 200_000, 200_000)]
-    layout = place_stages(3, 3, edges=edges)
+    layout = Layout.dealt(3, 3, edges=edges)
     return lower(make(schedule, ScheduleRequest(layout, micro_batches)), layout, [2, 1, 0])
+
+
+def job(replicas):
+    return Layout.dealt(3, 3, replicas=replicas)
 
 
 def some_costs(replicas=2):
@@ -58,7 +62,7 @@ def as_if_it_ran(program, costs, replicas, origins=(5.0, 9.0)):
 def test_costs_that_were_measured_give_the_step_that_was_measured(schedule, replicas):
     program, costs = a_program(schedule), some_costs(replicas)
     steps = as_if_it_ran(program, costs, replicas)
-    again = predicted_costs(program, FACTS, steps=steps, replicas=replicas, sync_lanes=2)
+    again = predicted_costs(program, FACTS, steps=steps, layout=job(replicas), sync_lanes=2)
     assert again.forward_ms == pytest.approx(costs.forward_ms)
     assert again.step_ms == pytest.approx(costs.step_ms)
     assert again.control_ms == pytest.approx(costs.control_ms)
@@ -72,7 +76,7 @@ def test_costs_that_were_measured_give_the_step_that_was_measured(schedule, repl
 
 def test_buckets_are_ready_when_they_were_seen_to_leave():
     program, costs = a_program(), some_costs()
-    again = predicted_costs(program, FACTS, steps=as_if_it_ran(program, costs, 2), replicas=2, sync_lanes=2)
+    again = predicted_costs(program, FACTS, steps=as_if_it_ran(program, costs, 2), layout=job(2), sync_lanes=2)
     assert [bucket.ready for bucket in again.buckets[0]] == pytest.approx([0.5, 1.0])
     assert [bucket.bytes for bucket in again.buckets[0]] == [8 << 20, 3 << 20]
 
@@ -80,7 +84,7 @@ def test_buckets_are_ready_when_they_were_seen_to_leave():
 def test_waiting_is_no_part_of_a_transfer_or_a_sum():
     program, costs = a_program(), some_costs()
     steps = as_if_it_ran(program, costs, 2)
-    plain = predicted_costs(program, FACTS, steps=steps, replicas=2)
+    plain = predicted_costs(program, FACTS, steps=steps, layout=job(2))
     # Receives, and the sums of the first replica, begin to wait long before there is anything to do.
     early = [
         {
@@ -97,7 +101,7 @@ def test_waiting_is_no_part_of_a_transfer_or_a_sum():
         }
         for step in steps
     ]
-    waiting = predicted_costs(program, FACTS, steps=early, replicas=2)
+    waiting = predicted_costs(program, FACTS, steps=early, layout=job(2))
     assert waiting.link == plain.link
     assert waiting.sync_link == plain.sync_link
 
@@ -105,18 +109,18 @@ def test_waiting_is_no_part_of_a_transfer_or_a_sum():
 def test_a_profile_counts_before_what_was_seen():
     program, costs = a_program(), some_costs(1)
     steps = as_if_it_ran(program, costs, 1)
-    again = predicted_costs(program, FACTS, forward_ms=(1, 2, 3), backward_ms=(4, 5, 6), steps=steps)
+    again = predicted_costs(program, FACTS, forward_ms=(1, 2, 3), backward_ms=(4, 5, 6), steps=steps, layout=job(1))
     assert (again.forward_ms, again.backward_ms) == ((1, 2, 3), (4, 5, 6))
     assert again.step_ms == pytest.approx(costs.step_ms)
 
 
 def test_a_profile_alone_is_enough_and_nothing_is_not():
     program = a_program()
-    costs = predicted_costs(program, FACTS, forward_ms=(1, 1, 1), backward_ms=(2, 2, 2), replicas=2)
+    costs = predicted_costs(program, FACTS, forward_ms=(1, 1, 1), backward_ms=(2, 2, 2), layout=job(2))
     # With free transfers and sums the bubble is that of the textbook: (p - 1) / (m + p - 1).
     assert simulate(program, costs).bubble == pytest.approx(2 / 6)
     with pytest.raises(ScheduleError, match="stage 0 takes"):
-        predicted_costs(program, FACTS)
+        predicted_costs(program, FACTS, layout=job(1))
 
 
 def test_the_whole_program_has_the_sums_of_all_stages():

@@ -17,6 +17,7 @@ from hybridpar.planner import links
 from hybridpar.planner.link_ways import PLAIN_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.network import PLAIN, Network
+from hybridpar.schedule.layout import Layout
 from tests.ranks import run_ranks
 
 
@@ -166,12 +167,12 @@ def test_cores_that_a_link_keeps_busy_are_those_of_what_uses_it():
             },
         }
     )
-    network = Network(spec, 1, 2)
+    network = Network(spec, Layout.dealt(1, 1, replicas=2))
     assert network.core_use(PLAIN) == 0.4
     assert network.core_use((Collective.GATHER, torch.uint8)) == 0.4
     # There at half of the bandwidth, back at a quarter: a third of the time, and two thirds.
     assert network.core_use((Collective.SHARD, torch.uint8)) == pytest.approx(0.1 / 3 + 0.4 * 2 / 3)
-    assert Network(spec.model_copy(update={"between": spec.between.faster(1)}), 1, 2).core_use(PLAIN) == 0.4
+    assert Network(spec.model_copy(update={"between": spec.between.faster(1)}), network.layout).core_use(PLAIN) == 0.4
     faster = spec.faster_links(10).between
     assert faster.cores.all_reduce / faster.bandwidth == pytest.approx(0.4 / 1e8), "a byte takes a core as long"
 
