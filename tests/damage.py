@@ -48,12 +48,13 @@ from hybridpar.observe.timeline_file import read_timeline, trace_of
 from hybridpar.observe.timeline_text import print_timeline
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.partition.profile_cache import load_profile
-from hybridpar.plan import Partition, Placement, Plan, Stage, StagePlacement, Sync, SyncRule, read_plan
+from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
 from hybridpar.planner import links, store
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.run import directory as rundir
 from hybridpar.run.page_data import page_data
 from hybridpar.schedule.actions import read_schedule
+from hybridpar.schedule.layout import Layout as StageLayout
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
 from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.shapes import Direction, Layout
@@ -101,7 +102,7 @@ def _plan() -> bytes:
     plan = Plan(
         model=small.inputs().profile.info,
         partition=Partition(stages=(Stage(units=("u0",), ms=1.5), Stage(units=("u1",))), micro_batch=8),
-        placement=Placement(replicas=2, stages=(StagePlacement(stage=0), StagePlacement(stage=1, worker=1))),
+        placement=Placement(layout=StageLayout.dealt(2, 2, replicas=2)),
         sync=Sync(policy=(SyncRule(pattern="fc.*", codec="topk:ratio=0.01"), SyncRule())),
         inputs=inputs,
     )

@@ -254,5 +254,5 @@ def _workers_of_plan(command: Train) -> int | None:
             "Name the file of a plan, or write it: `hybridpar plan MODEL --explain -o plan.json`.",
         )
     plan = read_plan(command.plan_file)
-    placed = plan.placement is not None and not plan.placement.is_usual
+    placed = plan.placement is not None and not plan.layout.is_usual
     return plan.workers if placed or plan.inputs is not None else None

@@ -49,8 +49,8 @@ def where(plan: Plan, stage: int) -> str:
     """The worker of a stage, with its device and lane."""
     if plan.placement is None:
         return ""
-    held = next(held for held in plan.placement.stages if held.stage == stage)
-    return f"{held.worker}: {held.device}" + (f" lane {held.lane}" if held.lane else "")
+    worker, lane = plan.layout.replica().rows[0][stage]
+    return f"{worker}: {plan.placement.device}" + (f" lane {lane}" if lane else "")
 
 
 def readable_bytes(size: float) -> str:
@@ -65,7 +65,7 @@ def readable_bytes(size: float) -> str:
 def _head(plan: Plan) -> str:
     shape = "x".join(map(str, plan.model.input)) if plan.model.input else "several inputs"
     count = len(plan.partition.stages)
-    replicas = plan.placement.replicas if plan.placement is not None else 1
+    replicas = plan.layout.replicas
     micro_batch = plan.partition.micro_batch
     return (
         f"{plan.model.name}: {count} {'stage' if count == 1 else 'stages'}"

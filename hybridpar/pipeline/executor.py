@@ -33,7 +33,8 @@ from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
 from hybridpar.pipeline.offload import moves
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Edge, Kind
+from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Kind
+from hybridpar.schedule.layout import Edge
 from hybridpar.schedule.program import Program
 from hybridpar.sync.reducer import StepGradients
 
@@ -89,7 +90,7 @@ class Executor:
         self.stages = stages
         self.borders = borders
         self._make_program = make_program
-        self._position, self._ranks = (0, [0]) if grid is None else (grid.position, grid.ranks)
+        self._position, self._ranks = (0, (0,)) if grid is None else (grid.position, grid.ranks)
         self._world = world
         self._replicas = replicas
         self._micro_batches = micro_batches

@@ -14,6 +14,7 @@ from hybridpar.planner.measure import measure_rates
 from hybridpar.planner.network import Network
 from hybridpar.planner.profile import Parameter
 from hybridpar.planner.rates import CodecRate
+from hybridpar.schedule.layout import Layout
 
 
 def choose_codecs(
@@ -35,7 +36,7 @@ def choose_codecs(
     assert level is not None
 
     def decide() -> tuple[str, tuple[str, ...]]:
-        network = Network(cluster, world.size // replicas, replicas)
+        network = Network(cluster, Layout.dealt(world.size // replicas, world.size // replicas, replicas=replicas))
         prices = BucketPrices(network, {text: CodecRate(tried) for text, tried in rates.items()}, 1.0)
         buckets = stage_buckets(parameters, bucket_bytes)
         choices = policies_of(fidelity, parameters, rates, replicas, bucket_bytes)

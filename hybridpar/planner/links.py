@@ -29,6 +29,7 @@ from hybridpar.machine.process import host_identity, usable_memory
 from hybridpar.machine.steady import repeat_until_steady
 from hybridpar.planner.network import log_rounds
 from hybridpar.planner.store import MOST_TRIES
+from hybridpar.schedule.layout import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ def _measure_level(world: World, parties: Sequence[Sequence[int]], seconds: floa
     """
     pair = next((ranks[0], ranks[1]) for ranks in parties if len(ranks) > 1)
     party = world.split(parties, lanes=1)
-    grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
+    grid = Grid(world, Layout.dealt(world.size, world.size), [pair, pair[::-1]], lanes=1)
     add = party.lane_groups[0].all_reduce if party.size > 1 else None
     send = partial(_send_both_ways, grid, pair[world.rank == pair[0]]) if world.rank in pair else None
     try:

@@ -1,6 +1,6 @@
 """How long collectives take on a cluster, from the bandwidth and latency of its links.
 
-Workers are numbered host by host, the replicas of a stage one after the other, as the runtime's grid numbers them.
+Workers are numbered host by host.
 Links have two levels, so an all-reduce goes in three steps: within hosts, between them, and within them again; a codec
 works between hosts alone. All formulas are those of algorithms that move the fewest bytes:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ import torch
 from hybridpar.compress import Collective
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.schedule.costs import Link
+from hybridpar.schedule.layout import Layout
 
 #: How a message is reduced, and its type.
 Kind = tuple[Collective, torch.dtype]
@@ -71,25 +72,20 @@ class Grouping:
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a number of workers that form a grid; rank = position * replicas + replica.
+    """The links of the workers of a layout.
 
     Attributes:
-        spec: The cluster, of which the first `positions * replicas` workers are used.
-        positions: Workers that share the stages of one replica.
-        replicas: Copies of the pipeline.
-        homes: For every replica the rank that runs each stage, where replicas have different numbers of workers.
+        spec: The cluster, of which the first workers are used.
+        layout: Where stages run.
     """
 
     spec: ClusterSpec
-    positions: int
-    replicas: int
-    homes: tuple[tuple[int, ...], ...] | None = None
+    layout: Layout
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
         """For every worker its host."""
-        workers = self.positions * self.replicas if self.homes is None else 1 + max(map(max, self.homes))
-        return tuple(host for host, _ in self.spec.by_worker[:workers])
+        return tuple(host for host, _ in self.spec.by_worker[: self.layout.workers])
 
     @property
     def _inside(self) -> LinkLevel:
@@ -102,33 +98,26 @@ class Network:
     @cached_property
     def grouping(self) -> Grouping:
         """Of the replicas of the stage whose exchange takes longest; that of others is no worse."""
-        groups = [self.hosts[first : first + self.replicas] for first in range(0, len(self.hosts), self.replicas)]
-        counts = [Counter(group) for group in groups]
+        counts = [Counter(self.hosts[rank] for rank in column) for column in self.layout.columns]
         users = Counter(host for count in counts if len(count) > 1 for host in count)
-        if self.homes is not None:
-            counts = [Counter(self.hosts[rank] for rank in column) for column in zip(*self.homes, strict=True)]
-            # What one worker sends for several of its stages shares its link in the simulation.
+        if not self.layout.is_equal:
+            # What a worker sends for several of its stages shares its link in the simulation.
             users = Counter({host: self.hosts.count(host) for host in self.hosts})
         return Grouping(
-            self.replicas,
+            self.layout.replicas,
             max(map(len, counts)),
             max(max(count.values()) for count in counts),
             max(users.values(), default=1),
         )
 
-    def transfers(
-        self, edges: Iterable[tuple[int, int]], ranks: Sequence[int] = ()
-    ) -> tuple[Link, dict[tuple[int, int], Link]]:
+    def transfers(self, edges: Iterable[tuple[int, int]], replica: int) -> tuple[Link, dict[tuple[int, int], Link]]:
         """Connections between positions: the shared network of every worker, and pairs with a wire of their own."""
         inside, between = (self._sends(level, 1) for level in (self._inside, self._between))
         own: dict[tuple[int, int], Link] = {}
         crossing: dict[int, set[int]] = {}
         for one, other in sorted({pair for edge in edges for pair in (edge, edge[::-1])}):
-            pairs = (
-                [(ranks[one], ranks[other])]
-                if ranks
-                else [(one * self.replicas + each, other * self.replicas + each) for each in range(self.replicas)]
-            )
+            alike = self.layout.ranks if self.layout.is_equal else [self.layout.ranks[replica]]
+            pairs = [(ranks[one], ranks[other]) for ranks in alike]
             far = [pair[0] for pair in pairs if self.hosts[pair[0]] != self.hosts[pair[1]]]
             if not far:
                 own[one, other] = inside

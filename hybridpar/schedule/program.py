@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Layout, Schedule
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from hybridpar.schedule.layout import Layout
 
 
 @dataclass(frozen=True)

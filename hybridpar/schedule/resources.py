@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hybridpar.schedule.actions import Action, Kind, Layout
+from hybridpar.schedule.actions import Action, Kind
 from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.layout import Layout
 
 #: Loads are sums and differences of floats; so much above the capacity is still not above it.
 _TOLERANCE = 1e-9

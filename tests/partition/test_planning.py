@@ -92,7 +92,7 @@ def test_placement_names_workers_and_lanes() -> None:
     problem = Problem(4, (Worker("cpu", lanes=2),), "v")
     plan = partition_model(Residual(), torch.randn(*IMAGES), problem, measure=False).plan
     assert plan.placement is not None
-    assert [(place.worker, place.lane) for place in plan.placement.stages] == [(0, 0), (0, 1), (0, 1), (0, 0)]
+    assert plan.layout.rows == (((0, 0), (0, 1), (0, 1), (0, 0)),)
 
 
 def test_a_plan_for_another_model_says_what_differs(made: PartitionedModel) -> None:
@@ -193,7 +193,7 @@ def test_command_writes_plan_and_picture(tmp_path: Path, capsys: pytest.CaptureF
     assert picture.exists()
     assert run_show(plan) == 0
     assert "2 stages" in capsys.readouterr().out
-    assert [place.worker for place in read_plan(plan).placement.stages] == [0, 1]
+    assert read_plan(plan).layout.texts() == ("0,1",)
 
 
 @pytest.mark.parametrize(

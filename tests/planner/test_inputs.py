@@ -40,12 +40,11 @@ def test_every_outcome_has_a_plan_that_says_what_it_is():
     answer = find_plan(inputs(fidelity="close"), prune=False)
     names = [one.name for one in answer.evaluator.space.inputs.profile.parameters]
     for outcome in answer.ranked:
-        plan, shape = plan_of(answer, outcome), outcome.candidate.shape
-        assert len(plan.partition.stages) == shape.stages
-        assert plan.placement is not None
-        assert plan.placement.replicas == shape.replicas
+        plan, candidate = plan_of(answer, outcome), outcome.candidate
+        assert len(plan.partition.stages) == candidate.layout.stages
+        assert plan.layout == candidate.layout
         assert plan.pipeline is not None
-        assert plan.pipeline.micro_batches == shape.micro_batches
+        assert plan.pipeline.micro_batches == candidate.micro_batches
         assert plan.predicted is not None
         assert plan.predicted.step_ms == pytest.approx(outcome.step_ms, abs=1e-3)
         assert plan.sync is not None

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import COMPUTE, Edge, Kind, Layout, parse_action, place_stages, read_schedule
+from hybridpar.schedule.actions import COMPUTE, Kind, parse_action, read_schedule
 from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import Simulation, simulate
@@ -22,7 +23,7 @@ WIRE = Link(0.0, 1000 * KIB)
 
 def stages(count: int, size: int = KIB, lanes: int | None = None, kind: str = "linear", **more) -> Layout:
     edges = [Edge(stage, stage + 1, size, size) for stage in range(count - 1)]
-    return place_stages(count, lanes or count, kind, edges=edges, **more)
+    return Layout.dealt(count, lanes or count, kind, edges=edges, **more)
 
 
 def predict(schedule: str, layout: Layout, **costs) -> Simulation:
@@ -76,7 +77,7 @@ def test_directions_of_a_link_do_not_disturb_each_other():
 
 def fan_out(**costs) -> Simulation:
     """Stage 0 sends 2 KiB to each of two workers at the same time."""
-    layout = Layout((0, 1, 2), (0, 1, 2), (Edge(0, 1, 2 * KIB, 0), Edge(0, 2, 2 * KIB, 0)))
+    layout = Layout.dealt(3, 3, edges=(Edge(0, 1, 2 * KIB, 0), Edge(0, 2, 2 * KIB, 0)))
     return predict("0F0,0B0\n1F0,1B0\n2F0,2B0\n", layout, **costs)
 
 
@@ -87,7 +88,7 @@ def test_what_a_worker_sends_at_one_time_shares_its_link():
 
 
 def test_what_a_worker_receives_at_one_time_shares_its_link():
-    layout = Layout((0, 1, 2), (0, 1, 2), (Edge(0, 2, 2 * KIB, 0), Edge(1, 2, 2 * KIB, 0)))
+    layout = Layout.dealt(3, 3, edges=(Edge(0, 2, 2 * KIB, 0), Edge(1, 2, 2 * KIB, 0)))
     result = predict("0F0,0B0\n1F0,1B0\n2F0,2B0\n", layout, link=WIRE)
     assert span(result, "2RECV_F0") == span(result, "2RECV_F0>0") == pytest.approx((1, 5))
 
@@ -183,7 +184,7 @@ def test_optimizers_wait_for_everybody_where_a_step_can_be_rolled_back():
 # Processors. Two lanes of a worker compute side by side: 6 ms where each is as fast as alone.
 
 BESIDE = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
-APART = Layout((0, 1), (0, 0), ())
+APART = Layout((((0, 0), (0, 1)),))
 
 
 @pytest.mark.parametrize(
