@@ -13,10 +13,9 @@ from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
 from hybridpar.planner.codecs import MARGIN, BucketPrices, planned_codecs, policies_of, proof_lines, stage_buckets
 from hybridpar.planner.inputs import check_fidelity
 from hybridpar.planner.link_ways import laps_of, most_of_all
-from hybridpar.planner.measure import measure_rates
 from hybridpar.planner.network import Network, log_rounds
 from hybridpar.planner.profile import Parameter
-from hybridpar.planner.rates import CodecRate
+from hybridpar.planner.rates import CodecRate, measure_rates
 
 #: Bytes and number of the messages that a link is timed with.
 _SMALL, _LARGE = (4 << 10, 7), (512 << 10, 3)

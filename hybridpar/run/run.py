@@ -74,6 +74,7 @@ from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import digest_of, latest_checkpoint, resolve_checkpoint
 from hybridpar.train.trainer import StepResult, Trainer
+from hybridpar.train.trial import Trial
 
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
@@ -218,7 +219,7 @@ class Run(RunLog):
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             decided=decided,
             announce=progress.prepare,
-            measured=deferred is None,
+            open_trial=Trial if deferred is None else None,
         )
         plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.

@@ -47,6 +47,7 @@ from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
+from hybridpar.planner.trials import Trial
 from hybridpar.sync.compression import settle_codecs
 from hybridpar.train.checkpoint import (
     CheckpointData,
@@ -182,8 +183,12 @@ class Trainer:
             self.planned = (
                 plan
                 if isinstance(plan, PlannedRun)
-                else plan_loop(model, self.config, self.world, example, total_steps, name, given)
+                else plan_loop(model, self.config, self.world, example, total_steps, name, given, _open_trial)
             )
+            compute = self.planned.plan.compute
+            self.config = replace(self.config, **compute.options)
+            if compute.threads is not None:
+                torch.set_num_threads(compute.threads)
             if self._deferred is not None and self.planned.plan.placement.workers == 1:
                 self._deferred.fill({name for name, _, _ in places(model)})
                 self._deferred = None
@@ -701,6 +706,12 @@ class Trainer:
             if self._owns_lanes and error is not None:
                 # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
                 self.lanes.__exit__(type(error), error, error.__traceback__)
+
+
+def _open_trial(*given: Any) -> Trial:
+    from hybridpar.train.trial import Trial  # which trains
+
+    return Trial(*given)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
