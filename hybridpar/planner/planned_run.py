@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -410,11 +411,12 @@ def _search(
 
     def decide() -> tuple[str, tuple[str, ...]]:
         answer, outcomes = found[0]
-        result = verified(answer, outcomes, times) if times else None
+        run = [outcomes[index] for index in times]
+        result = verified(answer, run, list(times.values())) if times else None
         outcome = answer.chosen if result is None else result.chosen
         plan = _with_way(plan_of(answer, outcome), question, way)
         if result is not None:
-            step_ms = result.measured_ms[outcomes.index(outcome)]
+            step_ms = result.measured_ms[run.index(outcome)]
             plan = _with_step(plan, step_ms)
         return plan.to_json(), _told(answer, outcome, plan, inputs, way, len(times), time.perf_counter() - begun)
 
@@ -443,12 +445,12 @@ def _run_finalists(
     world: World,
     open_trial: OpenTrial,
     announce: Callable[[str], None],
-) -> list[list[float]]:
-    """Milliseconds of steps of the best plans, which take turns; nothing where there is a single plan; a collective."""
+) -> dict[int, list[float]]:
+    """Milliseconds of steps of the best plans, by index, which take turns; none of a single plan; a collective."""
     from hybridpar.planner.trials import FIRST_STEPS, random_batch, time_in_turns
 
     if len(plans) < 2:
-        return []
+        return {}
     announce(f"planning: running some steps of the {len(plans)} best plans")
     example = random_batch(question.sample_shape, question.batch, world.device)
     with contextlib.ExitStack() as stack:
@@ -457,14 +459,15 @@ def _run_finalists(
             assert question.options is not None
             assert plan.compute is not None
             options = replace(question.options, **plan.compute.options)
-            with intra_op_threads(plan.compute.threads):
-                trial = stack.enter_context(contextlib.closing(open_trial(model, options, world, example, plan)))
+            opening = partial(open_trial, model, options, world, example, plan)
+            with intra_op_threads(plan.compute.threads), contextlib.suppress(UsageError):
+                trial = stack.enter_context(contextlib.closing(world.on_all(opening)))
                 for _ in range(FIRST_STEPS):
                     trial.step()
-            steps[str(index)] = trial.step
+                steps[str(index)] = trial.step
         threads = plans[0].compute.threads if plans[0].compute is not None else None
         times = time_in_turns(steps, world, rounds=ROUNDS, seconds=MOST_SECONDS, threads=threads)
-    return [times[str(index)] for index in range(len(plans))]
+    return {index: times[str(index)] for index in range(len(plans)) if str(index) in times}
 
 
 def _unplanned(why: str) -> tuple[None, tuple[str, ...]]:
@@ -503,7 +506,7 @@ def _told(
     lines = [line]
     if way is not None:
         lines += [f"         {text}" for text in _worth_lines(way)]
-        plain = answer.baselines[DATA_PARALLEL]
+        plain = answer.baselines.get(DATA_PARALLEL)
         if plain is not None:
             baseline = plain.step_ms + way.plain_ms - max(way.step_ms)
             cost = f"planning took {seconds:.1f} s{f', {timed} plans were run' * (timed > 0)}"

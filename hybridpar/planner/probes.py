@@ -27,7 +27,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from hybridpar.comm.world import World
+from hybridpar.comm.world import PATIENCE, World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
@@ -43,6 +43,7 @@ from hybridpar.models.state import twin_of
 from hybridpar.partition.profile import Progress
 from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.unit_runner import intra_op_threads
+from hybridpar.planner.choice import other_types
 from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
@@ -324,22 +325,23 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
         if job.is_whole:
             job.world.on_all(_named(profile))
         else:
-            job.world.from_main(_named(profile))
+            job.world.from_main(_named(profile), PATIENCE)
         of_main: ModelProfile = job.world.gather(found[0] if found else None)[0]  # type: ignore[assignment]
-        return of_main if way is None else _with_rest(of_main, way)
+        return of_main if way is None else with_rest(of_main, way)
 
     chosen = {"memory_format": memory_format, "kernels": kernels, "way": None if way is None else _WAY.dump_python(way)}
     key = {**_key(job), "sizes": list(job.sizes), "passes": job.passes, "amp": options.amp, **chosen}
     return job.kept("profile", key, _PROFILE, measure) if job.measure else measure()
 
 
-def _with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
+def with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
     """The profile with what a step takes besides its units, and as fast as the way that was chosen makes all of it."""
     variant = profile.variants[0]
     mine = way.eager_ms * way.step_ms[0] / max(way.step_ms)
     factor = max(way.step_ms) / way.eager_ms
     rest = factor * max(0.0, mine - variant.step_ms)
-    scaled = replace(variant.scaled(factor), update_ms=rest)
+    # Units run one by one; together, as in a model that is compiled, they may be faster.
+    scaled = replace(variant.scaled(factor * min(1.0, mine / variant.step_ms)), update_ms=rest)
     return replace(profile, variants=(scaled,), update_ms=rest)
 
 
@@ -465,4 +467,4 @@ def _codecs(job: _Job) -> Sequence[str]:
     if job.cluster is not None:
         return asked.codecs if job.workers > 1 else []
     adds = world.transport == "shared memory" and asked.steps is not None
-    return [] if world.size == 1 or adds else asked.codecs
+    return [] if world.size == 1 or adds or other_types(job.model) else asked.codecs

@@ -113,7 +113,7 @@ def open_changes(
         changes.append(Change("bf16", {"amp": "bf16"}))
         if on_gpu:
             changes.append(Change("fp16", {"amp": "fp16"}))
-    if not on_gpu and torch.get_num_threads() > 1:
+    if not on_gpu and config.searches and torch.get_num_threads() > 1:
         half = torch.get_num_threads() // 2
         changes.append(Change(f"{half} thread{'s' if half > 1 else ''}", {}, half))
     if on_gpu and "cuda_graph" in open_:
@@ -141,18 +141,8 @@ def choose_way(
 ) -> Way:
     """Try the changes that options leave open, by steps of every worker; a collective.
 
-    Args:
-        model: The model, on its device; it is copied.
-        config: Options of the run.
-        decided: Names of those that the user decided on.
-        world: All workers.
-        example: Inputs of a micro-batch.
-        open_trial: Opens steps to be timed.
-        run_steps: Steps of the run, by which it is decided what is worth a try.
-        check: Called with the milliseconds of a plain step, on all workers, before anything else is tried.
-
-    Raises:
-        HybridparError: A step of the model fails as it is.
+    `example` is the inputs of a micro-batch. `check` is called with the milliseconds of a plain step, on all workers,
+    before anything else is tried, and may raise. The length of the run decides whether compiling is worth a try.
     """
     contest = _Contest(model, config, world, example, open_trial)
     try:

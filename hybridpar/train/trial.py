@@ -6,8 +6,10 @@ in question. Nothing that they do is seen by the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,6 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.trials import StepValues, any_loss
-from hybridpar.train.trainer import Trainer
 
 #: With such a learning rate float32 weights stay as they are.
 _PLAIN = TrainConfig(plan="none", lr=1e-12)
@@ -35,25 +36,40 @@ _LEFT_OUT = (
 )
 
 
+class Stepper(Protocol):
+    """What a trial needs of `hybridpar.train.trainer.Trainer`."""
+
+    model: nn.Module
+    world: World
+
+    def step(self, batch: Batch) -> Any:
+        """Take a step."""
+
+    def wait(self) -> None:
+        """Wait for its end."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
 class Trial:
-    """Steps that can be taken; opening it is a collective of the world's workers.
+    """Steps of a copy of a model that can be taken; opening it is a collective of the world's workers.
 
-    Args:
-        model: The model, which is copied.
-        config: Options of the run; of those that say how work is divided, `plan` is asked instead.
-        world: The workers.
-        example: Inputs of the whole batch, the same on all workers.
-        plan: How work is divided; default: plain data parallelism.
-
-    Raises:
-        UsageError: The plan is a pipeline on some of the workers, and others would have to leave.
+    Of the options those that say how work is divided do not count: `plan` says it, by default plain data parallelism.
+    `example` is the inputs of the whole batch, the same on all workers.
     """
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, world: World, example: Tensor, plan: Plan | None = None
+        self,
+        open_trainer: Callable[..., Stepper],
+        model: nn.Module,
+        config: TrainConfig,
+        world: World,
+        example: Tensor,
+        plan: Plan | None = None,
     ) -> None:
         self._stack = ExitStack()
-        self.trainer: Trainer | None = None
+        self.trainer: Stepper | None = None
         workers = world.size if plan is None else plan.workers or 1
         if plan is not None and 1 < workers < world.size and len(plan.partition.stages) > 1:
             raise UsageError(
@@ -69,7 +85,7 @@ class Trial:
             if users is None:
                 return
             self._batch = _share(example, run, users.rank)
-            self.trainer = Trainer(
+            self.trainer = open_trainer(
                 twin_of(model),
                 config=config,
                 loss=any_loss,

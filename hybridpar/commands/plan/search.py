@@ -149,14 +149,14 @@ def _run(
 ) -> list[list[float]]:
     """Milliseconds of the steps of plans, all of which are open at the same time and take turns; a collective."""
     from hybridpar.planner.trials import FIRST_STEPS, random_batch, time_in_turns
-    from hybridpar.train.trial import Trial
+    from hybridpar.train.trainer import open_trial
 
     images = random_batch(parse_shape(request.input), request.batch_size, world.device)
-    trials: list[Trial] = []
+    trials = []
     try:
         for place, plan in enumerate(plans):
             bar.announce(f"starting finalist {place + 1} of {len(plans)}")
-            trials.append(Trial(model, TrainConfig(), world, images, plan))
+            trials.append(open_trial(model, TrainConfig(), world, images, plan))
             for _ in range(FIRST_STEPS):
                 trials[-1].step()
         bar.announce("running the finalists in turns")
