@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -133,8 +133,7 @@ def profile_model(
             parameters=parameter_count(model),
             input=tuple(first.shape[1:]),
         ),
-        # Names of units tell them from each other in a plan; the rest of what people see of them is not searched.
-        graph=replace(units.graph, units=tuple(replace(unit, nodes=()) for unit in units.graph.units)),
+        graph=units.graph,
         samples=first.shape[0],
         parameters=parameters_of(units),
         variants=tuple(variants),
