@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -74,8 +73,7 @@ def profile_model(
             parameters=parameter_count(model),
             input=tuple(first.shape[1:]),
         ),
-        # Names of units tell them from each other in a plan; the rest of what people see of them is not searched.
-        graph=replace(units.graph, units=tuple(replace(unit, nodes=()) for unit in units.graph.units)),
+        graph=units.graph,
         samples=len(first),
         parameters=parameters_of(units),
         variants=(Variant(memory_format, kernels, tuple(sizes), max(noises)),),
