@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -172,14 +172,13 @@ def slurm_script(name: str, workers: int | None, arguments: Sequence[str], *, se
 # ----------------------------------------------------------------------------------------------------------------- ssh
 
 
-class _Remote:
+class _Agent(subprocess.Popen[str]):
     """An agent on another host, behind an ssh of our own."""
 
     def __init__(self, host: Host, command: str, order: dict[str, object], verdict: Path, alone: bool) -> None:
-        self._host, self._verdict, self._alone = host, verdict, alone
-        self._quiet = False
+        self._mark, self._verdict, self._quiet = "" if alone else f"[{host.name}] ", verdict, False
         try:
-            self._process = subprocess.Popen(
+            super().__init__(
                 [*_SSH, host.name, command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -194,61 +193,45 @@ class _Remote:
                 fix="Install it, or leave --launch away and start the lines yourself.",
             ) from error
         self._say(json.dumps(order))
-        streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        streams = ((self.stdout, sys.stdout), (self.stderr, sys.stderr))
         self._readers = [threading.Thread(target=self._pass_on, args=pair, daemon=True) for pair in streams]
         for reader in self._readers:
             reader.start()
 
-    @property
-    def returncode(self) -> int | None:
-        """The agent's exit code, or ssh's; None while it runs."""
-        return self._process.returncode
-
     def poll(self) -> int | None:
-        """The same; its last words come first."""
-        code = self._process.poll()
-        if code is not None:
-            self._read_rest()
+        """Whether it has ended; its last words come first."""
+        code = super().poll()
+        for reader in self._readers if code is not None else ():
+            reader.join(1.0)
         return code
 
     def send_signal(self, number: int) -> None:
         """Hand a signal on; SIGKILL breaks the connection, which ends all that runs there."""
-        assert self._process.stdin is not None
-        if number == signal.SIGKILL:
-            self._quiet = True
-            with suppress(OSError):
-                self._process.stdin.close()
-        else:
+        assert self.stdin is not None
+        if number != signal.SIGKILL:
             self._say(signal.Signals(number).name.removeprefix("SIG"))
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; an ssh that does not end is killed."""
-        try:
-            self._process.wait(LEAVE_SECONDS if timeout is None else timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._read_rest()
-        return self._process.wait()
+            return
+        self._quiet = True
+        with suppress(OSError):
+            self.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(LEAVE_SECONDS)
+        super().send_signal(number)  # an ssh that goes on all the same
 
     def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
+        assert self.stdin is not None
         with suppress(OSError, ValueError):  # it has ended
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-
-    def _read_rest(self) -> None:
-        for reader in self._readers:
-            reader.join(1.0)
+            self.stdin.write(line + "\n")
+            self.stdin.flush()
 
     def _pass_on(self, source: IO[str], sink: IO[str]) -> None:
         """What the first rank reports is shown as it is; messages begin with the name of their host."""
-        mark = f"[{self._host.name}] " if sink is sys.stderr and not self._alone else ""
         for line in source:
             if line.startswith(VERDICT_MARK):
                 with suppress(FileExistsError), self._verdict.open("x", encoding="utf-8") as file:  # the first stands
                     file.write(line.removeprefix(VERDICT_MARK))
             elif not self._quiet:
-                print(f"{mark}{line}", end="", file=sink, flush=True)
+                print(f"{self._mark if sink is sys.stderr else ''}{line}", end="", file=sink, flush=True)
 
 
 @dataclass(kw_only=True)
@@ -257,15 +240,13 @@ class _JobOnHosts(Job):
 
     hosts: Sequence[Host]
     slots: int
-    program: Sequence[str]
     verdict: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
-    def begin(self, index: int, joins: int = 0) -> _Remote:
+    def begin(self, index: int, joins: int = 0) -> _Agent:
         """Start the agent of a host, in the same directory and with the same Python as here."""
         counts = [host.slots or self.slots for host in self.hosts]
         order = {
-            "program": list(self.program),
+            "program": self.program,
             "environment": self.environment,
             "workers": counts[index],
             "first": sum(counts[:index]),
@@ -276,35 +257,19 @@ class _JobOnHosts(Job):
         path = shlex.quote(f"PYTHONPATH={self.environment.get('PYTHONPATH', '')}")
         python = f"{shlex.quote(sys.executable)} -m hybridpar.machine.supervise"
         command = f"cd {shlex.quote(str(Path.cwd()))} && exec env {path} {python}"
-        return _Remote(self.hosts[index], command, order, self.verdict, len(self.hosts) == 1)
+        return _Agent(self.hosts[index], command, order, self.verdict, len(self.hosts) == 1)
 
-    def name(self, index: int) -> str:
-        """The host's name."""
-        return self.hosts[index].name
-
-    def cause(self, index: int) -> str:
-        """How its part of the job ended."""
-        code = self.processes[index].returncode or 0
-        if code == LOST_WORKER:
-            return "has lost a worker"
-        if code == _NO_CONNECTION:
-            return "cannot be reached by ssh, or the connection broke"
-        return f"ended with {code}" if code > 0 else f"was lost: ssh was killed by signal {-code}"
-
-    def failure(self, index: int) -> tuple[str, int] | None:
-        """Only the loss of a worker is worth a restart."""
-        code, name = self.processes[index].returncode or 0, self.name(index)
-        if code == LOST_WORKER:
-            return None
-        fix = f"Its messages are above; {Path.cwd()} and {sys.executable} must be there too."
-        if code == _NO_CONNECTION:
-            fix = f"Try `ssh {name} true`: it must work without a password."
+    def failure(self, index: int) -> tuple[str, str]:
+        """Which host failed and how; only the loss of a worker is worth a restart."""
+        code, name = self.processes[index].returncode or 0, self.hosts[index].name
         others = "; the other hosts were stopped" if len(self.hosts) > 1 else ""
-        return f"error: {name} {self.cause(index)}{others}\n{fix}", code if 0 < code < _NO_CONNECTION else 1
-
-    def tell_stopped(self, verdict: Path) -> None:
-        """Say so once; a worker has said what was saved."""
-        print(f"stopped on {len(self.hosts)} host{'' if len(self.hosts) == 1 else 's'}", file=sys.stderr)
+        if code == LOST_WORKER:
+            return f"{name} has lost a worker", ""
+        if code == _NO_CONNECTION:
+            fix = f"Try `ssh {name} true`: it must work without a password.\n"
+            return f"{name} cannot be reached by ssh, or the connection broke{others}", fix
+        fix = f"{Path.cwd()} and {sys.executable} must be there too.\n"
+        return f"{name} ended with {code}{others}", fix
 
 
 def launch_by_ssh(
@@ -313,11 +278,11 @@ def launch_by_ssh(
     """Start a job on all hosts, show what it says, and stop all when a host fails or at Ctrl-C."""
     environment = {
         TOKEN_VARIABLE: new_token(),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each worker that has lost the store shows a stack of C++
         **{name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)},
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": str(hosts[0].port),
         "GROUP_WORLD_SIZE": str(len(hosts)),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": new_job(),
     }
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:

@@ -29,23 +29,14 @@ import sys
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 from hybridpar.errors import UsageError
-from hybridpar.machine.addresses import is_loopback
-from hybridpar.machine.launch import (
-    VERDICT_VARIABLE,
-    StopRequest,
-    record_failure,
-    report_verdict,
-    tell_interrupted,
-)
+from hybridpar.machine.launch import VERDICT_VARIABLE, StopRequest, report_verdict, tell_interrupted
 from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
 
 #: Holds what processes of a job must know to be let in by its servers.
@@ -65,74 +56,75 @@ _AT_ONCE = 3
 #: Seconds that processes have to leave, or to be found to have failed first, once one has failed.
 _SETTLE_SECONDS = 2.0
 
-
 #: How often the processes of a job are started again.
 RESTARTS = 3
 #: What an agent ends with that has lost a worker: all are worth a restart.
 LOST_WORKER = 75
+#: What to do after a failure that has no other explanation.
+_LOOK = "Look at the messages above; `dmesg` tells whether the system ran out of memory."
 #: Begins the line on standard error by which an agent hands its verdict on.
 VERDICT_MARK = "hybridpar verdict "
 
 
-class Process(Protocol):
-    """What the launcher asks of a process, here or on another machine."""
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, number: int, /) -> None: ...
-
-
-@dataclass
-class Job(ABC):
-    """The processes that a launcher starts and watches.
+@dataclass(kw_only=True)
+class Job:
+    """The processes that a launcher starts and watches: all of a run, or those of a machine from a rank on.
 
     Attributes:
+        program: What the interpreter runs.
+        environment: Of all processes.
         workers: Number of workers, the first processes.
         servers: Number of servers, the others.
         patient: Whether an update waits for every worker.
         restarts: How often processes are started again.
         patience: Seconds that workers have after a signal.
+        door: The socket of the store that this process hosts, until it is opened; else process 0 hosts it.
+        first: Rank of the first process.
+        size: Processes on all machines; None for those of this one.
         attempt: How often all were started again.
         joined: How often a worker was started again alone.
     """
 
+    program: Sequence[str]
+    environment: dict[str, str]
     workers: int
     servers: int = 0
     patient: bool = True
     restarts: int = RESTARTS
     patience: float = STOP_SECONDS
-    processes: dict[int, Process] = field(default_factory=dict)
+    door: socket.socket | None = None
+    first: int = 0
+    size: int | None = None
     attempt: int = 0
     joined: int = 0
+    processes: dict[int, subprocess.Popen[Any]] = field(default_factory=dict)
 
-    @abstractmethod
-    def begin(self, index: int, joins: int = 0) -> Process:
+    def begin(self, index: int, joins: int = 0) -> subprocess.Popen[Any]:
         """Start a process, for the `joins`-th time again while the others go on."""
+        # Each with torch's default, all cores, they would be in each other's way; also where they do not tune
+        # themselves.
+        threads = {"OMP_NUM_THREADS": str(threads_per_worker(self.workers, available_cores()))}
+        own = {
+            "RANK": str(self.first + index),
+            "LOCAL_RANK": str(index),
+            "WORLD_SIZE": str(self.size or self.workers + self.servers),
+            "LOCAL_WORLD_SIZE": str(self.workers),
+            "HYBRIDPAR_ATTEMPT": str(self.attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt + joins),
+            "HYBRIDPAR_JOINS": "1" if joins else "0",
+        }
+        return subprocess.Popen(
+            [sys.executable, *self.program],
+            env={**threads, **os.environ, **self.environment, **own},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C comes from us, once, and to workers only
+        )
 
-    @abstractmethod
-    def name(self, index: int) -> str:
-        """What to call a process."""
-
-    def cause(self, index: int) -> str:
-        """How a process ended."""
+    def failure(self, index: int) -> tuple[str, str]:
+        """Which process failed and how, and what to do where that would only come again."""
+        name = f"worker {self.first + index}" if index < self.workers else f"server {index - self.workers}"
         code = self.processes[index].returncode or 0
-        return f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-
-    def failure(self, index: int) -> tuple[str, int] | None:
-        """What to say of a failure that a restart would not mend, and the exit code; None where it may."""
-        return None
-
-    def when_started(self) -> None:  # noqa: B027
-        """Do what the processes wait for."""
-
-    def tell_stopped(self, verdict: Path) -> None:
-        """Say that a signal has ended the job."""
-        tell_interrupted(verdict)
+        return f"{name} was killed by signal {-code}" if code < 0 else f"{name} exited with {code}", ""
 
     def signal(self, number: int, *, servers: bool) -> None:
         """Send a signal to all that run."""
@@ -147,54 +139,6 @@ class Job(ABC):
         self.signal(signal.SIGKILL, servers=True)
         for process in self.processes.values():
             process.wait()
-
-
-@dataclass(kw_only=True)
-class _LocalJob(Job):
-    """The processes of a job that run on this machine: all of them, or those from a rank on.
-
-    Attributes:
-        program: What the interpreter runs.
-        environment: Of all of them.
-        door: The socket at which the store of the job listens; None where it is on another machine.
-        first: Rank of the first process.
-        size: Processes on all machines; None for those of this one.
-    """
-
-    program: Sequence[str]
-    environment: dict[str, str]
-    door: socket.socket | None
-    first: int = 0
-    size: int | None = None
-    _store: object | None = None
-
-    def begin(self, index: int, joins: int = 0) -> Process:
-        own = {
-            "RANK": str(self.first + index),
-            "LOCAL_RANK": str(index),
-            "WORLD_SIZE": str(self.size or self.workers + self.servers),
-            "LOCAL_WORLD_SIZE": str(self.workers),
-            "HYBRIDPAR_ATTEMPT": str(self.attempt),
-            "TORCHELASTIC_RESTART_COUNT": str(self.attempt + joins),
-            "HYBRIDPAR_JOINS": "1" if joins else "0",
-        }
-        # Each with torch's default, all cores, they would be in each other's way; also where they do not tune
-        # themselves.
-        threads = {"OMP_NUM_THREADS": str(threads_per_worker(self.workers, available_cores()))}
-        return subprocess.Popen(
-            [sys.executable, *self.program],
-            env={**threads, **os.environ, **self.environment, **own},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C comes from us, once, and to workers only
-        )
-
-    def name(self, index: int) -> str:
-        return f"worker {self.first + index}" if index < self.workers else f"server {index - self.workers}"
-
-    def when_started(self) -> None:
-        # Workers wait at the door while torch is imported here, as they import it at the same time.
-        if self._store is None and self.door is not None:
-            self._store = _open_store(self.door)
 
 
 class _Signals(StopRequest):
@@ -256,7 +200,7 @@ def launch_workers(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": new_job(),
     }
-    job = _LocalJob(
+    job = Job(
         workers=workers,
         servers=servers,
         patient=patient,
@@ -281,9 +225,8 @@ def _open_store(door: socket.socket) -> object:
     """The store of the job, on a socket that listens already."""
     import torch.distributed as dist
 
-    address, port = door.getsockname()[:2]
     return dist.TCPStore(  # type: ignore[attr-defined]
-        *("127.0.0.1" if address == "0.0.0.0" else address, int(port)),
+        *("127.0.0.1", int(door.getsockname()[1])),
         is_master=True,
         wait_for_workers=False,
         timeout=datetime.timedelta(seconds=60),
@@ -293,27 +236,29 @@ def _open_store(door: socket.socket) -> object:
 
 def supervise(job: Job, verdict: Path) -> int:
     """Start everything, and do what the module's header says until it ends."""
-    signals = _Signals()
+    signals, store = _Signals(), None
     try:
         while True:
-            failed = _run_once(job, signals, verdict)
+            _start(job)
+            if job.door is not None and store is None:
+                # Workers wait at the door while torch is imported here, as they import it at the same time.
+                store = _open_store(job.door)
+            failed = _until_something_fails(job, signals, verdict)
             if verdict.exists():
                 return report_verdict(verdict)
             if signals.signal is not None:
-                job.tell_stopped(verdict)
+                tell_interrupted(verdict)
                 return 128 + signals.signal
             if failed is None:
                 return 0
-            cause, failure = f"{job.name(failed)} {job.cause(failed)}", job.failure(failed)
+            cause, fix = job.failure(failed)
             job.end()
-            if failure is None and job.attempt + job.joined >= job.restarts:
-                used_up = ", and {} restarts are used up\nEvery restart went on from the last whole checkpoint."
-                used_up = used_up.format(job.restarts) if job.restarts else ""
-                hint = "Look at the messages above; `dmesg` tells whether the system ran out of memory."
-                failure = f"error: {cause}{used_up}\n{hint}", 1
-            if failure is not None:
-                print(failure[0], file=sys.stderr)
-                return failure[1]
+            if fix or job.attempt + job.joined >= job.restarts:
+                if not fix and job.restarts:
+                    cause += f", and {job.restarts} restarts are used up"
+                    fix = "Every restart went on from the last whole checkpoint.\n"
+                print(f"error: {cause}\n{fix}{_LOOK}", file=sys.stderr)
+                return 1
             print(f"{cause}; all processes start again from the last checkpoint", file=sys.stderr)
             job.attempt += 1
     finally:
@@ -321,11 +266,13 @@ def supervise(job: Job, verdict: Path) -> int:
         signals.release()
 
 
-def _run_once(job: Job, signals: _Signals, verdict: Path) -> int | None:
-    """Start everything, and watch until all is done, or a process has failed that cannot be replaced alone."""
+def _start(job: Job) -> None:
     for index in range(job.workers + job.servers):
         job.processes[index] = job.begin(index)
-    job.when_started()
+
+
+def _until_something_fails(job: Job, signals: _Signals, verdict: Path) -> int | None:
+    """Watch until all is done, or a process has failed that cannot be replaced alone."""
     passed_on, deadline = 0, float("inf")
     while True:
         time.sleep(0.05)
@@ -356,8 +303,7 @@ def _run_once(job: Job, signals: _Signals, verdict: Path) -> int | None:
         if alone and job.attempt + job.joined < job.restarts:
             for index in replaceable:
                 job.joined += 1
-                told = f"{job.name(index)} {job.cause(index)}"
-                print(f"{told}; the others go on, and it joins again", file=sys.stderr)
+                print(f"{job.failure(index)[0]}; the others go on, and it joins again", file=sys.stderr)
                 job.processes[index] = job.begin(index, job.joined)
             continue
         return _first_failure(job, bad)
@@ -393,67 +339,24 @@ def agent() -> int:
     order, signals = json.loads(sys.stdin.readline()), _Signals()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # words come by the input
     threading.Thread(target=signals.listen, daemon=True).start()
-    os.environ.update(order["environment"])
+    job = Job(**order)
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
         verdict = Path(directory) / "verdict.json"
-        os.environ[VERDICT_VARIABLE] = str(verdict)
-        job = _LocalJob(
-            order["workers"],
-            program=order["program"],
-            environment={},
-            door=None,
-            first=order["first"],
-            size=order["size"],
-            attempt=order["attempt"],
-        )
-        failed = None
+        job.environment[VERDICT_VARIABLE] = str(verdict)
         try:
-            check_processes(job.workers)
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            if job.first == 0:
-                job.door = _open_door(*place)
-            else:
-                _wait_for_door(place, signals)
-            failed = _run_once(job, signals, verdict)
-        except UsageError as error:
-            record_failure(error, debug=False)
+            _start(job)
+            failed = _until_something_fails(job, signals, verdict)
         finally:
             job.end()
         if verdict.exists():
-            text = verdict.read_text(encoding="utf-8")
-            print(VERDICT_MARK + text, file=sys.stderr, flush=True)
-            return int(json.loads(text)["code"])
+            print(VERDICT_MARK + verdict.read_text(encoding="utf-8"), file=sys.stderr, flush=True)
+            return 1
         if signals.signal is not None:
             return 128 + signals.signal
-        if failed is not None:
-            print(f"{job.name(failed)} {job.cause(failed)}", file=sys.stderr, flush=True)
-        return 0 if failed is None else LOST_WORKER
-
-
-def _open_door(host: str, port: int) -> socket.socket:
-    """The socket of the store, on the address that others reach where it is one of this machine, else on all."""
-    with suppress(OSError):
-        address = socket.gethostbyname(host)
-        if not is_loopback(address):
-            return socket.create_server((address, port))
-    try:
-        return socket.create_server(("", port))
-    except OSError as error:
-        raise UsageError(
-            f"the job cannot meet at {host}:{port}: {error.strerror}",
-            "The first machine of a job listens there.",
-            "Name a free port in the hosts file: port=P behind the host.",
-        ) from error
-
-
-def _wait_for_door(place: tuple[str, int], signals: _Signals) -> None:
-    """Wait until the first machine listens; workers that come too early would fail."""
-    limit = time.monotonic() + STOP_SECONDS
-    while not signals.wanted and time.monotonic() < limit:
-        with suppress(OSError):
-            socket.create_connection(place, 1.0).close()
-            return
-        time.sleep(0.1)
+        if failed is None:
+            return 0
+        print(job.failure(failed)[0], file=sys.stderr, flush=True)
+        return LOST_WORKER
 
 
 if __name__ == "__main__":
