@@ -31,7 +31,7 @@ from hybridpar.pipeline.step import WHOLE, PipelineOptions
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.network import PLAIN, Network
+from hybridpar.planner.network import Network
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
 from hybridpar.planner.step_costs import any_loss, figures_key, optimizer_like
 from hybridpar.planner.store import NOISE, remembered
@@ -124,7 +124,7 @@ def _step_times(
     """Milliseconds of a step by codec, and the noise; a collective, so all workers know the same."""
     clock = Clock(example.device)
     size = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
-    exchange = size * Network(cluster, 1, world.size).exchange([PLAIN])[PLAIN].ms_per_byte
+    exchange = size * Network(cluster, 1, world.size).exchange().ms_per_byte
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     example = example.contiguous(memory_format=layout)
     with untouched(model, training=True):
