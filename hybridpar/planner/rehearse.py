@@ -27,7 +27,7 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep
 from hybridpar.pipeline.stage_module import WholeModel
-from hybridpar.pipeline.step import WHOLE, PipelineOptions
+from hybridpar.pipeline.step import WHOLE, PipelineOptions, StepRequest
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
@@ -171,7 +171,9 @@ def _steps(
 
         def step_ms() -> float:
             began = time.perf_counter()
-            engine.step([(example, example)], engine.executor.count_samples(len(example)))
+            executor = engine.executor
+            request = StepRequest([(example, example)], len(example))
+            executor.step(request, executor.count_samples(len(example)))
             clock.wait()
             return 1e3 * (time.perf_counter() - began)
 
