@@ -5,7 +5,7 @@ text diff. Reading one never runs code. The planner writes plans, and simulator,
 sections but `partition` are optional: a plain data-parallel run has a plan of a single stage.
 
 A plan belongs to one model: `model.fingerprint` covers names, shapes and dtypes of its parameters and buffers, and a
-plan made for another model is refused. `version` is raised only together with a reader for the version before.
+plan made for another model is refused. A plan of another version is refused too: it has to be made again.
 """
 
 from __future__ import annotations
@@ -13,16 +13,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 from hybridpar.errors import PlanError, cannot_write, shortened
 from hybridpar.formats.file_reader import first_problem, read_json
+from hybridpar.schedule.layout import Layout
 
-PLAN_VERSION: Literal[1] = 1
+PLAN_VERSION: Literal[2] = 2
 
 #: Bytes of a file; what can be wrong with it takes hundreds of times as many.
 _MOST_BYTES = 4 << 20
@@ -65,128 +75,35 @@ class Partition(_Section):
     cut_bytes: int | None = Field(None, ge=0)
 
 
-class StagePlacement(_Section):
-    """Where one stage runs in every replica."""
-
-    stage: int = Field(ge=0)
-    worker: int = Field(0, ge=0, description="worker within the replica")
-    device: str = "cpu"
-    lane: int = Field(0, ge=0, description="compute lane on that device")
-
-
 _Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Rank = Annotated[int, Field(ge=0)]
+
+
+def _read_layout(value: object) -> Layout:
+    """A layout from the texts that a plan has for it."""
+    if isinstance(value, Layout):
+        return value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
+        raise ValueError('it is a list with a text for every replica: the rank of each stage, as "0,1"')
+    return Layout.parse(value)
 
 
 class Placement(_Section):
-    """Which worker, device and lane each stage gets."""
+    """Which worker and lane each stage gets."""
 
-    kind: Literal["linear", "loop", "v"] = "linear"
-    replicas: int = Field(1, ge=1)
-    stages: tuple[StagePlacement, ...] = Field(min_length=1)
+    layout: Annotated[
+        InstanceOf[Layout], BeforeValidator(_read_layout), PlainSerializer(Layout.texts, when_used="json")
+    ] = Field(description="for every replica the rank of each stage; `1.2` is lane 2 of rank 1")
+    device: str = "cpu"
     shares: tuple[_Share, ...] | None = Field(
-        None, description="what each replica gets of a batch, by rank, in any unit; without them equal parts"
-    )
-    homes: tuple[tuple[_Rank, ...], ...] | None = Field(
-        None,
-        description="for every replica the rank that runs each stage, where replicas have different numbers of "
-        "workers; `stages` then says where the first replica has them",
+        None, description="what each replica gets of a batch, in any unit; without them equal parts"
     )
 
     @model_validator(mode="after")
     def _numbers_fit(self) -> Placement:
-        if self.shares is not None and (len(self.shares) != self.replicas or sum(self.shares) == 0):
-            raise ValueError(f"shares are {self.shares}; every replica has one of {self.replicas}, and not all are 0")
-        if self.homes is not None:
-            if len(self.homes) != self.replicas or any(len(row) != len(self.stages) for row in self.homes):
-                raise ValueError(f"homes are {self.homes}; each of {self.replicas} replicas has a rank for every stage")
-            ranks = [rank for row in self.homes for rank in set(row)]
-            if sorted(ranks) != list(range(len(ranks))):
-                raise ValueError(f"homes are {self.homes}; each rank from 0 on is in one replica, and none is left out")
+        count = self.layout.replicas
+        if self.shares is not None and (len(self.shares) != count or sum(self.shares) == 0):
+            raise ValueError(f"shares are {self.shares}; every replica has one of {count}, and not all are 0")
         return self
-
-    @classmethod
-    def of_homes(cls, homes: Sequence[Sequence[int]], device: str) -> Placement:
-        """The placement of stages on workers that each replica names for itself."""
-        first = list(dict.fromkeys(homes[0]))
-        stages = [
-            StagePlacement(stage=stage, worker=first.index(rank), device=device) for stage, rank in enumerate(homes[0])
-        ]
-        rows = tuple(map(tuple, homes))
-        return cls(kind="linear", replicas=len(rows), stages=tuple(stages), homes=rows)
-
-    @classmethod
-    def of_lanes(
-        cls,
-        lane_of: Sequence[int],
-        worker_of: Sequence[int],
-        kind: Literal["linear", "loop", "v"],
-        replicas: int,
-        device: str,
-    ) -> Placement:
-        """The placement of stages on lanes that are numbered over all workers of a replica."""
-        homes = [worker_of[lane] for lane in lane_of]
-        stages = [
-            StagePlacement(stage=stage, worker=home, device=device, lane=lane - list(worker_of).index(home))
-            for stage, (lane, home) in enumerate(zip(lane_of, homes, strict=True))
-        ]
-        return cls(kind=kind, replicas=replicas, stages=tuple(stages))
-
-    @property
-    def lanes(self) -> tuple[tuple[int, int], ...]:
-        """Worker, and lane on it, of every lane of a replica; in this order lanes are numbered."""
-        return tuple(sorted({(place.worker, place.lane) for place in self.stages}))
-
-    @property
-    def lane_of(self) -> tuple[int, ...]:
-        """For every stage its lane, an index into `lanes`."""
-        where = {place.stage: (place.worker, place.lane) for place in self.stages}
-        return tuple(self.lanes.index(where[stage]) for stage in range(len(self.stages)))
-
-    @property
-    def worker_of(self) -> tuple[int, ...]:
-        """For every lane its worker."""
-        return tuple(worker for worker, _ in self.lanes)
-
-    @property
-    def workers(self) -> int:
-        """Workers of a replica."""
-        return 1 + max(place.worker for place in self.stages)
-
-    @property
-    def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For every replica the ranks of its workers, in the order of their first stages."""
-        if self.homes is not None:
-            return tuple(tuple(dict.fromkeys(row)) for row in self.homes)
-        return tuple(
-            tuple(range(replica, self.workers * self.replicas, self.replicas)) for replica in range(self.replicas)
-        )
-
-    def replica_of(self, rank: int) -> int:
-        """The replica that a worker belongs to."""
-        return next(replica for replica, ranks in enumerate(self.ranks) if rank in ranks)
-
-    @property
-    def lanes_each(self) -> int:
-        """Lanes of a worker, where all have as many."""
-        return len(self.lanes) // self.workers
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether stages are where `kind` alone puts them, so that they can be dealt out to other workers as well."""
-        if self.homes is not None:
-            return False
-        lanes, stages = len(self.lanes), len(self.stages)
-        fits = {"linear": stages == lanes, "loop": stages % lanes == 0, "v": stages == 2 * lanes}[self.kind]
-        if lanes % self.workers or not fits:
-            return False
-        each = lanes // self.workers
-        usual = {
-            "linear": range(stages),
-            "loop": [stage % lanes for stage in range(stages)],
-            "v": [stage if stage < lanes else 2 * lanes - 1 - stage for stage in range(stages)],
-        }[self.kind]
-        return self.lanes == tuple(divmod(lane, each) for lane in range(lanes)) and self.lane_of == tuple(usual)
 
 
 class Pipeline(_Section):
@@ -288,7 +205,7 @@ class Ran(StepFigures):
 class Plan(_Section):
     """A whole plan. See the module header for what it is and who reads it."""
 
-    version: Literal[1] = PLAN_VERSION
+    version: Literal[2] = PLAN_VERSION
     model: ModelInfo
     partition: Partition
     placement: Placement | None = None
@@ -305,10 +222,8 @@ class Plan(_Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Plan:
         count = len(self.partition.stages)
-        if self.placement is not None:
-            placed = sorted(place.stage for place in self.placement.stages)
-            if placed != list(range(count)):
-                raise ValueError(f"placement names stages {placed}, but the partition has stages 0 to {count - 1}")
+        if self.placement is not None and self.placement.layout.stages != count:
+            raise ValueError(f"the layout has {self.placement.layout.stages} stages, but the partition has {count}")
         pipeline = self.pipeline or Pipeline()
         for name, named in (("recompute", pipeline.recompute), ("offload", pipeline.offload)):
             if any(not 0 <= stage < count for stage in named):
@@ -334,7 +249,14 @@ class Plan(_Section):
     @property
     def workers(self) -> int | None:
         """Workers that the plan is for; None where it does not say."""
-        return None if self.placement is None else sum(map(len, self.placement.ranks))
+        return None if self.placement is None else self.placement.layout.workers
+
+    @property
+    def layout(self) -> Layout:
+        """Where stages run; where the plan does not say, on lanes of a single worker."""
+        if self.placement is not None:
+            return self.placement.layout
+        return Layout.dealt(len(self.partition.stages), len(self.partition.stages), workers=1)
 
     @property
     def is_followed(self) -> bool:
@@ -429,7 +351,7 @@ class ResolvedPlan(Plan):
 
     def micro_batch_samples(self, batch_size: int) -> int:
         """Samples of a micro-batch; where they do not divide evenly some micro-batches have one more."""
-        return max(2, batch_size // (self.placement.replicas * self.pipeline.micro_batches))
+        return max(2, batch_size // (self.layout.replicas * self.pipeline.micro_batches))
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -457,7 +379,7 @@ def parse_plan(data: object, source: str = "the plan") -> Plan:
         raise PlanError(
             f"{source} has plan version {shortened(repr(data['version']))}",
             f"This hybridpar reads version {PLAN_VERSION}.",
-            "Install the hybridpar that wrote it, or make the plan again with `hybridpar plan`.",
+            "Make the plan again with `hybridpar plan`.",
         )
     try:
         return Plan.model_validate(data)
@@ -467,28 +389,3 @@ def parse_plan(data: object, source: str = "the plan") -> Plan:
             f"{source} is not a valid plan: {where or 'plan'}: {problem}",
             fix="Undo the edit, or write the plan again with `hybridpar plan`.",
         ) from error
-
-
-def trivial_plan(
-    model: ModelInfo,
-    units: Sequence[str] = (),
-    *,
-    replicas: int = 1,
-    device: str = "cpu",
-    **sections: Any,
-) -> Plan:
-    """The plan of a run without stages: one stage that holds the whole model, copied to every replica.
-
-    Args:
-        model: Which model.
-        units: Names of what the stage holds; empty means everything.
-        replicas: Number of data-parallel workers.
-        device: Device type of the workers.
-        sections: Other sections of the plan.
-    """
-    return Plan(
-        model=model,
-        partition=Partition(stages=(Stage(units=tuple(units)),)),
-        placement=Placement(replicas=replicas, stages=(StagePlacement(stage=0, device=device),)),
-        **sections,
-    )

@@ -36,7 +36,6 @@ from hybridpar.config import TrainConfig
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
-from hybridpar.machine.cluster import Cluster, Device, Link, read_cluster
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.observe import plots
 from hybridpar.observe.curves import charts_of
@@ -49,13 +48,13 @@ from hybridpar.observe.timeline_file import read_timeline, trace_of
 from hybridpar.observe.timeline_text import print_timeline
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.partition.profile_cache import load_profile
-from hybridpar.plan import Partition, Placement, Plan, Stage, StagePlacement, Sync, SyncRule, read_plan
+from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
 from hybridpar.planner import links, store
 from hybridpar.planner.inputs import inputs_of_plan
-from hybridpar.planner.link_ways import WAYS
 from hybridpar.run import directory as rundir
 from hybridpar.run.page_data import page_data
 from hybridpar.schedule.actions import read_schedule
+from hybridpar.schedule.layout import Layout as StageLayout
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
 from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.shapes import Direction, Layout
@@ -96,7 +95,6 @@ class Kind:
 PROFILE_KEY = {"model": "m", "units": ["a", "b"]}
 STORE_KEY = {"model": "m", "link": 3}
 LINK_KEY: dict[str, object] = {"hosts": ["a"]}
-HOST = {"host": "a"}
 
 
 def _plan() -> bytes:
@@ -104,7 +102,7 @@ def _plan() -> bytes:
     plan = Plan(
         model=small.inputs().profile.info,
         partition=Partition(stages=(Stage(units=("u0",), ms=1.5), Stage(units=("u1",))), micro_batch=8),
-        placement=Placement(replicas=2, stages=(StagePlacement(stage=0), StagePlacement(stage=1, worker=1))),
+        placement=Placement(layout=StageLayout.dealt(2, 2, replicas=2)),
         sync=Sync(policy=(SyncRule(pattern="fc.*", codec="topk:ratio=0.01"), SyncRule())),
         inputs=inputs,
     )
@@ -147,12 +145,6 @@ def _database() -> bytes:
     return "".join(f"{record.line()}\n" for record in records).encode()
 
 
-def _measured() -> Cluster:
-    device = Device(kind="cpu", name="a", memory_bytes=1 << 30, cores=2, threads=2, bytes_per_second=1e9)
-    link = Link(backend="gloo", world_size=2, latency_ms=0.1, bytes_per_second=1e9)
-    return Cluster(host=HOST, measured_at=1.0, load=0.1, devices=(device,), links=(link,))
-
-
 def _with_folder(path: Path, read: Callable[[], object]) -> None:
     with (
         mock.patch.object(cache, "measurements_directory", return_value=path.parent),
@@ -168,8 +160,7 @@ def kinds() -> list[Kind]:
     profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
     rehearsed = json.dumps({"key": STORE_KEY, "data": {"none": 2.0}}).encode()
     kept = {"load": 0.1, "cluster": small.cluster().model_dump(mode="json")}
-    link = json.dumps({"key": {**LINK_KEY, "ways": sorted(WAYS)}, "data": kept}).encode()
-    measured = json.dumps({"key": HOST, "data": _measured().model_dump(mode="json")}).encode()
+    link = json.dumps({"key": LINK_KEY, "data": kept}).encode()
     return [
         Kind("plan.json", _plan(), read_plan, _use_plan),
         Kind("cluster.toml", CLUSTER.encode(), read_cluster_file, _use_cluster),
@@ -188,8 +179,7 @@ def kinds() -> list[Kind]:
             rehearsed,
             lambda path: _with_folder(path, lambda: store._figures("rehearsal", STORE_KEY, path)),
         ),
-        Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY, WAYS, 0.1))),
-        Kind("cluster-1.json", measured, lambda path: _with_folder(path, lambda: read_cluster(HOST))),
+        Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY, 0.1))),
     ]
 
 

@@ -135,7 +135,7 @@ def check_run(run_dir: Path, *, ended: str = "finished", steps: int | None = Non
     assert plan.model.name == facts["model"] == summary["model"]
     assert ImageFacts.read(facts["images"]) is not None
     assert plan.placement is not None
-    assert plan.placement.replicas == summary["replicas"]
+    assert plan.layout.replicas == summary["replicas"]
     assert len(plan.partition.stages) == summary["stages"]
     if summary["stages"] == 1:
         assert summary["replicas"] == summary["workers"]

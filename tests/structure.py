@@ -28,9 +28,9 @@ LAYERS: dict[str, set[str]] = {
     "comm": {"errors", "formats", "machine", "models", "schedule"},
     "compress": {"codegen", "comm", "errors", "formats", "machine", "registry", "spec"},
     "sync": {"codegen", "comm", "compress", "errors", "lanes", "machine", "models"},
-    "plan": {"errors", "formats"},
+    "plan": {"errors", "formats", "schedule"},
     "pipeline": {"comm", "compress", "errors", "lanes", "models", "schedule", "sync"},
-    "partition": {"errors", "formats", "machine", "models", "plan", "registry"},
+    "partition": {"errors", "formats", "machine", "models", "plan", "registry", "schedule"},
     "config": {"errors", "schedule", "spec"},
     "planner": {
         "comm",

@@ -22,13 +22,12 @@ from hybridpar.plan import (
     Plan,
     Predicted,
     Stage,
-    StagePlacement,
     Sync,
     SyncRule,
     parse_plan,
     read_plan,
-    trivial_plan,
 )
+from hybridpar.schedule.layout import Layout
 
 MODEL = ModelInfo(name="resnet18", fingerprint="0123456789abcdef", parameters=11_689_512, input=(3, 224, 224))
 
@@ -40,14 +39,18 @@ FULL = Plan(
         micro_batch=8,
         balance=1.2,
     ),
-    placement=Placement(
-        kind="v", replicas=2, stages=(StagePlacement(stage=1, worker=1), StagePlacement(stage=0, device="cuda:1"))
-    ),
+    placement=Placement(layout=Layout.repeated([(0, 1), (1, 0)], 2), device="cuda"),
     pipeline=Pipeline(schedule="1f1b", micro_batches=4, recompute=(1,)),
     sync=Sync(lanes=3, bucket_bytes=1 << 20, policy=(SyncRule(pattern="fc.*", codec="topk:ratio=0.01"), SyncRule())),
     kernels=Kernels(database="k.json", choices=(KernelChoice(layer="conv1", direction="forward", kernel="t1"),)),
     measured=Measured(device="a GPU", threads=2, noise=0.01, seed=7, versions={"torch": "2.11"}),
     predicted=Predicted(step_ms=12.5, bubble=0.2, bytes_sent_per_step=1000),
+)
+
+SMALL = Plan(
+    model=MODEL,
+    partition=Partition(stages=(Stage(units=("conv1",)),)),
+    placement=Placement(layout=Layout.repeated([(0, 0)], 2)),
 )
 
 
@@ -71,9 +74,7 @@ def test_any_plan_survives_as_text(stages, replicas, bubble, versions):
     plan = Plan(
         model=MODEL,
         partition=Partition(stages=tuple(Stage(units=(name,)) for name in stages)),
-        placement=Placement(
-            replicas=replicas, stages=tuple(StagePlacement(stage=number) for number in range(len(stages)))
-        ),
+        placement=Placement(layout=Layout.dealt(len(stages), 1, "loop", replicas=replicas)),
         measured=Measured(versions=versions),
         predicted=Predicted(bubble=bubble),
     )
@@ -92,11 +93,10 @@ def test_the_text_is_stable_so_that_plans_can_be_compared():
     assert parse_plan(shuffled).to_json() == text
 
 
-def test_the_format_of_version_1_never_changes():
-    # Plans on disk are read by later versions: a change here needs a new version and a reader for this one.
-    stage = {"stage": 0, "worker": 0, "device": "cpu", "lane": 0}
-    assert json.loads(trivial_plan(MODEL, ["conv1"]).to_json()) == {
-        "version": 1,
+def test_the_format_of_a_version_never_changes():
+    # A change here needs a new version, so that plans that are on disk are refused with a reason.
+    assert json.loads(SMALL.to_json()) == {
+        "version": 2,
         "model": {
             "name": "resnet18",
             "fingerprint": "0123456789abcdef",
@@ -104,7 +104,7 @@ def test_the_format_of_version_1_never_changes():
             "input": [3, 224, 224],
         },
         "partition": {"stages": [{"units": ["conv1"], "parameter_bytes": 0}], "cut": "whole"},
-        "placement": {"kind": "linear", "replicas": 1, "stages": [stage]},
+        "placement": {"layout": ["0", "1"], "device": "cpu"},
     }
 
 
@@ -119,14 +119,17 @@ def changed_in(section: str, **values: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (change(version=2), "has plan version 2"),
+        (change(version=1), "has plan version 1"),
         ([], "is not a plan"),
-        ({"version": 1}, "model: Field required"),
+        ({"version": 2}, "model: Field required"),
         (change(stages=3), "stages: Extra inputs"),
         (changed_in("sync", bucket_byte=3), "sync.bucket_byte: Extra inputs"),
         (changed_in("sync", lanes=0), "sync.lanes"),
-        (changed_in("placement", stages=[{"stage": 0}]), "placement names stages [0], but the partition has"),
-        (changed_in("placement", stages=[{"stage": 0}, {"stage": 2}]), "placement names stages [0, 2]"),
+        (changed_in("placement", layout=["0", "1"]), "the layout has 1 stages, but the partition has 2"),
+        (changed_in("placement", layout=["0,1", "2"]), "each replica has a rank, as 1, or a lane of it, as 1.0"),
+        (changed_in("placement", layout=["0,1", "0,1"]), "each rank from 0 on is in one replica"),
+        (changed_in("placement", layout=[["0", "1"]]), "it is a list with a text for every replica"),
+        (changed_in("placement", shares=[1]), "every replica has one of 2"),
         (changed_in("pipeline", recompute=[2]), "recompute names stages (2,), but there are only 2"),
         (changed_in("partition", stages=[{"units": ["a"]}, {"units": ["b", "a"]}]), "unit 'a' is in two stages"),
     ],
@@ -152,7 +155,7 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(PlanError, match="No space left"):
-        trivial_plan(MODEL).save(tmp_path / "plan.json")
+        SMALL.save(tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == FULL
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"], "nothing half-written is left behind"
 

@@ -157,15 +157,11 @@ class Channel:
 
     Attributes:
         link: Latency and speed.
-        send_cpu: Core time of the sender, seconds per byte.
-        receive_cpu: Core time of the receiver, seconds per byte.
         submit_ms: Of a lane for one piece of work that does nothing.
         control_ms: Agreement of all workers, with its hand-overs.
     """
 
     link: Link
-    send_cpu: float
-    receive_cpu: float
     submit_ms: float
     control_ms: float
 
@@ -184,40 +180,32 @@ def probe_channel(grid: Grid, world: World, sizes: list[int], rounds: int = 8) -
     sizes = sorted({*sizes, max(4096, min(sizes) // 2 // 4 * 4)})
     first = grid.position == 0
     samples: list[tuple[float, float]] = []
-    cpu = {"send": 0.0, "receive": 0.0}
-    moved = 0
     for size in sizes:
         message = torch.zeros(size // 4)
         part = [MessagePart((size // 4,))]
         for number in range(rounds + 1):
             dist.barrier()
             time.sleep(0.02)  # as in a step, where computation lies between two messages and a shaper's bucket refills
-            begin, before = time.perf_counter(), time.process_time()
+            begin = time.perf_counter()
             if first:
                 sender.send([message], part)
             else:
                 receiver.receive(part)
-            used = time.process_time() - before
             # The receiver's clock counts from the moment when both have come.
             took = (time.perf_counter() - begin) * 1e3
-            if number:
-                cpu["send" if first else "receive"] += used
-                moved += size
-                if not first:
-                    samples.append((float(size), took))
+            if number and not first:
+                samples.append((float(size), took))
     hop, submit = _hand_over()
     begin = time.perf_counter()
     for _ in range(50):
         if world.control_group is not None:
             world.control_group.all_reduce(torch.zeros(5, dtype=torch.float64))
     agree = (time.perf_counter() - begin) * 1e3 / 50
-    mine = (samples, cpu["send"] / moved, cpu["receive"] / moved, hop, submit, agree)
-    gathered: list[Any] = world.gather(mine)
-    send_cpu, (samples, _, receive_cpu, *_) = gathered[0][1], gathered[1]
-    found = fit_link(samples)
+    gathered: list[Any] = world.gather(samples)
+    found = fit_link(gathered[1])
     # Activations go from the compute lane to the sender's and from the receiver's to the compute lane.
     link = Link(found.latency_ms + 2 * hop, found.bytes_per_second)
-    return Channel(link, send_cpu, receive_cpu, submit, agree + 2 * hop)
+    return Channel(link, submit, agree + 2 * hop)
 
 
 def _hand_over(count: int = 200) -> tuple[float, float]:

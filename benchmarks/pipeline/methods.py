@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.pipeline.setups import Setting, optimizer_of, optimizer_step, placement_of
+from benchmarks.pipeline.setups import Setting, optimizer_of, optimizer_step
 from hybridpar.comm.world import World
 from hybridpar.errors import DataError
 from hybridpar.lanes import Lanes
@@ -19,6 +19,7 @@ from hybridpar.partition.planning import stages_from_plan
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome, StepRequest
 from hybridpar.plan import Plan
+from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
 
 
@@ -50,8 +51,7 @@ class Ours:
         times: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
     ) -> None:
         self.setting = setting
-        lane_of, worker_of = placement_of(plan)
-        replicas = world.size // (max(worker_of) + 1)
+        replicas = world.size // plan.layout.workers
         sections = plan.partition.stages
         self.model = setting.build()
         stages = stages_from_plan(self.model, plan)
@@ -60,8 +60,7 @@ class Ours:
             tuple(stage.backward_ms or 0.0 for stage in sections),
         )
         options = PipelineOptions(
-            lane_of,
-            worker_of,
+            Layout.repeated(plan.layout.rows[0], replicas),
             schedule=schedule,
             threads=threads,
             forward_ms=forward,
@@ -120,10 +119,9 @@ class Theirs:
         from torch.distributed import pipelining
 
         self.setting = setting
-        lane_of, worker_of = placement_of(plan)
         model = setting.build()
         stages = stages_from_plan(model, plan, relay=True)
-        (mine,) = (index for index, lane in enumerate(lane_of) if worker_of[lane] == rank)
+        (mine,) = (stage for stage, (worker, _) in enumerate(plan.layout.rows[0]) if worker == rank)
         stage = pipelining.PipelineStage(stages[mine], mine, len(stages), torch.device("cpu"))
         kind: Any = getattr(pipelining, schedule)
         self._schedule = kind(stage, setting.micro_batches, loss_fn=F.cross_entropy)

@@ -113,14 +113,6 @@ def cut_on_main(setting: Setting, wanted: Problem, world: World, *, replicas: in
     return parse_plan(json.loads(str(world.gather(answer)[0])))
 
 
-def placement_of(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lanes of the stages, and workers of the lanes."""
-    assert plan.placement is not None
-    places = [(stage.worker, stage.lane) for stage in plan.placement.stages]
-    lanes = sorted(set(places))
-    return tuple(lanes.index(place) for place in places), tuple(worker for worker, _ in lanes)
-
-
 def optimizer_step(stage: nn.Module) -> OptimizerStep | None:
     """The optimizer of one stage, as the engine wants it."""
     if not any(True for _ in stage.parameters()):

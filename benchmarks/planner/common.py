@@ -220,11 +220,11 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
     chosen = {fidelity: describe(one.chosen.candidate, one) for fidelity, one in answers.items()}
     names = [*chosen.values(), *(name for name, one in outcomes.items() if one in ranked[:5])]
     names += [describe(one.candidate, answer) for one in answer.baselines.values() if one is not None]
-    whole = [one for one in ranked if one.candidate.shape.replicas == inputs.workers and not one.candidate.variant]
+    whole = [one for one in ranked if one.candidate.layout.replicas == inputs.workers and not one.candidate.variant]
     for number, way in enumerate(codec_choices):
         if way.rank < 2:
             names += [describe(one.candidate, answer) for one in whole if one.candidate.codec == number][:1]
-    names += [describe(one.candidate, answer) for one in ranked if one.candidate.shape.stages > 1][:1]
+    names += [describe(one.candidate, answer) for one in ranked if one.candidate.layout.stages > 1][:1]
     names = list(dict.fromkeys(names))
     rest = [name for name in reversed(outcomes) if name not in names]
     missing = max(0, count - len(names))
@@ -243,8 +243,8 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
 
 def _can_run(outcome: Outcome, workers: int) -> bool:
     """Whether a plan can be tried in a job of so many workers: a pipeline on a part of them cannot."""
-    shape = outcome.candidate.shape
-    return shape.stages == 1 or shape.workers in (1, workers)
+    layout = outcome.candidate.layout
+    return layout.stages == 1 or layout.workers in (1, workers)
 
 
 def cluster_of(world: World) -> ClusterSpec:

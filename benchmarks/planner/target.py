@@ -120,8 +120,8 @@ class _Planned:
         config = replace(config, sync=sync_of(config, run))
         #: Steps after which it begins anew.
         self.interval = run.sync.outer or 1
-        replicas, parts = run.placement.replicas, run.pipeline.micro_batches
-        self.part, self.parts, self.micro_batches = place.rank % replicas, replicas, parts
+        replicas, parts = run.layout.replicas, run.pipeline.micro_batches
+        self.part, self.parts, self.micro_batches = run.layout.replica_of(place.rank), replicas, parts
         self._trainer = Trainer(
             setting.build(),
             setting.optimizer,

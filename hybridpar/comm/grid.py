@@ -1,11 +1,8 @@
-"""Workers as a grid of pipeline positions by replicas, with the channels between stages.
+"""The workers of a layout, with the channels between its stages.
 
-Along one axis are the replicas of its stages, with which it adds gradients; along the other the stages before and after
-its own, with which it exchanges activations and their gradients. Replicas of a stage have neighbouring ranks, because
-launchers number the workers of a host one after the other and gradients are heavier than activations.
-
-Replicas may also have different numbers of workers. A position is then a stage, and one worker may be at several
-positions of its replica: each position's workers, one of every replica, have sums of their own.
+With the workers that run its stages in other replicas a worker adds gradients; with those that run the stages before
+and after its own it exchanges activations and their gradients. Stages of a worker that lie on several workers in
+another replica have sums apart from each other.
 
 Whatever needs all workers to set up is set up here, in one order that is the same everywhere.
 """
@@ -20,75 +17,69 @@ import torch
 from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError, UsageError
+from hybridpar.schedule.layout import Layout
 
 
 class Grid:
-    """This worker's place among P pipeline positions times R replicas; rank = position * R + replica.
+    """What a worker needs to meet the others of a layout. Making it is a collective over all workers of the job.
 
-    Making one is a collective over all workers of the job.
+    For each of the pairs of stages there is a channel from the first to the second; where gradients of a stage are
+    added there are so many groups as there are lanes.
     """
 
-    def __init__(
-        self,
-        world: World,
-        positions: int,
-        pairs: Iterable[tuple[int, int]],
-        *,
-        lanes: int = 2,
-        homes: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, world: World, layout: Layout, pairs: Iterable[tuple[int, int]], *, lanes: int = 2) -> None:
         pairs = sorted(set(pairs))
-        _check(world, positions if homes is None else 1, pairs, positions)
+        _check(world, layout, pairs)
         self.world = world
-        self.positions = positions
-        count = world.size // positions
-        self._homes = homes or [range(replica, world.size, count) for replica in range(count)]
-        self.replicas = len(self._homes)
-        self.replica = next(replica for replica, row in enumerate(self._homes) if world.rank in row)
-        self.ranks = list(dict.fromkeys(self._homes[self.replica]))
-        self.position = self.ranks.index(world.rank)
+        self.layout = layout
+        self.replica = layout.replica_of(world.rank)
+        #: Of this worker's replica, by position.
+        self.ranks = layout.ranks[self.replica]
+        self.position = layout.position_of(world.rank)
+        #: By position.
         self.senders: dict[int, Channel] = {}
         self.receivers: dict[int, Channel] = {}
         self._agree(pairs)
-        self.columns = [list(column) for column in zip(*self._homes, strict=True)]
-        self.worlds: dict[int, World] = {}
-        wanted = [(row[source], row[target]) for source, target in pairs for row in self._homes]
+        self._worlds: dict[tuple[int, ...], World] = {}
+        ends = [(source[pair[0]][0], source[pair[1]][0]) for pair in pairs for source in layout.rows]
         try:
-            worlds = world.worlds_of(self.columns, lanes)
-            self.worlds = {position: world for position, world in enumerate(worlds) if world is not None}
+            worlds = world.worlds_of(layout.columns, lanes)
+            self._worlds = {
+                column: mine for column, mine in zip(layout.columns, worlds, strict=True) if mine is not None
+            }
             with world.named_errors("connecting the stages of the pipeline"):
-                self._connect([ends for ends in dict.fromkeys(wanted) if ends[0] != ends[1]])
+                self._connect([(source, target) for source, target in dict.fromkeys(ends) if source != target])
         except BaseException:
             self.close()
             raise
 
-    def rank_of(self, position: int, replica: int) -> int:
-        """The rank in the job of a place in the grid."""
-        return self._homes[replica][position]
+    def world_of(self, stage: int) -> World:
+        """The workers that run one of this worker's stages in any replica."""
+        return self._worlds[self.layout.column(stage)]
 
     @property
     def replica_world(self) -> World:
-        """The workers of this worker's position, or of its first."""
-        return next(iter(self.worlds.values()))
+        """Those of this worker's first stage."""
+        return next(iter(self._worlds.values()))
 
     def close(self) -> None:
         """Leave all channels and worlds. Safe to call twice."""
         for channel in (*self.senders.values(), *self.receivers.values()):
             channel.group.close()
         self.senders, self.receivers = {}, {}
-        for world in self.worlds.values():
+        for world in self._worlds.values():
             world.close()
 
     # ------------------------------------------------------------------- set-up
 
     def _agree(self, pairs: list[tuple[int, int]]) -> None:
         """Make sure that all workers want the same grid."""
-        mine = (self.positions, pairs, [list(row) for row in self._homes])
+        mine = list(self.layout.texts()), pairs
         answers: list[Any] = self.world.gather(mine)
         for rank, theirs in enumerate(answers):
             if theirs != mine:
                 raise SyncError(
-                    f"worker {rank} wants {theirs[0]} positions and pairs {theirs[1]}, worker {self.world.rank} wants "
+                    f"worker {rank} wants stages on {theirs[0]} and pairs {theirs[1]}, worker {self.world.rank} wants "
                     f"{mine[0]} and {mine[1]}",
                     "All workers must make the same grid.",
                     "Start all workers with the same plan.",
@@ -114,18 +105,17 @@ class Grid:
                 channel.receive([first])
 
 
-def _check(world: World, positions: int, pairs: list[tuple[int, int]], columns: int) -> None:
-    if positions < 1 or world.size % positions:
-        fits = [str(number) for number in range(1, world.size + 1) if world.size % number == 0]
+def _check(world: World, layout: Layout, pairs: list[tuple[int, int]]) -> None:
+    if layout.workers != world.size:
         raise UsageError(
-            f"{world.size} worker(s) cannot be {positions} pipeline position(s) times a number of replicas",
-            "Every replica of a pipeline has a worker at every position.",
-            f"Start a multiple of {max(positions, 1)} workers, or use {' or '.join(fits)} position(s).",
+            f"stages are placed on {layout.workers} worker(s), and the job has {world.size}",
+            "Every worker runs stages of one replica.",
+            f"Start {layout.workers} workers, or ask for other numbers of stages and replicas.",
         )
-    wrong = next((pair for pair in pairs if pair[0] == pair[1] or not set(pair) <= set(range(columns))), None)
+    wrong = next((pair for pair in pairs if pair[0] == pair[1] or not set(pair) <= set(range(layout.stages))), None)
     if wrong is not None:
         raise UsageError(
-            f"a channel from position {wrong[0]} to position {wrong[1]} of {columns} was asked for",
-            "A channel is from one position to another.",
-            f"Name two different positions from 0 to {columns - 1}.",
+            f"a channel from stage {wrong[0]} to stage {wrong[1]} of {layout.stages} was asked for",
+            "A channel is from one stage to another.",
+            f"Name two different stages from 0 to {layout.stages - 1}.",
         )

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from hybridpar.observe import Timeline
     from hybridpar.plan import Plan
-    from hybridpar.schedule.actions import Layout, Schedule
+    from hybridpar.schedule.actions import Schedule
+    from hybridpar.schedule.layout import Layout
 
 _WIDTH = 80
 _ANY_WIDTH = 10**9
@@ -102,8 +103,9 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
     console.print()
     plan = read_plan(directory / "plan.json") if (directory / "plan.json").exists() else None
     if plan is not None:
-        replicas = plan.placement.replicas if plan.placement is not None else 1
-        console.print(f"plan         {len(plan.partition.stages)} stage(s), {replicas} replica(s)", highlight=False)
+        console.print(
+            f"plan         {len(plan.partition.stages)} stage(s), {plan.layout.replicas} replica(s)", highlight=False
+        )
         for line in plan_lines(plan):
             console.print(line, highlight=False)
     best = (run.summary or {}).get("best") or {}
@@ -174,7 +176,7 @@ def _wrapped(grid: str, width: int) -> list[str]:
 
 def _layout_of(schedule: Schedule) -> Layout:
     """The layout that a schedule's rows imply: a worker per lane, and every stage hands on to the next."""
-    from hybridpar.schedule.actions import Edge, Layout
+    from hybridpar.schedule.layout import Layout
 
     lane_of: dict[int, int] = {}
     for lane, row in enumerate(schedule.rows):
@@ -192,11 +194,7 @@ def _layout_of(schedule: Schedule) -> Layout:
             "Stages are numbered from 0 without gaps.",
             f"Add actions of stage {missing[0]}, or number the others anew.",
         )
-    return Layout(
-        tuple(lane_of[stage] for stage in range(schedule.stages)),
-        tuple(range(len(schedule.rows))),
-        tuple(Edge(stage, stage + 1, 0, 1) for stage in range(schedule.stages - 1)),
-    )
+    return Layout.repeated((lane_of[stage], 0) for stage in range(schedule.stages))
 
 
 # -------------------------------------------------------------------------------------------------------------- plans
@@ -218,9 +216,10 @@ def plan_lines(plan: Plan) -> list[str]:
     """What a plan says besides its partition: how micro-batches flow, and what was predicted."""
     lines = []
     if plan.pipeline is not None and len(plan.partition.stages) > 1:
-        replicas = plan.placement.replicas if plan.placement is not None else 1
         pipeline = plan.pipeline
-        text = f"pipeline  {pipeline.micro_batches} micro-batches, {pipeline.schedule}, {replicas} replica(s)"
+        text = (
+            f"pipeline  {pipeline.micro_batches} micro-batches, {pipeline.schedule}, {plan.layout.replicas} replica(s)"
+        )
         if pipeline.recompute:
             text += f", stages {' '.join(map(str, pipeline.recompute))} computed again"
         if pipeline.offload:

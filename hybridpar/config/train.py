@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 
@@ -19,6 +19,7 @@ from hybridpar.config.ranges import check_ranges, numbers_of
 from hybridpar.config.recipe import RATE, RecipeConfig, refuse
 from hybridpar.config.sync import Local, Outer, ParameterServers, read_sync
 from hybridpar.errors import UsageError
+from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES
 
 
@@ -123,40 +124,39 @@ class PipelineConfig:
         return shares
 
     @property
-    def homes(self) -> tuple[tuple[int, ...], ...] | None:
-        """For every replica the rank that runs each stage, as `placement` says; None where it names a kind or nothing.
+    def layout(self) -> Layout | None:
+        """Where stages run, as `placement` says; None where it names a kind or nothing.
 
         Raises:
             UsageError: It is neither, or does not fit the numbers of stages and replicas.
         """
         said = self.placement
-        if said in (None, "linear", "loop", "v"):
+        if said is None or said in get_args(PlacementKind):
             return None
         try:
-            homes = tuple(tuple(map(int, row.split(","))) for row in said.split(";"))
+            layout = Layout.parse(said.split(";"))
         except ValueError:
-            homes = ((-1,),)
-        ranks = [rank for row in homes for rank in set(row)]
-        if sorted(ranks) != list(range(len(ranks))) or any(len(row) != self.stages for row in homes):
+            layout = None
+        if layout is None or layout.stages != self.stages:
             raise UsageError(
                 f"--placement {said} with --stages {self.stages}",
                 "It is linear, loop, v, or for every replica, parted by `;`, a rank for each stage. Ranks are numbered "
                 "from 0; each is in one replica.",
                 "Write for instance --stages 2 --placement '0,0;1,2'.",
             )
-        if self.replicas not in (None, len(homes)):
+        if self.replicas not in (None, layout.replicas):
             raise UsageError(
                 f"--placement {said} with --replicas {self.replicas}",
-                f"It places {len(homes)} replica(s).",
+                f"It places {layout.replicas} replica(s).",
                 "Leave out --replicas.",
             )
-        return homes
+        return layout
 
     @property
     def workers_wanted(self) -> int | None:
         """Number of workers that stages and replicas ask for; None where they leave it open."""
-        if (homes := self.homes) is not None:
-            return 1 + max(map(max, homes))
+        if (layout := self.layout) is not None:
+            return layout.workers
         return self.stages * self.replicas if self.stages > 1 and self.replicas is not None else None
 
 
@@ -323,7 +323,7 @@ class TrainConfig(
                     "--resume-from starts a new one from the checkpoint that it names.",
                     "Leave out one of them.",
                 )
-        if self.homes is not None:
+        if self.layout is not None:
             self.check_unequal()
         if self.nesterov and self.momentum == 0:
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
@@ -414,7 +414,7 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         "ema": (f"--model-ema {config.model_ema}", config.model_ema is not None),
         "fp16": ("--amp fp16", config.amp == "fp16"),
         "half": ("--double-buffer half", config.double_buffer == "half"),
-        "homes": (f"--placement {config.placement}", config.placement not in (None, "linear", "loop", "v")),
+        "placed": (f"--placement {config.placement}", config.layout is not None),
         "kernels": (f"--kernels {config.kernels}", config.uses_kernels),
         "kron": (optimizer, kron),
         "late": (f"--double-buffer {config.double_buffer}", config.double_buffer != "off"),
@@ -446,7 +446,7 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
 
 #: Options, as named by `_options`, with which every worker of a pipeline holds the whole model.
 NEED_WHOLE_MODEL = (
-    "kernels", "select batch", "outer", "codec auto", "late", "cuda graph", "recipe", "homes",
+    "kernels", "select batch", "outer", "codec auto", "late", "cuda graph", "recipe", "placed",
 )  # fmt: skip
 
 #: Options that need replicas of equal numbers of workers, and why.
@@ -465,7 +465,7 @@ _TOGETHER = "No step is made by all workers together."
 #: Pairs of options that contradict each other, and why.
 CONFLICTS = (
     ("plan file", "servers", "Replicas make their steps apart, and each would have to follow it."),
-    ("homes", "servers", _WHOLE),
+    ("placed", "servers", _WHOLE),
     ("staged", "servers", _WHOLE),
     ("recipe", "servers", "Its state is the workers', and servers keep their own."),
     ("late", "servers", "Servers that do not wait are late already."),

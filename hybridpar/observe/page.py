@@ -106,7 +106,7 @@ def lanes_block(timeline: Timeline) -> dict[str, Any]:
     for predicted in (True, False):
         if not (rows := timeline.at(step, predicted=predicted)):
             continue
-        lines = list(picture_lines(rows, timeline.replicas))
+        lines = list(picture_lines(rows, timeline.layout))
         boxes = [box for line in lines for box in line.boxes]
         used |= {box.action.kind for box in boxes}
         panels.append(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridpar.schedule.actions import RECEIVES, Action, Kind
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans, joint_bubble
 
 _SEND_OF = {Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD}
@@ -54,13 +55,13 @@ class Timeline:
 
     Attributes:
         rows: In any order.
-        replicas: Copies of the pipeline; rank = position * replicas + replica.
+        layout: Where stages run.
         facts: What the run was, as plain values to be shown: `model`, `stages`, `micro_batches`, `schedule`,
             `clocks` (how the clocks were aligned) and `prediction` (where it comes from).
     """
 
     rows: tuple[TimelineRow, ...]
-    replicas: int = 1
+    layout: Layout
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,9 +91,7 @@ class Timeline:
         Args:
             rows: The rows of one step.
         """
-        replicas = [
-            [row.spans.computed for row in rows if row.worker % self.replicas == one] for one in range(self.replicas)
-        ]
+        replicas = [[row.spans.computed for row in rows if row.worker in ranks] for ranks in self.layout.ranks]
         bubbles = [joint_bubble(workers) for workers in replicas if workers]
         return sum(bubbles) / len(bubbles)
 
@@ -108,7 +107,7 @@ def length_ms(rows: Sequence[TimelineRow]) -> float:
 
 
 def add_prediction(
-    steps: Mapping[int, Mapping[int, StepSpans]], predicted: Sequence[Span], replicas: int
+    steps: Mapping[int, Mapping[int, StepSpans]], predicted: Sequence[Span], layout: Layout
 ) -> tuple[TimelineRow, ...]:
     """Rows of steps that ran, each with its prediction, which begins where the step began.
 
@@ -122,16 +121,16 @@ def add_prediction(
         free = start + length
         for position in sorted({span.worker for span in predicted}):
             mine = tuple(span for span in predicted if span.worker == position)
-            rows.append(TimelineRow(position * replicas, step, StepSpans(start, mine), predicted=True))
+            rows.append(TimelineRow(layout.ranks[0][position], step, StepSpans(start, mine), predicted=True))
     return tuple(rows)
 
 
-def joined_at(rows: Sequence[TimelineRow], replicas: int) -> dict[tuple[int, Action], float]:
+def joined_at(rows: Sequence[TimelineRow], layout: Layout) -> dict[tuple[int, Action], float]:
     """When the last party had come to what several workers do together; what lies before it was waiting."""
     starts = {
         (row.worker, span.action): row.spans.origin + span.start_ms / 1e3 for row in rows for span in row.spans.spans
     }
-    by_replica = {(worker % replicas, action): start for (worker, action), start in starts.items()}
+    by_replica = {(layout.replica_of(worker), action): start for (worker, action), start in starts.items()}
     sums: dict[Action, float] = {}
     for (_, action), start in starts.items():
         if action.kind is Kind.SYNC:
@@ -141,7 +140,7 @@ def joined_at(rows: Sequence[TimelineRow], replicas: int) -> dict[tuple[int, Act
         if action.kind is Kind.SYNC:
             joined[worker, action] = sums[action]
         elif action.kind in RECEIVES:
-            joined[worker, action] = max(start, by_replica.get((worker % replicas, send_of(action)), start))
+            joined[worker, action] = max(start, by_replica.get((layout.replica_of(worker), send_of(action)), start))
     return joined
 
 
@@ -172,8 +171,8 @@ def describe_action(action: Action) -> str:
             return f"{action.kind.value}{action.index} stage {action.stage}"
 
 
-def describe_queue(queue: str, lane: int, replicas: int = 1, worker: int = 0) -> str:
+def describe_queue(queue: str, lane: int, layout: Layout, worker: int = 0) -> str:
     """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`."""
     if queue in ("send", "receive"):
-        return f"{queue} {'to' if queue == 'send' else 'from'} worker {lane * replicas + worker % replicas}"
+        return f"{queue} {'to' if queue == 'send' else 'from'} worker {layout.peer(worker, lane)}"
     return f"{queue} lane {lane}"

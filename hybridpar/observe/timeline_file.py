@@ -24,6 +24,7 @@ from hybridpar.observe.timeline import (
     send_of,
 )
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, parse_action
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans
 
 #: What `otherData` calls the writer; tells our traces from those of others.
@@ -81,16 +82,16 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
     for step in timeline.steps:
         for predicted in (False, True):
             rows = timeline.at(step, predicted=predicted)
-            joined = joined_at(rows, timeline.replicas)
+            joined = joined_at(rows, timeline.layout)
             for row in rows:
                 events.append(_step_event(row, known, zero, busy.get(_process(row), 0.0)))
                 busy[_process(row)] = row.end - zero
                 events += _events_of(row, known, zero, joined)
-            events += _arrows(rows, known, zero, joined, timeline.replicas)
+            events += _arrows(rows, known, zero, joined, timeline.layout)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {**timeline.facts, "writer": WRITER, "replicas": timeline.replicas},
+        "otherData": {**timeline.facts, "writer": WRITER, "layout": list(timeline.layout.texts())},
     }
 
 
@@ -108,11 +109,12 @@ def timeline_of(data: Any, source: str = "the trace") -> Timeline:
     spans: dict[tuple[int, int, bool], list[Span]] = {}
     origins: dict[tuple[int, int, bool], float] = {}
     try:
-        replicas = _whole(facts.pop("replicas"), 1)
+        layout = Layout.parse(facts.pop("layout"))
         for event in data["traceEvents"]:
             if event["ph"] != "X":
                 continue
             args = event["args"]
+            position = layout.position_of(args["worker"])
             key = (_whole(args["worker"]), _whole(args["step"], most=10**12), args["predicted"] is True)
             if event["cat"] == "steps":
                 origins[key] = _time(args["origin_us"]) / 1e6
@@ -120,7 +122,7 @@ def timeline_of(data: Any, source: str = "the trace") -> Timeline:
             start, queue = _time(event["ts"]) / 1e3, QUEUES[QUEUES.index(event["cat"])]
             action = parse_action(args["action"])
             end = start + _time(event["dur"]) / 1e3
-            spans.setdefault(key, []).append(Span(key[0] // replicas, queue, _whole(args["lane"]), action, start, end))
+            spans.setdefault(key, []).append(Span(position, queue, _whole(args["lane"]), action, start, end))
     except (AttributeError, KeyError, TypeError, ValueError, ScheduleError) as error:
         raise UsageError(
             f"{source} is damaged: {type(error).__name__} {shortened(error)}", fix="Write it again with --timeline."
@@ -131,7 +133,7 @@ def timeline_of(data: Any, source: str = "the trace") -> Timeline:
     for key, origin in origins.items():
         moved = tuple(span.shifted(-origin * 1e3) for span in spans.get(key, ()))
         rows.append(TimelineRow(key[0], key[1], StepSpans(origin, moved), key[2]))
-    return Timeline(tuple(rows), replicas, facts)
+    return Timeline(tuple(rows), layout, facts)
 
 
 def _whole(value: object, least: int = 0, most: int = 1 << 20) -> int:
@@ -164,7 +166,7 @@ def _names(timeline: Timeline, threads: Mapping[tuple[int, str, int], int]) -> I
         yield _meta("process_sort_index", process, 0, sort_index=process)
     for (process, queue, lane), thread in threads.items():
         worker = (process - 1) // 2
-        name = "steps" if queue == "steps" else describe_queue(queue, lane, timeline.replicas, worker)
+        name = "steps" if queue == "steps" else describe_queue(queue, lane, timeline.layout, worker)
         yield _meta("thread_name", process, thread, name=name)
         yield _meta("thread_sort_index", process, thread, sort_index=thread)
 
@@ -238,7 +240,7 @@ def _arrows(
     threads: Mapping[tuple[int, str, int], int],
     zero: float,
     joined: Mapping[tuple[int, Action], float],
-    replicas: int,
+    layout: Layout,
 ) -> Iterator[dict[str, Any]]:
     """From the start of every send to its receive."""
     sends = {
@@ -249,7 +251,7 @@ def _arrows(
             if span.action.kind not in RECEIVES:
                 continue
             send = send_of(span.action)
-            peer = span.lane * replicas + row.worker % replicas
+            peer = layout.peer(row.worker, span.lane)
             if (peer, send) not in sends:
                 continue
             other, sent = sends[peer, send]

@@ -15,6 +15,7 @@ from hybridpar.formats.output_files import check_picture, save_picture
 from hybridpar.observe.timeline import Timeline, TimelineRow, begin_of, joined_at, length_ms
 from hybridpar.observe.timeline_text import headline
 from hybridpar.schedule.actions import COMPUTE, Action, Kind
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
@@ -92,7 +93,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, unit: str = "ms") -> 
 
     step = timeline.typical_step()
     panels = [rows for predicted in (True, False) if (rows := timeline.at(step, predicted=predicted))]
-    lines = [list(picture_lines(rows, timeline.replicas)) for rows in panels]
+    lines = [list(picture_lines(rows, timeline.layout)) for rows in panels]
     end = max(box.end for panel in lines for line in panel for box in line.boxes)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a caller's own style could hide what is thin
@@ -116,10 +117,10 @@ def _title(timeline: Timeline, step: int) -> str:
     return headline(timeline) + (f"; step {step}, the one of median length" if several else "")
 
 
-def picture_lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[Line]:
+def picture_lines(rows: Sequence[TimelineRow], layout: Layout) -> Iterator[Line]:
     """The rows of the picture, from top to bottom."""
     zero = begin_of(rows)
-    joined = joined_at(rows, replicas)
+    joined = joined_at(rows, layout)
     top = 0.0
     for row in rows:
         shift = 1e3 * (row.spans.origin - zero)

@@ -12,6 +12,7 @@ from rich.text import Text
 from hybridpar.observe.text import counted
 from hybridpar.observe.timeline import Timeline, TimelineRow, begin_of, joined_at, length_ms
 from hybridpar.schedule.actions import COMPUTE, Action, Kind
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span
 
 WIDTH = 80
@@ -65,7 +66,7 @@ def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
         parts.append(f"{length_ms(rows):,.1f} ms, bubble {100 * timeline.bubble(rows):.0f} %")
         console.print()
         console.print(Text(":  ".join(parts), style="bold"))
-        for line in strips(rows, timeline.replicas, end, width):
+        for line in strips(rows, timeline.layout, end, width):
             console.print(line, no_wrap=True, overflow="crop")
     console.print()
     console.print(_legend(timeline), no_wrap=True)
@@ -76,7 +77,7 @@ def headline(timeline: Timeline) -> str:
     facts = timeline.facts
     parts = [str(facts["model"])] if "model" in facts else []
     if "stages" in facts:
-        replicas = f" x {timeline.replicas} replicas" if timeline.replicas > 1 else ""
+        replicas = f" x {timeline.layout.replicas} replicas" if timeline.layout.replicas > 1 else ""
         parts.append(counted(facts["stages"], "stage") + replicas)
     if "micro_batches" in facts:
         parts.append(counted(facts["micro_batches"], "micro-batch"))
@@ -90,11 +91,11 @@ def headline(timeline: Timeline) -> str:
     return ", ".join(parts)
 
 
-def strips(rows: Sequence[TimelineRow], replicas: int, end_ms: float, width: int = WIDTH) -> list[Text]:
+def strips(rows: Sequence[TimelineRow], layout: Layout, end_ms: float, width: int = WIDTH) -> list[Text]:
     """A line per lane: boxes of `F0--` and `B0====` on a common axis."""
     zero = begin_of(rows)
-    joined = joined_at(rows, replicas)
-    lines = list(_lines(rows, replicas))
+    joined = joined_at(rows, layout)
+    lines = list(_lines(rows, layout))
     label = max(len(name) for name, _, _ in lines) + 2
     columns = max(10, width - label)
     scale = columns / end_ms if end_ms > 0 else 0.0
@@ -117,14 +118,14 @@ def strips(rows: Sequence[TimelineRow], replicas: int, end_ms: float, width: int
     return drawn
 
 
-def _lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[tuple[str, TimelineRow, list[Span]]]:
+def _lines(rows: Sequence[TimelineRow], layout: Layout) -> Iterator[tuple[str, TimelineRow, list[Span]]]:
     """Every lane of every worker that computes, sends or sums; receives are seen in their sends."""
     for row in rows:
         lanes = [item for item in row.queues().items() if item[0][0] in ("compute", "send", "sync")]
         counts = {queue: sum(1 for (one, _), _ in lanes if one == queue) for (queue, _), _ in lanes}
         for number, ((queue, lane), spans) in enumerate(lanes):
             if queue == "send":
-                name = f"to {lane * replicas + row.worker % replicas}"
+                name = f"to {layout.peer(row.worker, lane)}"
             elif queue == "sync":
                 name = f"sync {lane}"
             else:
@@ -163,7 +164,8 @@ def _figures_of(timeline: Timeline, worker: int, predicted: bool) -> list[list[f
     found = []
     for step in timeline.steps:
         rows = timeline.at(step, predicted=predicted)
-        replica = [row for row in rows if row.worker % timeline.replicas == worker % timeline.replicas]
+        ranks = timeline.layout.ranks[timeline.layout.replica_of(worker)]
+        replica = [row for row in rows if row.worker in ranks]
         found += [[figure(row, replica) for _, figure in _FIGURES] for row in rows if row.worker == worker]
     return found
 

@@ -25,8 +25,9 @@ from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
-from hybridpar.plan import Measured, ModelInfo, Partition, Placement, Plan, StagePlacement
+from hybridpar.plan import Measured, ModelInfo, Partition, Placement, Plan
 from hybridpar.plan import Stage as StagePlan
+from hybridpar.schedule.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -192,11 +193,8 @@ def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[floa
 
 
 def _placement(problem: Problem) -> Placement:
-    places = []
-    for stage in range(problem.stages):
-        worker, lane = problem.lanes[problem.lane_of(stage)]
-        places.append(StagePlacement(stage=stage, worker=worker, device=problem.worker(stage).device, lane=lane))
-    return Placement(kind=problem.placement, replicas=1, stages=tuple(places))
+    slots = (problem.lanes[problem.lane_of(stage)] for stage in range(problem.stages))
+    return Placement(layout=Layout.repeated(slots), device=problem.worker(0).device)
 
 
 def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:

@@ -32,10 +32,20 @@ from torch import nn
 
 from hybridpar.errors import UsageError
 from hybridpar.machine.steady import least_apart
+from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state import twin_of, untouched
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_step_ms
+from hybridpar.partition.split import split_model
+from hybridpar.partition.stage import Stage
+from hybridpar.partition.unit_runner import (
+    Clock,
+    expect_gradients,
+    intra_op_threads,
+    step_times,
+    times_without_memory,
+    whole_step_ms,
+)
 from hybridpar.partition.units import ModelUnits
 
 #: Called after every pass with the number of passes done and in all.
@@ -75,7 +85,6 @@ def measure_units(
     *,
     passes: int = 5,
     threads: int | None = None,
-    own_time: bool = False,
     progress: Progress | None = None,
 ) -> UnitTimes:
     """Measure every unit of a model inside whole training steps.
@@ -88,7 +97,6 @@ def measure_units(
         inputs: One micro-batch, at the dtype and memory format of the training.
         passes: Passes over the graph; the minimum counts. At least 2, so that noise can be told.
         threads: Intra-op threads on CPU; None keeps the present number.
-        own_time: As for `Clock`; only with one thread.
         progress: Told after every pass.
 
     Returns:
@@ -105,35 +113,36 @@ def measure_units(
             "A profile compares two halves of its passes.",
             "Use --passes 5.",
         )
-    is_deferred = any(one.is_meta for one in units.model.parameters())
     device = next((one.device for one in (*units.model.parameters(), *inputs) if not one.is_meta), torch.device("cpu"))
-    clock = Clock(device, own_time=own_time)
-    runner = UnitRunner(units, inputs)
-    if is_deferred:
-        with untouched(units.model, training=True), intra_op_threads(threads):
-            apart = []
-            for index in range(len(units.nodes)):
-                apart.append(runner.alone(index, clock, passes))
-                if progress is not None:
-                    progress(index + 1, len(units.nodes))
-        alone = torch.tensor(apart, dtype=torch.float64).transpose(0, 1)
-        return _summarise(alone, float(alone.amin(dim=0).sum()))
-    rows: list[list[tuple[float, float]]] = []
-    steps: list[float] = []
-    with untouched(units.model, training=True), intra_op_threads(threads):
-        for parameter in units.model.parameters():
-            # Gradients exist in all micro-batches but the first, so accumulating into them is the normal case.
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    clock = Clock(device)
+    given = dict(zip((node.name for node in units.train.placeholders), inputs, strict=True))
+    say = progress or (lambda done, total: None)
+    with untouched(units.model, training=True) as copied, intra_op_threads(threads):
+        stages = _stage_of_each(units, copied(dict(units.traced.constants)))
+        if is_deferred(units.model):
+            alone = []
+            for stage in stages:
+                alone.append(times_without_memory(stage, given, clock, passes))
+                say(len(alone), len(stages))
+            rows = torch.tensor(alone, dtype=torch.float64).transpose(0, 1)
+            return _summarise(rows, float(rows.amin(dim=0).sum()))
+        expect_gradients(units.model)
         why = "Units are measured in whole forward and backward passes of the model as it is."
         _first_step(units.model, inputs, clock, why, "Mend the model, or plan without running it: --no-measure.")
-        runner.step(clock)
+        step_times(stages, given, clock)
+        passed, steps = [], []
         for done in range(passes):
-            rows.append(runner.step(clock))
+            passed.append(step_times(stages, given, clock))
             # Twice: a whole step now and then pays for memory that the allocator had given back, a unit never does.
             steps += [whole_step_ms(units.model, inputs, clock) for _ in range(2)]
-            if progress is not None:
-                progress(done + 1, passes)
-    return _summarise(torch.tensor(rows, dtype=torch.float64), statistics.median(steps))
+            say(done + 1, passes)
+    return _summarise(torch.tensor(passed, dtype=torch.float64), statistics.median(steps))
+
+
+def _stage_of_each(units: ModelUnits, constants: dict[str, torch.Tensor]) -> list[Stage]:
+    """A stage of each unit, for training."""
+    traced = replace(units.traced, constants=constants)
+    return split_model(replace(units, traced=traced, evaluate=None), range(len(units.graph)), in_place=True)
 
 
 def _first_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock, why: str, fix: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from hybridpar.formats.cache import load_measurement, store_measurement
-from hybridpar.machine.cluster import cpu_name
+from hybridpar.machine.devices import cpu_name
 from hybridpar.machine.process import describe_allocator
 from hybridpar.machine.steady import MOST_NOISE, repeat_until_steady
 from hybridpar.models import model_fingerprint

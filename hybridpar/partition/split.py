@@ -19,15 +19,16 @@ from typing import Any
 from torch import fx
 
 from hybridpar.errors import PartitionError
-from hybridpar.partition.example import NodeFacts
 from hybridpar.partition.graph_facts import GraphFacts, memory_of, resolve_attribute, state_users, tensors_of
-from hybridpar.partition.nest import Path, rebuild
-from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
+from hybridpar.partition.nest import TensorFacts, rebuild
+from hybridpar.partition.stage import Stage, StageGraph
 from hybridpar.partition.trace import TracedModel
 from hybridpar.partition.units import ModelUnits, aliases_under_change
 
 
-def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False) -> list[Stage]:
+def split_model(
+    units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False, in_place: bool = False
+) -> list[Stage]:
     """Cut a model into stages.
 
     Args:
@@ -35,6 +36,8 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
         stage_of: Stage of every unit, from 0 without gaps. No unit may be in an earlier stage than one it depends on.
         relay: Hand every tensor that skips stages through the stages between, so that each stage takes exactly what
             the one before returns. Runtimes that know only neighbours need this.
+        in_place: Let operations change what other stages hold as well, as they do in the model. That is right where all
+            stages run in order, and hand over tensors that autograd lets them change.
 
     Returns:
         The stages in order. They share modules and parameters with the model, under the same names; the union of
@@ -45,10 +48,10 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
     """
     count = check_assignment(units, stage_of)
     home = {node: stage_of[index] for index, nodes in enumerate(units.nodes) for node in nodes}
-    train = _cut(units, units.train, home, count, relay)
+    train = _cut(units, units.train, home, count, relay, in_place)
     evaluate = None
     if units.evaluate is not None:
-        evaluate = _cut(units, units.evaluate, _place_eval_nodes(units, home), count, relay)
+        evaluate = _cut(units, units.evaluate, _place_eval_nodes(units, home), count, relay, in_place)
     modes = [train] if evaluate is None else [train, evaluate]
     leftover = _leftover_state(units, list(zip(*modes, strict=True)))
     return [
@@ -89,9 +92,9 @@ def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
 
 
 def _cut(
-    units: ModelUnits, facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool
+    units: ModelUnits, facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool, in_place: bool
 ) -> list[StageGraph]:
-    builders = [_StageBuilder(units.traced, facts, home, index, last=index == count - 1) for index in range(count)]
+    builders = [_StageBuilder(units.traced, facts, home, index, index == count - 1, in_place) for index in range(count)]
     takes = [builder.needed() for builder in builders]
     returns = [builder.sent() for builder in builders]
     if relay:
@@ -108,13 +111,20 @@ class _StageBuilder:
     """Copies the nodes of one stage into a graph of their own."""
 
     def __init__(
-        self, traced: TracedModel, facts: GraphFacts, home: Mapping[fx.Node, int], index: int, *, last: bool
+        self,
+        traced: TracedModel,
+        facts: GraphFacts,
+        home: Mapping[fx.Node, int],
+        index: int,
+        last: bool,
+        in_place: bool,
     ) -> None:
         self.traced = traced
         self.facts = facts
         self.home = home
         self.index = index
         self.last = last
+        self.in_place = in_place
         self.mine = [node for node in facts.compute if home[node] == index]
         self.held = {id(tensor) for node in self.mine for tensor in tensors_of(traced, node)}
         self.graph = fx.Graph()
@@ -144,7 +154,7 @@ class _StageBuilder:
         return [node for node in self.mine if node in used or node in returned]
 
     def build(self, takes: Sequence[fx.Node], returns: Sequence[fx.Node]) -> StageGraph:
-        inputs = [tensor for node in takes for tensor in _border(node, self.facts.facts[node])]
+        inputs = [tensor for node in takes for tensor in self.facts.facts[node].tensors]
         for node in takes:
             self._receive(node)
         foreign = {number for node in (*takes, *returns) for number in self.facts.facts[node].storages}
@@ -152,20 +162,18 @@ class _StageBuilder:
             self._copy(node, foreign, returns)
         if self.last:
             self.graph.output(fx.map_arg(self.facts.output.args[0], self._load))
-            outputs: list[BorderTensor] = []
+            outputs: list[TensorFacts] = []
         else:
-            outputs = [tensor for node in returns for tensor in _border(node, self.facts.facts[node])]
+            outputs = [tensor for node in returns for tensor in self.facts.facts[node].tensors]
             self.graph.output(tuple(part for node in returns for part in self._parts(node)))
         self.graph.lint()
         return StageGraph(self.graph, tuple(inputs), tuple(outputs))
 
     def _receive(self, node: fx.Node) -> None:
-        facts = self.facts.facts[node]
-        leaves: dict[Path, fx.Node] = {
-            tensor.path: self.graph.placeholder("_".join(str(part) for part in (node.name, *tensor.path)))
-            for tensor in facts.tensors
-        }
-        self.values[node] = leaves[()] if facts.is_tensor else rebuild(facts.shape, leaves, self.graph)
+        def enter(tensor: TensorFacts) -> fx.Node:
+            return self.graph.placeholder("_".join(str(part) for part in (node.name, *tensor.path)))
+
+        self.values[node] = rebuild(self.facts.facts[node].shape, enter, self.graph)
 
     def _load(self, node: fx.Node) -> Any:
         if node not in self.values:
@@ -192,7 +200,7 @@ class _StageBuilder:
     def _copy(self, node: fx.Node, foreign: set[int], returns: Sequence[fx.Node]) -> None:
         guarded: dict[fx.Node, Any] = {}
         for target in self.facts.facts[node].changes:
-            if target.op != "get_attr" and self._is_shared(node, target, foreign, returns):
+            if target.op != "get_attr" and not self.in_place and self._is_shared(node, target, foreign, returns):
                 guarded[target] = self.graph.call_method("clone", (self._load(target),))
         self.values[node] = self.graph.node_copy(
             node, lambda argument: guarded[argument] if argument in guarded else self._load(argument)
@@ -222,19 +230,6 @@ class _StageBuilder:
                 value = self.graph.call_function(operator.getitem, (value, key)) if made else value[key]
             parts.append(value)
         return parts
-
-
-def _border(node: fx.Node, facts: NodeFacts) -> list[BorderTensor]:
-    return [
-        BorderTensor(
-            ".".join(str(part) for part in (node.name, *tensor.path)),
-            tensor.shape,
-            tensor.dtype,
-            tensor.bytes,
-            tensor.requires_grad,
-        )
-        for tensor in facts.tensors
-    ]
 
 
 def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

@@ -15,24 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-
-@dataclass(frozen=True)
-class BorderTensor:
-    """A tensor that enters or leaves a stage.
-
-    Attributes:
-        name: Name of the value; parts of a container append their key.
-        shape: Shape in the example run, with its batch size.
-        dtype: Element type.
-        bytes: Size in the example run.
-        requires_grad: Whether a gradient flows back through it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    requires_grad: bool
+from hybridpar.partition.nest import TensorFacts
 
 
 @dataclass(frozen=True)
@@ -46,8 +29,8 @@ class StageGraph:
     """
 
     graph: fx.Graph
-    inputs: tuple[BorderTensor, ...]
-    outputs: tuple[BorderTensor, ...]
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
 
 
 class Stage(fx.GraphModule):
@@ -104,12 +87,12 @@ class Stage(fx.GraphModule):
         return self._modes[True].graph is not self._modes[False].graph
 
     @property
-    def inputs(self) -> tuple[BorderTensor, ...]:
+    def inputs(self) -> tuple[TensorFacts, ...]:
         """Tensors that the stage takes in its present mode."""
         return self._modes[self.training].inputs
 
     @property
-    def outputs(self) -> tuple[BorderTensor, ...]:
+    def outputs(self) -> tuple[TensorFacts, ...]:
         """Tensors that the stage returns in its present mode; empty for the last stage."""
         return self._modes[self.training].outputs
 

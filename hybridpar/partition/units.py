@@ -54,12 +54,12 @@ def _rememberers(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Nod
 def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:
     for node in facts.compute:
         known = facts.facts[node]
-        if known.crosses and not known.is_tensor:
-            yield [
-                node,
-                *(user for user in node.users if user.target is operator.getitem and user not in facts.derived),
-            ]
-        elif not known.is_tensor:
+        if known.is_tensor:
+            continue
+        if known.shape is not None:
+            unpackers = (user for user in node.users if user.target is operator.getitem)
+            yield [node, *(user for user in unpackers if user not in facts.derived)]
+        else:
             yield [node, *_users(facts, node)]  # what cannot be sent, as a number that is not free to compute twice
 
 

@@ -25,7 +25,7 @@ from hybridpar.models.deferred import imagined, storage_of
 from hybridpar.models.state import same_attributes
 from hybridpar.pipeline.stage_module import StageModule, consumers_of, device_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
-from hybridpar.schedule.actions import Edge
+from hybridpar.schedule.layout import Edge
 from hybridpar.sync.batchnorm import BufferRollback, without_replicas
 
 

@@ -8,7 +8,7 @@ whatever the layout.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -42,7 +42,7 @@ from hybridpar.pipeline.stage_module import (
 )
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
-from hybridpar.schedule.actions import Edge, Layout
+from hybridpar.schedule.layout import Edge
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
 
@@ -52,7 +52,7 @@ Loss = Callable[[Any, Any], Tensor]
 class PipelineEngine:
     """Trains a model as stages on lanes and workers, times replicas.
 
-    The workers of the world are `positions` times replicas; with one worker all stages are lanes of its device.
+    With one worker all stages are lanes of its device.
     """
 
     def __init__(
@@ -82,10 +82,14 @@ class PipelineEngine:
         self._all_stages = list(stages)
         #: Number of random operations of every stage that has any.
         self.random_stages: dict[int, int] = {}
-        homes = options.homes
-        layout = options.layout(len(stages))
-        self.positions = layout.workers if homes is None else len(stages)
-        where = layout.home if homes is None else int
+        layout = options.layout
+        if layout.stages != len(stages) or layout.workers != world.size:
+            raise ScheduleError(
+                f"{layout.stages} stages are placed on {layout.workers} workers; here are {len(stages)}, and the job "
+                f"has {world.size}",
+                "Every stage has a lane of a worker in each replica, and every worker runs stages of one replica.",
+                "Use the layout of the plan that the stages were made from, and start as many workers.",
+            )
         pairs: set[tuple[int, int]] = set()
         for mode in (False, True) if options.own_only else (True,):
             self.use_graphs(training=mode)  # with `own_only` evaluation, too, goes through the pipeline
@@ -93,24 +97,11 @@ class PipelineEngine:
                 pair
                 for index in range(len(stages))
                 for target in consumers_of(stages, index)
-                for pair in _both_ways(where(index), where(target))
+                for pair in ((index, target), (target, index))
             }
-        if homes is not None and world.size != 1 + max(map(max, homes)):
-            raise ScheduleError(
-                f"replicas are placed on {1 + max(map(max, homes))} workers, and the job has {world.size}",
-                "Every worker runs stages of one replica.",
-                "Start as many workers as are named.",
-            )
-        if homes is None and world.size % self.positions:
-            raise ScheduleError(
-                f"{len(stages)} stages are placed on {self.positions} workers, and the job has {world.size}",
-                "Workers are stages' workers times replicas.",
-                f"Start {self.positions} workers, or a multiple of that.",
-            )
         # Before anything is exchanged: a schedule that cannot be is refused alike on all workers.
-        for replica in range(1 if homes is None else len(homes)):
-            known = options.layout(len(stages), _plain_edges(stages), replica)
-            options.order(known, micro_batches)
+        for replica in layout.kinds:
+            options.order(layout.replica(replica, _plain_edges(stages)), micro_batches)
         if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
             raise ScheduleError(
                 f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",
@@ -129,28 +120,26 @@ class PipelineEngine:
         is_grid = world.size > 1 and not self.is_whole
         self.grid = None
         if is_grid:
-            self.grid = Grid(world, self.positions, pairs, lanes=self._sum_groups(layout), homes=homes)
+            self.grid = Grid(world, layout, pairs, lanes=self._sum_groups())
         self.position = self.grid.position if self.grid is not None else 0
-        self.replica, self.replicas = world.rank, world.size
-        if self.grid is not None:
-            self.replica, self.replicas = self.grid.replica, self.grid.replicas
+        self.replica, self.replicas = layout.replica_of(world.rank), layout.replicas
+        #: Of this worker's replica.
+        self._layout = layout.replica(self.replica)
         self.stages: dict[int, LocalStage] = {}
         self._nodes: NodeWorlds | None = None
         try:
-            layout = options.layout(len(stages), replica=self.replica if homes is not None else 0)
-            self._open(layout, loss, optimizer, after_step)
+            self._open(loss, optimizer, after_step)
         except BaseException:
             self._release()
             raise
 
     def _open(
         self,
-        layout: Layout,
         loss: Loss,
         optimizer: Callable[[nn.Module], OptimizerStep | None],
         after_step: Callable[[nn.Module], AfterStep] | None,
     ) -> None:
-        options, lanes = self.options, self._lanes
+        options, lanes, layout = self.options, self._lanes, self._layout
         replicas = self.world if self.grid is None else self.grid.replica_world
         mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
         if options.own_only and replicas.size > 1:
@@ -170,8 +159,7 @@ class PipelineEngine:
             )
         # A part of a job cannot be divided further.
         if options.sync.uses_nodes and self.world.size == self.world.job_size > 1:
-            columns = self.grid.columns if self.grid is not None else [range(self.world.size)]
-            self._nodes = NodeWorlds.open(self.world, columns, sum_lanes)
+            self._nodes = NodeWorlds.open(self.world, options.layout.columns, sum_lanes)
         devices = [options.devices[lane] for lane in layout.lane_of] if options.devices else []
         self._copies = move_stages(self._all_stages, devices)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
@@ -196,7 +184,7 @@ class PipelineEngine:
         norms = dict(zip(compute, spare, strict=False)) if synced else {}
         shards = dict(zip(compute, spare[len(norms) :], strict=False)) if sharded else {}
         sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(spare)) if replicas.size > 1 else []
-        apart = options.homes is not None and self.grid is not None
+        apart = not options.layout.is_equal
         mailbox = Mailbox()
         # A whole model draws from torch's generators, as in any loop.
         first = self.replica * self.micro_batches
@@ -204,7 +192,7 @@ class PipelineEngine:
         for index in mine:
             stage = self._all_stages[index]
             if apart and self.grid is not None and index != mine[0]:
-                replicas = self.grid.worlds[index]
+                replicas = self.grid.world_of(index)
                 sync_lanes = (
                     open_sync_lanes(replicas, lanes, name=f"sync of stage {index}") if replicas.size > 1 else []
                 )
@@ -281,9 +269,8 @@ class PipelineEngine:
         With `own_only` it stays in parts.
         """
         self.wait()
-        layout = self.options.layout(len(self._all_stages))
-        ranks = [0] if self.grid is None else self._first_ranks()
-        sources = [(module_of(stage), ranks[layout.home(stage.index)]) for stage in self._all_stages]
+        ranks = self.options.layout.rows[0]
+        sources = [(module_of(stage), ranks[stage.index][0]) for stage in self._all_stages]
         self._share_extra_states(module for module, source in sources if source == self.world.rank)
         if not self.is_spread:
             return
@@ -302,7 +289,7 @@ class PipelineEngine:
     @property
     def is_spread(self) -> bool:
         """Whether every worker holds the whole model, and trains a part of it."""
-        return self.grid is not None and self.positions > 1 and not self.options.own_only
+        return self.options.layout.positions > 1 and not self.options.own_only
 
     def leave_out(self) -> None:
         """Put what only other workers train on the meta device: the values that it has here are old ones."""
@@ -326,12 +313,7 @@ class PipelineEngine:
         """Something of every position, on rank 0; None elsewhere. A collective."""
         if self.grid is None:
             return [mine]
-        return self.world.gather_on_main(mine, self._first_ranks())
-
-    def _first_ranks(self) -> list[int]:
-        """The workers of replica 0, by their place."""
-        assert self.grid is not None
-        return list(dict.fromkeys(self.grid.rank_of(position, 0) for position in range(self.positions)))
+        return self.world.gather_on_main(mine, self.options.layout.ranks[0])
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs to add in the same order: the orders of buckets. A collective."""
@@ -403,7 +385,7 @@ class PipelineEngine:
     def evaluate_own(self, inputs: Any) -> Any:
         """This worker's part of the model's evaluation of a batch, which goes through the stages of a replica."""
         assert self.grid is not None
-        stages, layout = self._all_stages, self.options.layout(len(self._all_stages))
+        stages, layout = self._all_stages, self._layout
         values, result = self.executor.name_inputs(inputs), None
         parts = self.borders.evaluated(values)
         for stage in stages:
@@ -426,11 +408,10 @@ class PipelineEngine:
                         values.update(zip(needed, received, strict=True))
         return result
 
-    def _sum_groups(self, layout: Layout) -> int:
+    def _sum_groups(self) -> int:
         """Groups that every worker adds on over its replicas."""
-        most = max(layout.worker_of.count(worker) for worker in range(layout.workers))
-        sync = self.options.sync
-        return self.options.sync_lanes + most * (sync.sync_batch_norm + sync.shard_optimizer)
+        sync, lanes = self.options.sync, self.options.layout.lanes_each
+        return self.options.sync_lanes + lanes * (sync.sync_batch_norm + sync.shard_optimizer)
 
     def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
         module: Any = module_of(stage)
@@ -447,12 +428,6 @@ def _names(stage: StageModule) -> tuple[list[str], list[str], list[str]]:
     """Of all that a stage holds, takes and returns."""
     inputs, outputs = ([border.name for border in side] for side in (stage.inputs, stage.outputs))
     return list(module_of(stage).state_dict()), inputs, outputs
-
-
-def _both_ways(source: int, target: int) -> Iterator[tuple[int, int]]:
-    if source != target:
-        yield source, target
-        yield target, source
 
 
 def _plain_edges(stages: Sequence[StageModule]) -> tuple[Edge, ...]:

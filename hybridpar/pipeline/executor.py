@@ -1,10 +1,9 @@
 """Runs a program: issues a step's actions, in order, to lanes.
 
-One host thread goes through this worker's actions. Computation goes to the lane of its stage, transfers to one lane
-per peer and direction, sums of gradients to sync lanes, control messages and copies to the host's memory to lanes of
-theirs, and each waits for the events of what it needs and nothing else. No wait names an event that was not issued
-before, so nothing can deadlock, and the host never waits within a step: it issues the next one while this one runs, one
-step ahead at most.
+The host thread goes through this worker's actions. Computation goes to the lane of its stage, transfers to a lane for
+each peer and direction, sums of gradients to sync lanes, control messages and copies to the host's memory to lanes for
+these, and each action waits for the events of what it needs and nothing else. No wait names an event that was not
+issued before, so nothing can deadlock, and the host never waits within a step: it issues the next step while this runs.
 
 The lane of a model that is not cut is the host thread itself. There, a pass runs while it is issued, and hooks of the
 backward pass issue the sums of gradients.
@@ -35,7 +34,8 @@ from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
 from hybridpar.pipeline.stage_module import refresh
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, Action, Edge, Kind
+from hybridpar.schedule.actions import COMPUTE, Action, Kind
+from hybridpar.schedule.layout import Edge
 from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.reducer import StepGradients
 
@@ -103,8 +103,8 @@ class Executor:
         self.borders = borders
         self._options = options
         self._input_names = tuple(borders.stages[0].model_inputs)
-        self._position, self._ranks = (0, [0]) if grid is None else (grid.position, grid.ranks)
-        self._replica = 0 if grid is None else grid.replica
+        self._position, self._ranks = (0, (0,)) if grid is None else (grid.position, grid.ranks)
+        self._replica = options.layout.replica_of(world.rank)
         self._world = world
         self._replicas = replicas
         self._micro_batches = micro_batches
@@ -304,7 +304,7 @@ class Executor:
 
     def _make_program(self, count: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
         options = self._options
-        layout = options.layout(len(self.borders.stages), edges, self._replica if options.homes is not None else 0)
+        layout = options.layout.replica(self._replica, edges)
         return lower(
             options.order(layout, count),
             layout,

@@ -17,6 +17,7 @@ time, for instance to augment the next batch, and neither must change what the o
 
 from __future__ import annotations
 
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -178,13 +179,28 @@ class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)  # what draws from a generator of the model's does so
-        if any(argument.name == "generator" for argument in func._schema.arguments):
+        if "generator" in _arguments_of(func):
             return func(*args, **{**kwargs, "generator": self._generator})
-        # This operator knows no generator but torch's one, such as `rand_like`.
         seed = int(torch.randint(1 << 62, (), generator=self._generator))
+        if (other := _with_generator(func)) is not None:  # such as `rand_like`
+            return other(*args, **{**kwargs, "generator": torch.Generator().manual_seed(seed)})
+        # This operator knows no generator but torch's.
         with _lock, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return func(*args, **kwargs)
+
+
+def _arguments_of(operator: Any) -> list[str]:
+    return [argument.name for argument in operator._schema.arguments]
+
+
+@functools.cache
+def _with_generator(operator: Any) -> Any | None:
+    """The form of an operator that takes a generator beside the same arguments; None where it has none."""
+    packet = operator.overloadpacket
+    forms = [getattr(packet, name) for name in packet.overloads()]
+    wanted = sorted([*_arguments_of(operator), "generator"])
+    return next((form for form in forms if sorted(_arguments_of(form)) == wanted), None)
 
 
 def _is_random(node: fx.Node, modules: nn.Module) -> bool:

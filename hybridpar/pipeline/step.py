@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.world import World
-from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Event
 from hybridpar.pipeline.borders import BorderFacts
-from hybridpar.schedule.actions import Action, Edge, Layout, Schedule, layout_of_row
+from hybridpar.schedule.actions import Action, Schedule
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make, order_of_replica
 from hybridpar.schedule.spans import Span
 from hybridpar.schedule.spans import StepSpans as StepSpans
@@ -363,11 +363,9 @@ class PipelineOptions:
     """How a model is trained as a pipeline.
 
     Attributes:
-        lane_of: For every stage its lane, numbered over all workers of a replica.
-        worker_of: For every lane its worker.
-        homes: For every replica the rank that runs each stage, where they have different numbers of workers.
+        layout: Where the stages of all replicas run.
         devices: For every lane its device, where one worker drives several; empty for the device of the worker.
-        schedule: Name of the schedule; with `homes`, of replicas with a worker for each stage.
+        schedule: Name of the schedule; of unequal replicas, of those with a worker for each stage.
         recompute: Stages whose activations are computed again in the backward pass.
         offload: Stages whose activations wait for the backward pass in the host's memory.
         compile: Compile every stage with torch.compile.
@@ -385,9 +383,7 @@ class PipelineOptions:
         own_only: Each worker holds the tensors of its own stages only; those of others are on the meta device.
     """
 
-    lane_of: tuple[int, ...]
-    worker_of: tuple[int, ...]
-    homes: tuple[tuple[int, ...], ...] | None = None
+    layout: Layout
     devices: tuple[str, ...] = ()
     schedule: str = "1f1b"
     recompute: tuple[int, ...] = ()
@@ -406,18 +402,6 @@ class PipelineOptions:
     record: bool = False
     own_only: bool = False
 
-    def layout(self, stages: int, edges: tuple[Edge, ...] = (), replica: int = 0) -> Layout:
-        """Where the stages are, and what flows between them."""
-        if len(self.lane_of) != stages:
-            raise ScheduleError(
-                f"{stages} stages, but lanes are named for {len(self.lane_of)}",
-                "Every stage has a lane.",
-                "Use the placement of the plan that the stages were made from.",
-            )
-        if self.homes is None:
-            return Layout(self.lane_of, self.worker_of, edges)
-        return layout_of_row(self.homes[replica], edges)
-
     def request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
         """What a schedule is made from."""
         return ScheduleRequest(
@@ -432,9 +416,10 @@ class PipelineOptions:
 
     def order(self, layout: Layout, micro_batches: int) -> Schedule:
         """The order of computation. A replica with several stages on a worker, beside others, has one made for it."""
-        name = self.schedule if self.homes is None else order_of_replica(self.schedule, layout)
+        name = self.schedule if self.layout.is_equal else order_of_replica(self.schedule, layout)
         return make(name, self.request(layout, micro_batches))
 
 
-#: A model that is not cut: one stage, which runs one micro-batch after the other.
-WHOLE = PipelineOptions((0,), (0,), schedule="accumulate")
+def whole_options(workers: int, **options: Any) -> PipelineOptions:
+    """A model that is not cut on each of some workers: one stage, which runs one micro-batch after the other."""
+    return PipelineOptions(Layout.repeated([(0, 0)], workers), schedule="accumulate", **options)

@@ -23,7 +23,7 @@ from hybridpar.partition.cost import IntervalCosts, Link, Matrix, Problem, Worke
 from hybridpar.partition.cuts import Cuts, least_maximum, pick, stages_of
 from hybridpar.partition.planning import saved_bytes
 from hybridpar.planner.profile import ModelProfile, Parameter
-from hybridpar.schedule.actions import Edge
+from hybridpar.schedule.layout import Edge
 
 #: Speeds of links, in bytes per second, for which cuts are made; None for one that costs nothing.
 LINKS = (None, 1e9, 1e8, 1e7)

@@ -19,16 +19,14 @@ from hybridpar.planner.memory import device_bytes, device_limits, gradient_bytes
 from hybridpar.planner.network import PLAIN, Network
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import LEAST_MS, shares_by_speed, stage_speeds, stage_throughputs
-from hybridpar.schedule.actions import Layout, Schedule, Shape
+from hybridpar.schedule.actions import Schedule
 from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make, order_of_replica
 from hybridpar.schedule.shares import WorkCost, best_division
 from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.shards import largest_share
-
-#: Bytes that moving, adding and sending one byte of a gradient costs a core, besides receiving it: one pass each way.
-_SEND_PART = 0.5
 
 
 @dataclass(frozen=True)
@@ -93,61 +91,57 @@ class Evaluator:
         self._workers = space.inputs.by_worker
         #: For every number of workers the least of the devices, and of the hosts, that they use.
         self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
-        self._least_spare = _running_least(host.communication_cores for _, host in self._workers)
-        self._least_core = _running_least(host.bytes_per_core_second for _, host in self._workers)
-        #: Cores that a lane computes with; what uses one core takes so much less of a lane.
-        self._lane_cores = space.inputs.profile.threads or 1
         self._figures = space.library.figures
-        self._layout = cache(self._make_layout)
         self._transfers = cache(self._make_transfers)
         self._network = cache(partial(Network, self._inputs.cluster))
         self._prices = cache(self._make_prices)
         self._buckets = cache(self._make_buckets)
-        self._gradients = cache(self._make_gradients)
         self._schedule = cache(self._make_schedule)
-        self._peaks = cache(self._make_peaks)
         self._throughput = cache(self._make_throughput)
         self._shares_of = cache(self._make_shares_of)
         self.shares = cache(self._make_shares)
 
-    def samples(self, shape: Shape, replica: int | None = None) -> int:
-        """Samples of the largest micro-batch."""
-        shares = self.shares(shape) if shape.homes is not None else None
+    def samples(self, layout: Layout, count: int, replica: int | None = None) -> int:
+        """Samples of the largest of so many micro-batches."""
+        shares = None if layout.is_equal else self.shares(layout, count)
         if shares is None:
-            return -(-self._inputs.batch // (shape.replicas * shape.micro_batches))
+            return -(-self._inputs.batch // (layout.replicas * count))
         share = (max(shares) if replica is None else shares[replica]) / sum(shares)
-        return max(1, math.ceil(self._inputs.batch * share / shape.micro_batches - 1e-3))
+        return max(1, math.ceil(self._inputs.batch * share / count - 1e-3))
 
     def layout(self, candidate: Candidate, replica: int = 0) -> Layout:
         """Where the stages of a candidate run, and what flows between them."""
-        return self._layout(candidate.shape, candidate.cut, candidate.variant, replica)
+        return candidate.layout.replica(replica, self.figures(candidate, replica).edges)
 
     def figures(self, candidate: Candidate, replica: int = 0) -> StageFigures:
         """What its stages cost on the device of the profile."""
-        return self._figures(candidate.cut, candidate.variant, self.samples(candidate.shape, replica))
+        return self._figures(
+            candidate.cut, candidate.variant, self.samples(candidate.layout, candidate.micro_batches, replica)
+        )
 
     def costs(self, candidate: Candidate, *, exchange: bool = True, replica: int = 0) -> Costs:
         """What its actions take on this cluster."""
         return self._costs(candidate, self.figures(candidate, replica), exchange, replica)
 
     def _costs(self, candidate: Candidate, figures: StageFigures, exchange: bool, replica: int) -> Costs:
-        inputs, shape = self._inputs, candidate.shape
+        inputs, layout, count = self._inputs, candidate.layout, candidate.micro_batches
         parted = self.space.codec_choices[candidate.codec].every > 1 and exchange
         exchange = exchange and not parted
         # Without an exchange costs are a bound for all codecs.
-        coded = (candidate.codec > 0 and shape.replicas > 1) if exchange else None
-        throughput = self._throughput(shape, coded, replica)
-        network = self._network(shape.positions, shape.replicas, shape.homes)
-        layout = shape.layout(figures.edges, replica)
-        pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
-        link, own = self._transfers(shape, pairs, replica)
-        sending, receiving = self._core_seconds(shape.workers)
+        coded = (candidate.codec > 0 and layout.replicas > 1) if exchange else None
+        throughput = self._throughput(layout, count, coded, replica)
+        network = self._network(layout)
+        mine = layout.replica(replica, figures.edges)
+        pairs = frozenset((mine.home(edge.source), mine.home(edge.target)) for edge in mine.edges)
+        link, own = self._transfers(layout, pairs, replica)
         # Copying gradients into buckets is done by the lane that computes them, and the first micro-batch's are not
         # added to any; both once a step, and spread here over its micro-batches.
-        extra = inputs.profile.collect_ms if shape.replicas > 1 and exchange else 0.0
-        extra = (extra - inputs.profile.accumulate_ms) / shape.micro_batches
+        extra = inputs.profile.collect_ms if layout.replicas > 1 and exchange else 0.0
+        extra = (extra - inputs.profile.accumulate_ms) / count
         buckets = (
-            self._buckets(candidate.cut, candidate.variant, shape, candidate.codec, throughput) if exchange else ()
+            self._buckets(candidate.cut, candidate.variant, layout, count, candidate.codec, throughput)
+            if exchange
+            else ()
         )
         # Beside each pass the host's link brings out what one pass saved, or back.
         moving = self._moving_ms(candidate, figures)
@@ -163,35 +157,30 @@ class Evaluator:
                 )
             ),
             step_ms=self._update_ms(throughput, candidate, figures),
-            overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
+            overhead_ms=inputs.overhead_ms if layout.stages > 1 else 0.0,
             saved_bytes=figures.saved_bytes,
             link=link,
             links=own,
-            cores=shape.lanes + self._least_spare[shape.workers - 1] / self._lane_cores,
-            send_cpu=sending,
-            receive_cpu=receiving,
-            # Per byte of a bucket; what a worker moves is that times the factor of the ring.
-            sync_cpu=2 * (shape.replicas - 1) / shape.replicas * self._lane_seconds(shape.workers),
-            co_run=max(1.0, inputs.profile.co_run.get(shape.lanes, 1.0)),
+            co_run=max(1.0, inputs.profile.co_run.get(layout.lanes_each, 1.0)),
             buckets=buckets,
-            replicas=shape.replicas,
+            replicas=layout.replicas,
             sync_shares_link=True,
             sync_own_link=network.grouping.hosts == 1,
             sync_lanes=inputs.sync_lanes,
             # Between two exchanges of an outer loop workers agree on nothing.
-            control_ms=network.control_ms() if shape.workers > 1 and not parted else 0.0,
+            control_ms=network.control_ms() if layout.workers > 1 and not parted else 0.0,
         )
 
     def _moving_ms(self, candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
         """Milliseconds in which a stage's activations of a micro-batch move to the host's memory, or back."""
         if not candidate.cut.offload:
             return (0.0,) * len(figures.forward_ms)
-        speed = min(host.host_link or math.inf for _, host in self._workers[: candidate.shape.workers])
+        speed = min(host.host_link or math.inf for _, host in self._workers[: candidate.layout.workers])
         return tuple(1e3 * size / speed for size in figures.again_bytes)
 
     def moved(self, candidate: Candidate) -> tuple[int, float]:
         """What moves to the host's memory and back in a step, where activations wait there."""
-        figures, count = self.figures(candidate), candidate.shape.micro_batches
+        figures, count = self.figures(candidate), candidate.micro_batches
         layout, here = self.layout(candidate), self.costs(candidate)
         kept = self.costs(replace(candidate, cut=replace(candidate.cut, offload=False)))
         sizes, longer = [0] * layout.workers, [0.0] * layout.workers
@@ -204,15 +193,15 @@ class Evaluator:
 
     def outer(self, candidate: Candidate) -> tuple[float, float, float]:
         """What the exchange of an outer loop adds to each step: training waits for it every so many steps."""
-        shape, choice = candidate.shape, self.space.codec_choices[candidate.codec]
+        layout, choice = candidate.layout, self.space.codec_choices[candidate.codec]
         if choice.every == 1:
             return 0.0, 0.0, 0.0
-        throughput, profile = self._throughput(shape, None, 0), self._inputs.profile
-        network = self._network(shape.positions, shape.replicas)
-        buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.codec, throughput)[0]
+        count, profile = candidate.micro_batches, self._inputs.profile
+        throughput, network = self._throughput(layout, count, None, 0), self._network(layout)
+        buckets = self._buckets(candidate.cut, candidate.variant, layout, count, candidate.codec, throughput)[0]
         codec = sum(one.encode_ms + one.decode_ms for one in buckets) + profile.collect_ms / throughput[0]
         link = sum((one.wire_ms or 0.0) + (one.latency_ms or 0.0) for one in buckets) + network.control_ms()
-        factor = 2 * (shape.replicas - 1) / shape.replicas
+        factor = 2 * (layout.replicas - 1) / layout.replicas
         sent = factor * sum(one.bytes for one in buckets)
         if profile.batch_norm:  # mean and variance of each channel, float64, of which a norm has two parameters
             statistics = 8 * sum(one.count for one in profile.parameters if len(one.shape) == 1)
@@ -223,14 +212,14 @@ class Evaluator:
     def simulation(self, candidate: Candidate, costs: Costs, replica: int = 0) -> Simulation:
         """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
         layout = self.layout(candidate, replica)
-        schedule = self._schedule(candidate.schedule, candidate.shape, candidate.cut, candidate.variant, replica)
-        counts = [len(buckets) for buckets in costs.buckets] if candidate.shape.replicas > 1 else ()
+        schedule = self.schedule(candidate, replica)
+        counts = [len(buckets) for buckets in costs.buckets] if candidate.layout.replicas > 1 else ()
         program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
         return simulate(program, costs)
 
     def outcome(self, candidate: Candidate) -> Outcome:
         """What a candidate is predicted to take."""
-        kinds = candidate.shape.kinds
+        kinds = candidate.layout.kinds
         results = [self.simulation(candidate, self.costs(candidate, replica=replica), replica) for replica in kinds]
         result = max(results, key=lambda one: one.step_ms)
         codec_ms, link_ms, outer_bytes = self.outer(candidate)
@@ -241,12 +230,12 @@ class Evaluator:
             for replica in kinds
             for pair in zip(
                 self.needs(candidate, results[replica].peak_saved_bytes, replica),
-                device_limits(self._inputs, candidate.shape, replica),
+                device_limits(self._inputs, candidate.layout, replica),
                 strict=True,
             )
         ]
         tightest = max(needs, key=lambda one: (one[0] / one[1], one[0]))
-        updated = sum(self._owned(candidate)) * (candidate.shape.replicas - 1) if candidate.sharded else 0
+        updated = sum(self._owned(candidate)) * (candidate.layout.replicas - 1) if candidate.sharded else 0
         return Outcome(
             candidate,
             step_ms,
@@ -263,7 +252,7 @@ class Evaluator:
         """Where the time of a candidate's step goes."""
         steps_ms = [
             self.simulation(candidate, self.costs(candidate, replica=replica), replica).step_ms
-            for replica in candidate.shape.kinds
+            for replica in candidate.layout.kinds
         ]
         slowest = steps_ms.index(max(steps_ms))
         costs = self.costs(candidate, replica=slowest)
@@ -276,7 +265,7 @@ class Evaluator:
         whole, without = (self.simulation(candidate, one, slowest) for one in (costs, free))
         codec_ms, link_ms, _ = self.outer(candidate)
         busy = max(without.busy_ms)
-        layout, steps = self.layout(candidate, slowest), costs.step_ms or (0.0,) * candidate.shape.stages
+        layout, steps = self.layout(candidate, slowest), costs.step_ms or (0.0,) * candidate.layout.stages
         # A lane updates its stages one after the other.
         updating = max(sum(steps[stage] for stage in layout.stages_on(lane)) for lane in range(layout.lanes))
         update = min(without.step_ms - without.compute_ms, costs.control_ms + updating + costs.overhead_ms)
@@ -291,27 +280,33 @@ class Evaluator:
 
     def needs(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> list[float]:
         """The bytes that the device of every worker needs, with the margin; see `planner.memory`."""
-        shape, figures = candidate.shape, self.figures(candidate, replica)
-        shares = self.shares(shape) if shape.homes is None else None  # else figures are of its own samples
+        layout, figures = candidate.layout, self.figures(candidate, replica)
+        # Of unequal replicas figures are of their own samples.
+        shares = self.shares(layout, candidate.micro_batches) if layout.is_equal else None
         return device_bytes(
             self._inputs,
             candidate,
             self.layout(candidate, replica),
             figures,
             saved,
-            gradients=self._gradients(candidate.cut, candidate.variant, shape),
+            gradients=gradient_bytes(
+                self._figures(candidate.cut, candidate.variant, self.samples(layout, candidate.micro_batches)),
+                layout.replicas,
+                candidate.micro_batches,
+                self._inputs.bucket_bytes,
+            ),
             owned=self._owned(candidate) if candidate.sharded else figures.parameter_bytes,
             is_outer=self.space.codec_choices[candidate.codec].every > 1,
             # A faster replica has larger micro-batches.
-            larger=1.0 if shares is None else max(shares) * shape.replicas / sum(shares),
-            hosts=self._network(shape.positions, shape.replicas, shape.homes).grouping.hosts,
+            larger=1.0 if shares is None else max(shares) * layout.replicas / sum(shares),
+            hosts=self._network(layout).grouping.hosts,
         )
 
     def may_fit(self, candidate: Candidate, *, make_order: bool = False) -> bool:
         """Whether a candidate may fit into memory, by what its schedule keeps at least."""
         return all(
             need <= limit
-            for replica in candidate.shape.kinds
+            for replica in candidate.layout.kinds
             for need, limit in self.least_needs(candidate, make_order=make_order, replica=replica)
         )
 
@@ -319,7 +314,7 @@ class Evaluator:
         """Bytes that a device lacks at least for a candidate; below 0 where all have more than that."""
         return max(
             need - limit
-            for replica in candidate.shape.kinds
+            for replica in candidate.layout.kinds
             for need, limit in self.least_needs(candidate, replica=replica)
         )
 
@@ -328,30 +323,33 @@ class Evaluator:
     ) -> list[tuple[float, float]]:
         """What the device of every worker needs at least, without a simulation, and what it has."""
         name = candidate.schedule if make_order or not SCHEDULES.get(candidate.schedule).searches else None
-        peaks = self._peaks(name, candidate.shape, candidate.cut, candidate.variant, replica)
-        limits = device_limits(self._inputs, candidate.shape, replica)
+        schedule = None if name is None else self.schedule(candidate, replica)
+        peaks = least_saved(self.layout(candidate, replica), self.figures(candidate, replica), schedule)
+        limits = device_limits(self._inputs, candidate.layout, replica)
         return list(zip(self.needs(candidate, peaks, replica), limits, strict=True))
 
     # ---------------------------------------------------------------- made once
 
-    def _make_throughput(self, shape: Shape, coded: bool | None, replica: int) -> tuple[float, ...]:
-        shares = self.shares(shape) if shape.homes is None else None
-        return stage_throughputs(self._inputs, shape, shares, coded, replica)
+    def _make_throughput(self, layout: Layout, count: int, coded: bool | None, replica: int) -> tuple[float, ...]:
+        shares = self.shares(layout, count) if layout.is_equal else None
+        return stage_throughputs(self._inputs, layout, count, shares, coded, replica)
 
-    def _make_shares(self, shape: Shape) -> tuple[float, ...] | None:
+    def _make_shares(self, layout: Layout, count: int) -> tuple[float, ...] | None:
         """Samples of each replica, where they differ in speed; None for equal parts.
 
         With BatchNorm parts stay equal: others would be normalised by other samples.
         """
         if self._inputs.profile.batch_norm:
             return None
-        return shares_by_speed(self._inputs, shape) if shape.homes is None else self._unequal_shares(shape)
+        if layout.is_equal:
+            return shares_by_speed(self._inputs, layout, count)
+        return self._unequal_shares(layout, count)
 
-    def _unequal_shares(self, shape: Shape) -> tuple[float, ...]:
+    def _unequal_shares(self, layout: Layout, count: int) -> tuple[float, ...]:
         """Samples of replicas of different numbers of workers, by what a step is predicted to take each of them."""
-        cut, batch = self.space.cuts(shape)[0], self._inputs.batch
-        candidate = Candidate(shape, cut, "1f1b")
-        parts = [batch / shape.replicas] * shape.replicas
+        cut, batch = self.space.cuts(layout)[0], self._inputs.batch
+        candidate = Candidate(layout, count, cut, "1f1b")
+        parts = [batch / layout.replicas] * layout.replicas
         known: list[WorkCost] = []
         for _ in range(4):
             times = [self._time_of_part(candidate, replica, part) for replica, part in enumerate(parts)]
@@ -365,28 +363,13 @@ class Evaluator:
 
     def _time_of_part(self, candidate: Candidate, replica: int, samples: float) -> float:
         """Milliseconds of a step of one replica that has so many samples, with its exchange."""
-        shape, cut = candidate.shape, candidate.cut
-        figures = self._figures(cut, 0, samples / shape.micro_batches)
+        count = candidate.micro_batches
+        figures = self._figures(candidate.cut, 0, samples / count)
         costs = self._costs(candidate, figures, False, replica)
-        layout = shape.layout(figures.edges, replica)
-        request = ScheduleRequest(
-            layout, shape.micro_batches, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms
-        )
+        layout = candidate.layout.replica(replica, figures.edges)
+        request = ScheduleRequest(layout, count, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
         schedule = make(order_of_replica(candidate.schedule, layout), request)
         return simulate(lower(schedule, layout), costs).step_ms
-
-    def _core_seconds(self, workers: int) -> tuple[float, float]:
-        """What a byte takes of a lane's cores, sending it and receiving it, where so many workers are used."""
-        level = self._inputs.cluster.outer
-        if level is None or level.cores is None:
-            either = _SEND_PART * self._lane_seconds(workers)
-            return either, either
-        second = level.bandwidth * level.efficiency.send * self._lane_cores
-        return level.cores.send / second, level.cores.receive / second
-
-    def _lane_seconds(self, workers: int) -> float:
-        """What moving a byte takes of a lane's cores, where that was not measured: one of them moves it."""
-        return 1 / (self._least_core[workers - 1] * self._lane_cores)
 
     def _parts_of_model(self, figures: StageFigures) -> list[float]:
         """For every stage its part of the model's parameters."""
@@ -394,7 +377,7 @@ class Evaluator:
         return [size / max(1, sum(sizes)) for size in sizes]
 
     def _update_ms(self, throughput: Sequence[float], candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
-        profile, shape = self._inputs.profile, candidate.shape
+        profile = self._inputs.profile
         own = profile.variants[candidate.variant].update_ms
         known = profile.update_ms if own is None else own
         if known is not None:
@@ -402,14 +385,14 @@ class Evaluator:
                 part * known / speed for part, speed in zip(self._parts_of_model(figures), throughput, strict=True)
             ]
         else:
-            speed = self._least_bandwidth[shape.workers - 1]
+            speed = self._least_bandwidth[candidate.layout.workers - 1]
             # Parameter, gradient and every tensor of the state are read; parameter and state are written.
             passes = 3 + 2 * self._inputs.optimizer_copies
             times = [1e3 * passes * size / speed for size in figures.parameter_bytes]
         if not candidate.sharded:
             return tuple(times)
         kind = Collective.GATHER, PLAIN[1]
-        hand = self._network(shape.positions, shape.replicas).exchange([kind])[kind]
+        hand = self._network(candidate.layout).exchange([kind])[kind]
         return tuple(
             time * part / max(1, whole) + hand.latency_ms + hand.ms_per_byte * part
             for time, part, whole in zip(times, self._owned(candidate), figures.parameter_bytes, strict=True)
@@ -417,82 +400,67 @@ class Evaluator:
 
     def _owned(self, candidate: Candidate) -> tuple[int, ...]:
         """For every stage the most bytes of parameters that one replica steps, where they divide the optimizer."""
-        return self._shares_of(candidate.cut, candidate.shape.replicas)
+        return self._shares_of(candidate.cut, candidate.layout.replicas)
 
     def _make_shares_of(self, cut: Cut, replicas: int) -> tuple[int, ...]:
         parts = self._figures(cut, 0, self._inputs.profile.samples).parameters
         return tuple(4 * largest_share([one.count for one in own], replicas) for own in parts)
 
-    def _make_layout(self, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> Layout:
-        return shape.layout(self._figures(cut, variant, self.samples(shape, replica)).edges, replica)
-
     def _make_transfers(
-        self, shape: Shape, pairs: frozenset[tuple[int, int]], replica: int
+        self, layout: Layout, pairs: frozenset[tuple[int, int]], replica: int
     ) -> tuple[Link, dict[tuple[int, int], Link]]:
-        network = self._network(shape.positions, shape.replicas, shape.homes)
-        ranks = shape.ranks(replica) if shape.homes is not None else ()
-        return network.transfers((pair for pair in pairs if pair[0] != pair[1]), ranks)
+        return self._network(layout).transfers((pair for pair in pairs if pair[0] != pair[1]), replica)
 
-    def _make_prices(
-        self, positions: int, replicas: int, homes: tuple[tuple[int, ...], ...] | None, throughput: float
-    ) -> BucketPrices:
-        return BucketPrices(self._network(positions, replicas, homes), self._inputs.codec_rates, throughput)
+    def _make_prices(self, layout: Layout, throughput: float) -> BucketPrices:
+        return BucketPrices(self._network(layout), self._inputs.codec_rates, throughput)
 
     def _make_buckets(
-        self, cut: Cut, variant: int, shape: Shape, codec: int, throughput: tuple[float, ...]
+        self, cut: Cut, variant: int, layout: Layout, count: int, codec: int, throughput: tuple[float, ...]
     ) -> tuple[tuple[BucketCost, ...], ...]:
-        if shape.replicas == 1:
+        if layout.replicas == 1:
             return ((),) * cut.stages
-        figures = self._figures(cut, variant, self.samples(shape))
-        factor = 2 * (shape.replicas - 1) / shape.replicas
-        core_speed = self._least_core[shape.workers - 1] / 1e3
+        figures = self._figures(cut, variant, self.samples(layout, count))
+        factor = 2 * (layout.replicas - 1) / layout.replicas
         made = []
         for parameters, speed in zip(figures.parameters, throughput, strict=True):
             row, reached = [], 0.0
-            prices = self._prices(shape.positions, shape.replicas, shape.homes, speed)
+            prices = self._prices(layout, speed)
             for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
                 times = prices.times(bucket, self.space.codec_choices[codec])
                 reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
-                # Where the use of cores was not measured, one of them moves a bucket, which is then no faster than it.
-                wire = max(times.wire_ms, times.bytes / core_speed) if times.core_ms is None else times.wire_ms
                 row.append(
                     BucketCost(
                         round(times.bytes / factor),
                         reached,
                         times.encode_ms,
                         times.decode_ms,
-                        wire,
+                        times.wire_ms,
                         times.latency_ms,
-                        None if times.core_ms is None else times.core_ms / self._lane_cores,
-                        times.link_part * times.wire_ms / wire if wire > 0 else 1.0,
                     )
                 )
             made.append(tuple(row))
         return tuple(made)
 
-    def _make_gradients(self, cut: Cut, variant: int, shape: Shape) -> tuple[int, ...]:
-        return gradient_bytes(self._figures(cut, variant, self.samples(shape)), shape, self._inputs.bucket_bytes)
+    def schedule(self, candidate: Candidate, replica: int = 0) -> Schedule:
+        """The order of computation of a replica."""
+        one = candidate
+        return self._schedule(one.schedule, one.layout, one.micro_batches, one.cut, one.variant, replica)
 
-    def _make_schedule(self, name: str, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> Schedule:
+    def _make_schedule(self, name: str, layout: Layout, count: int, cut: Cut, variant: int, replica: int) -> Schedule:
         """A schedule; `greedy` is made for the link that the cut is for, as it will be by who follows the plan."""
-        figures = self._figures(cut, variant, self.samples(shape, replica))
-        layout = self._layout(shape, cut, variant, replica)
-        parts = stage_speeds(self._inputs, shape)
+        figures = self._figures(cut, variant, self.samples(layout, count, replica))
+        mine = layout.replica(replica, figures.edges)
+        parts = stage_speeds(self._inputs, layout)
         request = ScheduleRequest(
-            layout,
-            shape.micro_batches,
+            mine,
+            count,
             # As the plan will say them.
             forward_ms=tuple(round(time / part, 4) for time, part in zip(figures.forward_ms, parts, strict=True)),
             backward_ms=tuple(round(time / part, 4) for time, part in zip(figures.backward_ms, parts, strict=True)),
             saved_bytes=figures.saved_bytes,
             bytes_per_second=cut.link_speed,
         )
-        return make(name if shape.homes is None else order_of_replica(name, layout), request)
-
-    def _make_peaks(self, name: str | None, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> tuple[int, ...]:
-        figures = self._figures(cut, variant, self.samples(shape, replica))
-        schedule = None if name is None else self._schedule(name, shape, cut, variant, replica)
-        return least_saved(self._layout(shape, cut, variant, replica), figures, schedule)
+        return make(name if layout.is_equal else order_of_replica(name, mine), request)
 
 
 def _running_least(values: Iterable[float | None]) -> list[float]:

@@ -18,7 +18,7 @@ from hybridpar.planner.scaling import Point
 from hybridpar.planner.search import Answer, find_plan, least_workers
 from hybridpar.planner.space import Candidate
 from hybridpar.planner.speeds import replica_speeds, stage_speeds
-from hybridpar.schedule.actions import Shape
+from hybridpar.schedule.layout import Layout
 
 #: Parts of a step, as they are told.
 PARTS = {
@@ -85,47 +85,47 @@ class WhatIf:
 
 def describe(candidate: Candidate, answer: Answer) -> str:
     """A candidate in words."""
-    shape = candidate.shape
-    devices = "device" if shape.workers == 1 else "devices"
-    if shape.stages == 1:
-        parts = ["one device" if shape.workers == 1 else f"data parallel over {shape.replicas} devices"]
-        parts += [f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else []
-    elif shape.homes is not None:
-        parts = [f"{shape.stages} stages on {_sizes(shape)} devices"]
-        parts += [f"{shape.micro_batches} micro-batches", candidate.schedule, candidate.cut.name]
+    layout, count = candidate.layout, candidate.micro_batches
+    devices = "device" if layout.workers == 1 else "devices"
+    if layout.stages == 1:
+        parts = ["one device" if layout.workers == 1 else f"data parallel over {layout.replicas} devices"]
+        parts += [f"{count} micro-batches"] if count > 1 else []
+    elif not layout.is_equal:
+        parts = [f"{layout.stages} stages on {_sizes(layout)} devices"]
+        parts += [f"{count} micro-batches", candidate.schedule, candidate.cut.name]
     else:
-        parts = [f"{shape.stages} stages on {shape.positions} {devices if shape.positions > 1 else 'device'}"]
-        parts += [f"{shape.lanes} lanes"] if shape.lanes > 1 else []
-        parts += [f"x {shape.replicas} replicas"] if shape.replicas > 1 else []
-        parts += [f"{shape.micro_batches} micro-batches", candidate.schedule]
-        parts += [shape.placement] if shape.placement != "linear" else []
+        parts = [f"{layout.stages} stages on {layout.positions} {devices if layout.positions > 1 else 'device'}"]
+        parts += [f"{layout.lanes_each} lanes"] if layout.lanes_each > 1 else []
+        parts += [f"x {layout.replicas} replicas"] if layout.replicas > 1 else []
+        parts += [f"{count} micro-batches", candidate.schedule]
+        parts += [layout.kind] if layout.kind not in ("linear", None) else []
         parts.append(candidate.cut.name)
     return ", ".join(parts + _codec_and_variant(candidate, answer))
 
 
 def brief(candidate: Candidate, answer: Answer) -> str:
     """A candidate in a few words, without its schedule and its cut."""
-    shape = candidate.shape
-    if shape.stages == 1:
-        name = "one worker" if shape.workers == 1 else f"data parallel on {shape.workers} workers"
-    elif shape.homes is not None:
-        name = f"{shape.stages} stages on {_sizes(shape)} workers"
+    layout, count = candidate.layout, candidate.micro_batches
+    if layout.stages == 1:
+        name = "one worker" if layout.workers == 1 else f"data parallel on {layout.workers} workers"
+    elif not layout.is_equal:
+        name = f"{layout.stages} stages on {_sizes(layout)} workers"
     else:
-        name = f"{shape.stages}-stage pipeline" + (f" x {shape.replicas} replicas" if shape.replicas > 1 else "")
-        name += f" on {shape.lanes} lanes" if shape.lanes > 1 else ""
-    parts = [name] + ([f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else [])
+        name = f"{layout.stages}-stage pipeline" + (f" x {layout.replicas} replicas" if layout.replicas > 1 else "")
+        name += f" on {layout.lanes_each} lanes" if layout.lanes_each > 1 else ""
+    parts = [name] + ([f"{count} micro-batches"] if count > 1 else [])
     return ", ".join(parts + _codec_and_variant(candidate, answer))
 
 
-def _sizes(shape: Shape) -> str:
+def _sizes(layout: Layout) -> str:
     """How many workers the replicas have: `1 + 2`, and `2 x 1 + 2` where two of them have one each."""
-    sizes = Counter(len(shape.ranks(replica)) for replica in range(shape.replicas))
+    sizes = Counter(map(len, layout.ranks))
     return " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in sizes.items())
 
 
 def _codec_and_variant(candidate: Candidate, answer: Answer) -> list[str]:
     """Parts of a batch, what gradients are sent as, how the model is computed, where they are not the usual ones."""
-    space, shares = answer.evaluator.space, answer.evaluator.shares(candidate.shape)
+    space, shares = answer.evaluator.space, answer.evaluator.shares(candidate.layout, candidate.micro_batches)
     parts = [] if shares is None else [f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}"]
     variant = space.inputs.profile.variants[candidate.variant].name
     saved = [candidate.cut.saving] * bool(candidate.cut.saving) + ["optimizer divided"] * candidate.sharded
@@ -237,7 +237,7 @@ def holding(answer: Answer) -> list[str]:
     if not sizes or (least := least_workers(answer.evaluator)) is None:
         return []
     workers, one = least
-    told = f"{one.shape.stages} stages" if one.shape.stages > 1 else "whole"
+    told = f"{one.layout.stages} stages" if one.layout.stages > 1 else "whole"
     told += (one.cut.saving and f", {one.cut.saving}") + ", the optimizer divided" * one.sharded
     size = f"{min(sizes) / 1e9:,.2f} GB"
     return [f"least workers of {size} that it can be trained on with this batch: {workers} ({told})"]
@@ -249,7 +249,7 @@ def offloading(answer: Answer) -> list[str]:
     if not one.cut.offload:
         return []
     size, longer = evaluator.moved(one)
-    used = evaluator.space.inputs.by_worker[: one.shape.workers]
+    used = evaluator.space.inputs.by_worker[: one.layout.workers]
     speed = min(host.host_link for _, host in used if host.host_link is not None)
     return [
         f"activations in the host's memory: a device moves up to {size / 1e6:,.1f} MB a step there and back, at "
@@ -259,28 +259,27 @@ def offloading(answer: Answer) -> list[str]:
 
 def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
     """What each kind of host adds to the chosen plan, where they differ in speed."""
-    cluster, evaluator, shape = inputs.cluster, answer.evaluator, answer.chosen.candidate.shape
+    cluster, evaluator, chosen = inputs.cluster, answer.evaluator, answer.chosen.candidate
+    layout = chosen.layout
     if not cluster.is_unequal:
         return []
-    shares = evaluator.shares(shape) or (1.0,) * shape.replicas
+    shares = evaluator.shares(layout, chosen.micro_batches) or (1.0,) * layout.replicas
     lines = []
     for host in sorted(cluster.hosts, key=lambda one: -one.throughput):
-        ranks = [rank for rank, (_, own) in enumerate(cluster.by_worker[: shape.workers]) if own == host]
+        ranks = [rank for rank, (_, own) in enumerate(cluster.by_worker[: layout.workers]) if own == host]
         told = f"{_name_of(host)}, throughput {host.throughput:g}"
         if not ranks:
             lines.append(f"{told}: left out, as a step with it would take no less time")
             continue
         part = sum(_part_of(answer, shares, rank) for rank in ranks)
         lines.append(f"{told}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}, {100 * part:.0f} % of the work of a step")
-    planned = stage_speeds(inputs, shape)
+    planned = stage_speeds(inputs, layout)
     if len(set(planned)) > 1:
-        layout = evaluator.layout(answer.chosen.candidate)
         told = ", ".join(
-            f"stage {stage} at {speed:.3g} on rank {shape.ranks(0)[layout.home(stage)]}"
-            for stage, speed in enumerate(planned)
+            f"stage {stage} at {speed:.3g} on rank {layout.rows[0][stage][0]}" for stage, speed in enumerate(planned)
         )
         lines.append(f"stages are cut by the speeds of their devices, over that of the fastest: {told}")
-    speeds = replica_speeds(inputs, shape)
+    speeds = replica_speeds(inputs, layout)
     if inputs.profile.batch_norm and min(speeds) < max(speeds):
         gain = sum(speeds) / len(speeds) / min(speeds)
         lines.append(
@@ -293,11 +292,10 @@ def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
 def _part_of(answer: Answer, shares: Sequence[float], rank: int) -> float:
     """A worker's part of a step's work: of the samples of its replica, what its stages compute."""
     candidate, evaluator = answer.chosen.candidate, answer.evaluator
-    replica = next(one for one in range(candidate.shape.replicas) if rank in candidate.shape.ranks(one))
-    own = candidate.shape.ranks(replica).index(rank)
-    layout, figures = evaluator.layout(candidate, replica), evaluator.figures(candidate, replica)
+    replica = candidate.layout.replica_of(rank)
+    row, figures = candidate.layout.rows[replica], evaluator.figures(candidate, replica)
     times = [ahead + back for ahead, back in zip(figures.forward_ms, figures.backward_ms, strict=True)]
-    mine = sum(time for stage, time in enumerate(times) if layout.home(stage) == own)
+    mine = sum(time for stage, time in enumerate(times) if row[stage][0] == rank)
     return shares[replica] / sum(shares) * mine / sum(times)
 
 

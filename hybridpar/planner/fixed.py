@@ -129,7 +129,7 @@ def not_modelled(config: TrainConfig) -> str:
         "--recompute": bool(config.recompute),
         "--offload": bool(config.offload),
         "--cuda-graph": config.cuda_graph,
-        f"--placement {config.placement}": config.homes is not None,
+        f"--placement {config.placement}": config.layout is not None,
         "--batch-norm sync": config.batch_norm == "sync",
         f"--recipe {config.recipe}": config.recipe != "none",
         f"--sync {config.sync}": not isinstance(read_sync(config.sync), AllReduce),

@@ -42,8 +42,7 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS, laps_of, most_of_all
-from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.links import laps_of, measure_cluster, most_of_all
 from hybridpar.planner.measure import TURNS, measure_rates, profile_model, set_way
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
@@ -65,8 +64,8 @@ MOST_SECONDS = 12.0
 #: Passes of a profile, and steps that are timed with workers beside each other.
 PASSES, CROWD_STEPS = 3, 3
 #: What measuring takes: steps for each way to compute the model, for the rest of a step in each memory format, and for
-#: workers beside each other and rehearsals; and seconds for the cores of a worker, and for the links between several.
-_STEPS_EACH, _STEPS_REST, _STEPS_BESIDE, _CORE_SECONDS, _LINK_SECONDS = 2 + 3 * PASSES, 12, 23, 1.0, 6.0
+#: workers beside each other and rehearsals; and seconds for the links between several workers.
+_STEPS_EACH, _STEPS_REST, _STEPS_BESIDE, _LINK_SECONDS = 2 + 3 * PASSES, 12, 23, 2.0
 #: Seconds that compiling a model is taken to need; it is known only afterwards.
 _COMPILE_SECONDS = 60.0
 
@@ -231,8 +230,7 @@ def measure_inputs(
         rates = measure_rates(codecs, trained, workers, world.device, cache=directory)
     else:
         announce(f"planning: measuring the links between {workers} workers" if workers > 1 else "measuring the machine")
-        ways = WAYS if codecs else STRIPED_WAYS if _tries_codec(codecs, world) else PLAIN_WAYS
-        cluster = measure_cluster(world, ways=ways, fresh=not cache)
+        cluster = measure_cluster(world, fresh=not cache)
         whole = not is_deferred(model)  # else there is nothing to run on a worker: rank 0 measured unit by unit
         if asked.unequal and whole:
             cluster = world.on_all(_named(partial(_at_speeds, cluster, model, asked, scope, world, cache)))
@@ -271,7 +269,7 @@ def _example(asked: Question, samples: int, world: World) -> torch.Tensor:
 def _at_speeds(
     cluster: ClusterSpec, model: nn.Module, asked: Question, scope: _Scope, world: World, cache: bool
 ) -> ClusterSpec:
-    """A job's hosts with their speeds, where these differ and ranks are in their order; a collective.
+    """A job's hosts with their speeds; a collective.
 
     Workers that share the cores of a host slow each other down, and how much is measured for one host only.
     """
@@ -286,15 +284,7 @@ def _at_speeds(
             speeds = measure_speeds(model, _example(asked, scope.sizes[-1], world), world)
         if world.is_main and cache:
             store_measurement("speeds", key, speeds)
-    if len(set(speeds)) == 1:
-        return cluster
-    found = cluster.at_speeds(places, speeds)
-    if found is None and world.is_main:
-        told = " : ".join(f"{speed:.2f}" for speed in speeds)
-        _log.warning(
-            "workers compute as fast as %s, and are planned for as equals: list the fastest machine first", told
-        )
-    return found or cluster
+    return cluster.at_speeds(speeds)
 
 
 def _scope(
@@ -350,7 +340,7 @@ def _measure(
         # A step of plain data parallelism takes as long as the longer of the two, at least.
         step = max(slowest, _exchange_seconds(model, world))
         worth = WORTH * asked.steps * step
-        beside = _CORE_SECONDS + (_LINK_SECONDS if world.size > 1 else 0.0)
+        beside = _LINK_SECONDS if world.size > 1 else 0.0
         beside += _COMPILE_SECONDS if asked.compiled else 0.0
         while (needs := beside + slowest * scope.cost) > min(MOST_SECONDS, worth) and len(scope.ways) > 1:
             scope = replace(scope, kernels=False, formats=scope.formats if scope.kernels else scope.formats[:1])

@@ -20,7 +20,8 @@ from hybridpar.planner.codecs import stage_buckets
 from hybridpar.planner.cuts import StageFigures
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import Candidate
-from hybridpar.schedule.actions import Layout, Schedule, Shape
+from hybridpar.schedule.actions import Schedule
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.memory import most_held
 from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES
 
@@ -45,14 +46,14 @@ def device_bytes(
     hosts: int,
 ) -> list[float]:
     """The bytes that the device of every worker of a replica needs, with the margin."""
-    shape, sharded = candidate.shape, candidate.sharded
+    job, count, sharded = candidate.layout, candidate.micro_batches, candidate.sharded
     divided = inputs.optimizer_copies - inputs.averages
     lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
     again, added, working = ([0] * layout.lanes for _ in range(3))
     whole = figures.model_bytes
-    holds_all = (inputs.whole_model or shape.homes is not None) and layout.workers > 1
+    holds_all = (inputs.whole_model or not job.is_equal) and layout.workers > 1
     if holds_all or layout.workers == 1:
-        lasting, whole = [inputs.profile.model_bytes] * layout.workers, (0,) * shape.stages
+        lasting, whole = [inputs.profile.model_bytes] * layout.workers, (0,) * job.stages
     for stage, size in enumerate(figures.parameter_bytes):
         home, lane = layout.home(stage), layout.lane_of[stage]
         state[home] += divided * owned[stage]
@@ -60,13 +61,13 @@ def device_bytes(
         lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec > 0)) * size
         buckets[home] += gradients[stage] - size  # until they are summed
         working[lane] = max(working[lane], figures.largest_bytes[stage])
-        if shape.micro_batches > 1:
+        if count > 1:
             added[lane] = max(added[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
         # One pass's leave while the next one computes, and others come back.
-        beside = min(3, shape.micro_batches * len(layout.stages_on(lane))) if candidate.cut.offload else 1
+        beside = min(3, count * len(layout.stages_on(lane))) if candidate.cut.offload else 1
         again[lane] = max(again[lane], beside * figures.again_bytes[stage])
         if sharded:
-            stepped[home] = max(stepped[home], (shape.replicas + 1) * min(HANDED_BYTES, owned[stage]))
+            stepped[home] = max(stepped[home], (job.replicas + 1) * min(HANDED_BYTES, owned[stage]))
         if is_outer:  # weights of the last exchange, and what is sent
             lasting[home] += 2 * size
     held, kind = list(saved), inputs.by_worker[0][1].kind
@@ -78,14 +79,14 @@ def device_bytes(
         for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
     ]
     if kind == "cpu":
-        beside = PROCESS_BYTES + _shared_bytes(inputs, shape, layout, figures, hosts)
+        beside = PROCESS_BYTES + _shared_bytes(inputs, job.replicas, layout, figures, hosts)
         needs = [need + beside for need in needs]
     if holds_all and not sharded:
         needs[0] = max(needs[0], lasting[0] + divided * sum(figures.parameter_bytes))
     return [inputs.memory_margin * need for need in needs]
 
 
-def _shared_bytes(inputs: PlannerInputs, shape: Shape, layout: Layout, figures: StageFigures, hosts: int) -> int:
+def _shared_bytes(inputs: PlannerInputs, replicas: int, layout: Layout, figures: StageFigures, hosts: int) -> int:
     """What workers of one host share to add gradients in, and to hand tensors from stage to stage.
 
     Between hosts each lane has memory in which a bucket arrives.
@@ -93,13 +94,13 @@ def _shared_bytes(inputs: PlannerInputs, shape: Shape, layout: Layout, figures: 
     if hosts > 1:
         buckets = [bucket for own in figures.parameters for bucket in stage_buckets(own, inputs.bucket_bytes)]
         sizes = sorted((4 * sum(one.count for one in bucket) for bucket in buckets), reverse=True)
-        return sum(sizes[: inputs.sync_lanes]) if shape.replicas > 1 else 0
-    adding = shape.replicas > 1 and not inputs.rates  # codecs need process groups
-    sums = inputs.sync_lanes * 2 * shape.replicas * CHUNK_BYTES if adding else 0
+        return sum(sizes[: inputs.sync_lanes]) if replicas > 1 else 0
+    adding = replicas > 1 and not inputs.rates  # codecs need process groups
+    sums = inputs.sync_lanes * 2 * replicas * CHUNK_BYTES if adding else 0
     return sums + (2 * CHUNK_BYTES if layout.workers > 1 else 0)
 
 
-def gradient_bytes(figures: StageFigures, shape: Shape, bucket_bytes: int) -> tuple[int, ...]:
+def gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, bucket_bytes: int) -> tuple[int, ...]:
     """For every stage the most that its gradients take.
 
     Gradients are copied into a bucket that several parameters share, as soon as all of these have theirs: in the
@@ -107,9 +108,9 @@ def gradient_bytes(figures: StageFigures, shape: Shape, bucket_bytes: int) -> tu
     """
     sizes = []
     for parameters in figures.parameters:
-        buckets = stage_buckets(parameters, bucket_bytes) if shape.replicas > 1 else []
+        buckets = stage_buckets(parameters, bucket_bytes) if replicas > 1 else []
         copied = [4 * sum(one.count for one in bucket) for bucket in buckets if len(bucket) > 1]
-        waiting = sum(copied) if shape.micro_batches > 1 else max(copied, default=0)
+        waiting = sum(copied) if micro_batches > 1 else max(copied, default=0)
         sizes.append(4 * sum(one.count for one in parameters) + waiting)
     return tuple(sizes)
 
@@ -130,9 +131,9 @@ def least_saved(layout: Layout, figures: StageFigures, schedule: Schedule | None
     return tuple(peaks)
 
 
-def device_limits(inputs: PlannerInputs, shape: Shape, replica: int = 0) -> list[float]:
+def device_limits(inputs: PlannerInputs, layout: Layout, replica: int = 0) -> list[float]:
     """The memory of every worker of a replica, of several that are alike of the smallest one."""
     placed = inputs.by_worker
-    others = [shape.ranks(each) for each in (range(shape.replicas) if shape.homes is None else [replica])]
+    others = layout.ranks if layout.is_equal else [layout.ranks[replica]]
     sizes = [[placed[rank][1].memory for rank in column] for column in zip(*others, strict=True)]
     return [min(math.inf if size is None else float(size) for size in column) for column in sizes]

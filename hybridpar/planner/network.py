@@ -1,6 +1,6 @@
 """How long collectives take on a cluster, from the bandwidth and latency of its links.
 
-Workers are numbered host by host, the replicas of a stage one after the other, as the runtime's grid numbers them.
+Workers are numbered host by host.
 Links have two levels, so an all-reduce goes in three steps: within hosts, between them, and within them again; a codec
 works between hosts alone. All formulas are those of algorithms that move the fewest bytes:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ import torch
 from hybridpar.compress import Collective
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.schedule.costs import Link
+from hybridpar.schedule.layout import Layout
 
 #: How a message is reduced, and its type.
 Kind = tuple[Collective, torch.dtype]
@@ -71,25 +72,20 @@ class Grouping:
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a number of workers that form a grid; rank = position * replicas + replica.
+    """The links of the workers of a layout.
 
     Attributes:
-        spec: The cluster, of which the first `positions * replicas` workers are used.
-        positions: Workers that share the stages of one replica.
-        replicas: Copies of the pipeline.
-        homes: For every replica the rank that runs each stage, where replicas have different numbers of workers.
+        spec: The cluster, of which the first workers are used.
+        layout: Where stages run.
     """
 
     spec: ClusterSpec
-    positions: int
-    replicas: int
-    homes: tuple[tuple[int, ...], ...] | None = None
+    layout: Layout
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
         """For every worker its host."""
-        workers = self.positions * self.replicas if self.homes is None else 1 + max(map(max, self.homes))
-        return tuple(host for host, _ in self.spec.by_worker[:workers])
+        return tuple(host for host, _ in self.spec.by_worker[: self.layout.workers])
 
     @property
     def _inside(self) -> LinkLevel:
@@ -102,33 +98,26 @@ class Network:
     @cached_property
     def grouping(self) -> Grouping:
         """Of the replicas of the stage whose exchange takes longest; that of others is no worse."""
-        groups = [self.hosts[first : first + self.replicas] for first in range(0, len(self.hosts), self.replicas)]
-        counts = [Counter(group) for group in groups]
+        counts = [Counter(self.hosts[rank] for rank in column) for column in self.layout.columns]
         users = Counter(host for count in counts if len(count) > 1 for host in count)
-        if self.homes is not None:
-            counts = [Counter(self.hosts[rank] for rank in column) for column in zip(*self.homes, strict=True)]
-            # What one worker sends for several of its stages shares its link in the simulation.
+        if not self.layout.is_equal:
+            # What a worker sends for several of its stages shares its link in the simulation.
             users = Counter({host: self.hosts.count(host) for host in self.hosts})
         return Grouping(
-            self.replicas,
+            self.layout.replicas,
             max(map(len, counts)),
             max(max(count.values()) for count in counts),
             max(users.values(), default=1),
         )
 
-    def transfers(
-        self, edges: Iterable[tuple[int, int]], ranks: Sequence[int] = ()
-    ) -> tuple[Link, dict[tuple[int, int], Link]]:
+    def transfers(self, edges: Iterable[tuple[int, int]], replica: int) -> tuple[Link, dict[tuple[int, int], Link]]:
         """Connections between positions: the shared network of every worker, and pairs with a wire of their own."""
         inside, between = (self._sends(level, 1) for level in (self._inside, self._between))
         own: dict[tuple[int, int], Link] = {}
         crossing: dict[int, set[int]] = {}
         for one, other in sorted({pair for edge in edges for pair in (edge, edge[::-1])}):
-            pairs = (
-                [(ranks[one], ranks[other])]
-                if ranks
-                else [(one * self.replicas + each, other * self.replicas + each) for each in range(self.replicas)]
-            )
+            alike = self.layout.ranks if self.layout.is_equal else [self.layout.ranks[replica]]
+            pairs = [(ranks[one], ranks[other]) for ranks in alike]
             far = [pair[0] for pair in pairs if self.hosts[pair[0]] != self.hosts[pair[1]]]
             if not far:
                 own[one, other] = inside
@@ -160,38 +149,10 @@ class Network:
         group = self.grouping
         return {kind: _flat(kind, self._between, group.hosts, group.sharing) for kind in kinds}
 
-    @property
-    def bytes_per_ms(self) -> float | None:
-        """What a worker of a group can send over the link between its workers; None on two levels, where it is two."""
-        group = self.grouping
-        if group.two_levels:
-            return None
-        return self._inside.bandwidth / 1e3 if group.hosts == 1 else self._between.bandwidth / (1e3 * group.sharing)
-
     def inside_cost(self) -> LinkCost:
         """What a codec between hosts needs inside of them: a sum before it, and one that hands the result out."""
         once = _flat(PLAIN, self._inside, self.grouping.each, 1)
         return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
-
-    def inside_core_use(self) -> float | None:
-        """Cores that `inside_cost` keeps busy; None where that was not measured."""
-        return _core_use(PLAIN, self._inside)
-
-    def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
-        """Cores of a worker that messages keep busy while they are on their way; None where that was not measured."""
-        group = self.grouping
-        levels = [self._inside] if group.hosts == 1 else [self._between]
-        if group.two_levels and not codec:
-            levels = [self._inside, self._between]
-        uses = [_core_use(kind, level) for level in levels]
-        known = [use for use in uses if use is not None]
-        if len(known) < len(uses):
-            return None
-        if len(known) == 1:
-            return known[0]
-        times = [_flat(kind, self._inside, group.each, 1), _flat(kind, self._between, group.hosts, group.sharing)]
-        whole = sum(one.ms_per_byte for one in times)
-        return sum(use * one.ms_per_byte for use, one in zip(known, times, strict=True)) / whole if whole else 0.0
 
     def _two_levels(self, kind: Kind) -> LinkCost:
         group = self.grouping
@@ -204,24 +165,6 @@ class Network:
         return Link(level.latency_ms, speed)
 
 
-def _core_use(kind: Kind, level: LinkLevel) -> float | None:
-    """On one level; a sharded exchange goes there and comes back, at speeds of their own."""
-    use, reached = level.cores, level.efficiency
-    if use is None:
-        return None
-    if kind[0] is Collective.SHARD:
-        there, back = 1 / reached.all_to_all, 1 / reached.all_gather
-        return (use.all_to_all * there + use.all_gather * back) / (there + back)
-    return use.all_gather if kind[0] is Collective.GATHER else use.of(_sum_way(kind))
-
-
-def _sum_way(kind: Kind) -> str:
-    """Which way of using a link a sum is."""
-    if not kind[1].is_floating_point:
-        return "integer_sum"
-    return "half_sum" if kind[1].itemsize == 2 else "all_reduce"
-
-
 def log_rounds(workers: int) -> int:
     """Rounds in which a tree reaches so many workers."""
     return math.ceil(math.log2(workers)) if workers > 1 else 0
@@ -232,13 +175,12 @@ def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
     collective = kind[0]
     if workers == 1:
         return LinkCost(0.0, 0.0)
-    use, latency = level.efficiency, level.latency_ms
-    speed = level.bandwidth / (1e3 * sharing)  # bytes per millisecond
+    latency = level.latency_ms
+    speed = level.bandwidth * level.efficiency.all_reduce / (1e3 * sharing)  # bytes per millisecond
     part = (workers - 1) / workers
     if collective is Collective.SHARD:
         # Stripes go to their owners, and come back merged, of the same size.
-        messages = (workers - 1) + log_rounds(workers)
-        return LinkCost(messages * latency, part / (speed * use.all_to_all) + part / (speed * use.all_gather))
+        return LinkCost(((workers - 1) + log_rounds(workers)) * latency, 2 * part / speed)
     if collective is Collective.GATHER:
-        return LinkCost(log_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
-    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.of(_sum_way(kind))))
+        return LinkCost(log_rounds(workers) * latency, (workers - 1) / speed)
+    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / speed)

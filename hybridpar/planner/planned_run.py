@@ -29,7 +29,7 @@ from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state_dicts import require_saved, require_unwrapped
-from hybridpar.plan import ModelInfo, Placement, Plan, ResolvedPlan, parse_plan, read_plan
+from hybridpar.plan import ModelInfo, Plan, ResolvedPlan, parse_plan, read_plan
 from hybridpar.planner.fixed import (
     decided_options,
     fixed_by,
@@ -38,6 +38,7 @@ from hybridpar.planner.fixed import (
     not_modelled,
 )
 from hybridpar.planner.resolve import DTYPES, resolve
+from hybridpar.schedule.layout import Layout
 
 if TYPE_CHECKING:  # a run without a search does not import the planner
     from hybridpar.planner.evaluate import Outcome
@@ -145,11 +146,11 @@ def plan_run(
             found = planned, (*found[1], *said)
     followed, lines = found
     resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
-    _require_effect(config, named, world.size, resolved.placement)
+    _require_effect(config, named, world.size, resolved.layout)
     if is_auto(resolved.sync.codec):  # there was nothing to search with
         from hybridpar.planner.choice import choose_codecs
 
-        how = config.fidelity, config.bucket_bytes, resolved.placement.replicas
+        how = config.fidelity, config.bucket_bytes, resolved.layout.replicas
         codec, chosen = choose_codecs(model, world, *how)
         resolved, lines = resolved.with_codec(codec), (*lines, *chosen)
     return PlannedRun(resolved, lines)
@@ -160,19 +161,17 @@ def _settled(config: TrainConfig, world: World, decided: Collection[str]) -> tup
     plan = resolve(config, world.size, None, decided, device=world.device.type)
     settled = replace(
         config,
-        replicas=plan.placement.replicas,
+        replicas=plan.layout.replicas,
         schedule=plan.pipeline.schedule,
-        placement=config.placement or plan.placement.kind,
+        placement=config.placement or plan.layout.kind,
         memory_format="channels_last" if plan.channels_last else "contiguous",
     )
     return settled, frozenset(option.name for option in fields(TrainConfig)) - {"compress"}
 
 
-def _require_effect(
-    config: TrainConfig, named: Collection[str], workers: int, placement: Placement | None = None
-) -> None:
+def _require_effect(config: TrainConfig, named: Collection[str], workers: int, layout: Layout | None = None) -> None:
     """Refuse a named option that would do nothing."""
-    replicas = workers if placement is None else placement.replicas
+    replicas = workers if layout is None else layout.replicas
     if replicas == 1 and (option := needs_replicas(config, named)):
         raise UsageError(
             f"{option} has no effect with one replica on {workers} worker(s)",
@@ -181,7 +180,7 @@ def _require_effect(
             if workers == 1
             else f"Leave it out, or ask for more replicas: --replicas 2 or --workers {2 * workers}.",
         )
-    if placement is not None and len(placement.stages) == 1 and (option := needs_stages(config, named)):
+    if layout is not None and layout.stages == 1 and (option := needs_stages(config, named)):
         raise UsageError(
             f"{option} without stages has no effect",
             "It acts on the stages of a pipeline, and the model is trained as a whole.",
@@ -201,7 +200,7 @@ def plan_loop(
     """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective."""
     asked, decided = config, decided_options(config)
     if config.plan_file is None and plan is None:
-        replicas = resolve(config, world.size).placement.replicas
+        replicas = resolve(config, world.size).layout.replicas
         samples = config.batch_size if example is None else example.shape[0] * replicas * config.micro_batches
         asked = replace(config, replicas=replicas, batch_size=samples)
         # Between two exchanges of an outer loop the workers' models differ, which a script would have to know.
@@ -266,13 +265,12 @@ def _follow_given(
 ) -> _Found:
     from hybridpar.partition.planning import require_model
     from hybridpar.planner.inputs import check_made_for
-    from hybridpar.planner.link_ways import PLAIN_WAYS
     from hybridpar.planner.links import measure_cluster
     from hybridpar.planner.record import is_as_recorded
 
     require_model(plan, model, name)
     if plan.inputs is not None:
-        check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
+        check_made_for(plan, measure_cluster(world))
     followed = _as_followed(config, plan, decided, world.size)
     told = _expected(followed)
     if followed.inputs is not None and not is_as_recorded(followed):
@@ -431,7 +429,8 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, .
 def _kind(outcome: Outcome) -> tuple[object, ...]:
     """What tells ways to divide the work apart; cuts, placements and schedules are details of it."""
     one = outcome.candidate
-    return one.shape.stages, one.shape.replicas, one.shape.lanes, one.shape.micro_batches, one.codec, one.variant
+    layout = one.layout
+    return layout.stages, layout.replicas, layout.lanes_each, one.micro_batches, one.codec, one.variant
 
 
 def _ms(time: float) -> str:
@@ -450,9 +449,9 @@ def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
         return ""
     library = answer.evaluator.space.library
     fewer = find_plan(replace(inputs, fixed=replace(fixed, workers=None)), keep=1, library=library)
-    shape, step = fewer.chosen.candidate.shape, fewer.chosen.step_ms
-    workers = shape.workers
+    candidate, step = fewer.chosen.candidate, fewer.chosen.step_ms
+    workers, count = candidate.layout.workers, candidate.micro_batches
     if workers >= inputs.workers or step * (1 + answer.noise) >= answer.chosen.step_ms:
         return ""
-    same = f" --micro-batches {shape.micro_batches}" if inputs.profile.batch_norm and shape.micro_batches > 1 else ""
+    same = f" --micro-batches {count}" if inputs.profile.batch_norm and count > 1 else ""
     return f"fewer would be faster: {_ms(step)} a step with --workers {workers}{same}"

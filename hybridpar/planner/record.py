@@ -15,7 +15,6 @@ from hybridpar.plan import (
     Placement,
     Plan,
     Predicted,
-    StagePlacement,
     Sync,
     SyncRule,
 )
@@ -25,7 +24,6 @@ from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.search import Answer
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import stage_speeds
-from hybridpar.schedule.actions import Shape
 
 
 def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
@@ -40,15 +38,19 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     inputs = evaluator.space.inputs
     profile, variant = inputs.profile, inputs.profile.variants[candidate.variant]
     link = inputs.cluster.outer
-    choice, everything = evaluator.space.codec_choices[candidate.codec], tuple(range(candidate.shape.stages))
+    choice, everything = evaluator.space.codec_choices[candidate.codec], tuple(range(candidate.layout.stages))
     plan = Plan(
         model=profile.info,
         partition=_partition(evaluator, outcome),
-        placement=_placement(candidate, evaluator),
+        placement=Placement(
+            layout=candidate.layout,
+            device=inputs.by_worker[0][1].kind,
+            shares=evaluator.shares(candidate.layout, candidate.micro_batches),
+        ),
         pipeline=Pipeline(
             schedule=candidate.schedule,
             link_bytes_per_second=candidate.cut.link_speed,
-            micro_batches=candidate.shape.micro_batches,
+            micro_batches=candidate.micro_batches,
             recompute=everything if candidate.cut.recompute else (),
             offload=everything if candidate.cut.offload else (),
         ),
@@ -85,9 +87,8 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
 
 def candidate_of(plan: Plan, space: Space) -> Candidate | None:
     """The candidate that a plan describes; None where it says what the space does not know."""
-    placement, pipeline, sync = plan.placement, plan.pipeline, plan.sync
+    pipeline, sync = plan.pipeline, plan.sync
     inputs, count = space.inputs, len(plan.partition.stages)
-    assert placement is not None
     assert pipeline is not None
     stage_of = {unit: stage for stage, section in enumerate(plan.partition.stages) for unit in section.units}
     units = [unit.name for unit in inputs.profile.graph.units]
@@ -97,31 +98,22 @@ def candidate_of(plan: Plan, space: Space) -> Candidate | None:
     wanted = (sync.policy, sync.outer) if sync is not None else None
     if form not in variants or wanted not in codecs or (count > 1 and not stage_of.keys() >= set(units)):
         return None
-    workers = tuple(placement.worker_of[lane] for lane in placement.lane_of)
-    order = tuple(dict.fromkeys(workers)) if placement.kind == "linear" and placement.homes is None else ()
-    positions = placement.workers if placement.homes is None else max(map(len, placement.ranks))
-    shape = Shape(
-        *(positions, placement.replicas, count, placement.lanes_each if placement.homes is None else 1),
-        *(placement.kind, pipeline.micro_batches, placement.homes),
-        order if order != tuple(sorted(order)) else None,
-    )
     cut = Cut(
         plan.partition.cut,
         tuple(stage_of.get(unit, 0) for unit in units),
         *(pipeline.link_bytes_per_second, bool(pipeline.recompute), bool(pipeline.offload)),
     )
     sharded = sync is not None and sync.shard_optimizer
-    return Candidate(shape, cut, pipeline.schedule, codecs.index(wanted), variants.index(form), sharded)
+    way = codecs.index(wanted), variants.index(form)
+    return Candidate(plan.layout, pipeline.micro_batches, cut, pipeline.schedule, *way, sharded)
 
 
 def checksum_of(plan: Plan) -> str:
     """Equal for plans that do the same, whatever was predicted or measured of them."""
     measured, pipeline = plan.measured or Measured(), plan.pipeline or Pipeline()
-    placement = plan.placement or Placement(stages=(StagePlacement(stage=0),))
     said = (
         [stage.units for stage in plan.partition.stages],
-        (placement.replicas, placement.shares, placement.homes),
-        [placement.lanes[lane] for lane in placement.lane_of],
+        (plan.layout.texts(), plan.placement and plan.placement.shares),
         (measured.memory_format, plan.kernels is not None),
         pipeline.model_dump(mode="json", exclude_none=True),
         (plan.sync or Sync()).model_dump(mode="json"),
@@ -134,20 +126,11 @@ def is_as_recorded(plan: Plan) -> bool:
     return plan.checksum == checksum_of(plan)
 
 
-def _placement(candidate: Candidate, evaluator: Evaluator) -> Placement:
-    shape, layout = candidate.shape, evaluator.layout(candidate)
-    kind = evaluator.space.inputs.by_worker[0][1].kind
-    if shape.homes is not None:
-        placement = Placement.of_homes(shape.homes, kind)
-    else:
-        placement = Placement.of_lanes(layout.lane_of, layout.worker_of, shape.placement, shape.replicas, kind)
-    return placement.model_copy(update={"shares": evaluator.shares(shape)})
-
-
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
-    candidate, samples = outcome.candidate, evaluator.samples(outcome.candidate.shape)
+    candidate = outcome.candidate
+    samples = evaluator.samples(candidate.layout, candidate.micro_batches)
     graph = evaluator.space.inputs.profile.timed(candidate.variant, samples)
-    stages = plan_stages(graph, candidate.cut.stage_of, stage_speeds(evaluator.space.inputs, candidate.shape))
+    stages = plan_stages(graph, candidate.cut.stage_of, stage_speeds(evaluator.space.inputs, candidate.layout))
     if len(stages) == 1:  # it holds everything
         stages = (stages[0].model_copy(update={"units": ()}),)
     times = [stage.ms or 0.0 for stage in stages]

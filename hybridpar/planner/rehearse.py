@@ -27,7 +27,7 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep
 from hybridpar.pipeline.stage_module import WholeModel
-from hybridpar.pipeline.step import WHOLE, PipelineOptions, StepRequest
+from hybridpar.pipeline.step import PipelineOptions, StepRequest, whole_options
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
@@ -35,6 +35,7 @@ from hybridpar.planner.network import PLAIN, Network
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
 from hybridpar.planner.step_costs import any_loss, figures_key, optimizer_like
 from hybridpar.planner.store import NOISE, remembered
+from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 
@@ -102,7 +103,7 @@ def measure_rehearsal(
     }
 
     def measure() -> dict[str, float]:
-        whole = replace(WHOLE, compile=compiled, sync=SyncOptions(bucket_bytes=bucket_bytes))
+        whole = whole_options(world.size, compile=compiled, sync=SyncOptions(bucket_bytes=bucket_bytes))
         return _step_times(model, example, world, cluster, copies, whole, memory_format, steps, seconds, codec)
 
     found = remembered(KIND, key, cache, measure, world)
@@ -124,7 +125,7 @@ def _step_times(
     """Milliseconds of a step by codec, and the noise; a collective, so all workers know the same."""
     clock = Clock(example.device)
     size = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
-    exchange = size * Network(cluster, 1, world.size).exchange([PLAIN])[PLAIN].ms_per_byte
+    exchange = size * Network(cluster, Layout.repeated([(0, 0)], world.size)).exchange([PLAIN])[PLAIN].ms_per_byte
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     example = example.contiguous(memory_format=layout)
     with untouched(model, training=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
@@ -19,7 +18,6 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.recipe import refuse
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.partition.cost import PlacementKind
 from hybridpar.plan import (
     Kernels,
     Measured,
@@ -35,7 +33,7 @@ from hybridpar.plan import (
     read_plan,
 )
 from hybridpar.planner.fixed import decided_options
-from hybridpar.schedule.actions import place_stages
+from hybridpar.schedule.layout import Layout
 
 #: Type that the forward pass computes in, by `--amp`.
 DTYPES = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -55,13 +53,13 @@ def resolve(
 ) -> ResolvedPlan:
     """The plan of a run."""
     decided = decided_options(config) if decided is None else decided
-    placement, sync = _place(config, workers, plan, decided, device), resolve_sync(config, plan, decided)
-    if placement.homes is not None:
+    layout, sync = _layout(config, workers, plan, decided), resolve_sync(config, plan, decided)
+    if not layout.is_equal:
         replace(config, shard_optimizer=sync.shard_optimizer, batch_norm=sync.batch_norm).check_unequal()
     shares = plan.placement.shares if plan is not None and plan.placement is not None else None
-    if shares is not None and "shares" not in decided and len(shares) == placement.replicas:
-        placement = placement.model_copy(update={"shares": shares})
-    count = len(placement.stages)
+    if shares is not None and ("shares" in decided or len(shares) != layout.replicas):
+        shares = None
+    count = layout.stages
     pipeline = plan.pipeline if plan is not None else None
     micro_batches, schedule = config.micro_batches, config.schedule or "greedy"
     recompute, offload, speed = config.recompute, config.offload, None
@@ -107,7 +105,7 @@ def resolve(
     return ResolvedPlan(
         model=model or (_UNKNOWN if plan is None else plan.model),
         partition=Partition(stages=(Stage(units=()),) * count) if plan is None else plan.partition,
-        placement=placement,
+        placement=Placement(layout=layout, device=device, shares=shares),
         pipeline=Pipeline(
             schedule=schedule,
             link_bytes_per_second=speed,
@@ -154,10 +152,10 @@ def join_workers(config: TrainConfig, given: Collection[str] = (), plan: Plan | 
     return World.join(lanes=sync.groups, timeout=config.timeout)
 
 
-def _place(config: TrainConfig, workers: int, plan: Plan | None, decided: Collection[str], device: str) -> Placement:
-    """Where stages run: as a plan places them, or as the kind of placement deals them out to these workers."""
-    stages, replicas, homes = config.stages, config.replicas, config.homes
-    kind = None if homes is not None else cast("PlacementKind | None", config.placement)
+def _layout(config: TrainConfig, workers: int, plan: Plan | None, decided: Collection[str]) -> Layout:
+    """Where stages run: as options or a plan say, or as the kind of placement deals them out to these workers."""
+    stages, replicas, layout = config.stages, config.replicas, config.layout
+    kind = config.placement if layout is None else None
     if plan is not None:
         count = len(plan.partition.stages)
         if stages != count and ("stages" in decided or stages > 1):
@@ -167,24 +165,23 @@ def _place(config: TrainConfig, workers: int, plan: Plan | None, decided: Collec
                 f"Leave out --stages, or make a plan with `hybridpar plan ... --stages {stages}`.",
             )
         stages = count
-    said = plan.placement if plan is not None else None
-    if homes is None and config.placement is None and config.replicas is None and said is not None:
-        homes = said.homes
-    if homes is not None:
-        named = 1 + max(map(max, homes))
-        if named != workers:
-            raise UsageError(
-                f"stages are placed on {named} worker(s), and here are {workers}",
-                "Every worker runs stages of one replica.",
-                f"Start {named} workers.",
-            )
-        return Placement.of_homes(homes, device)
-    if plan is not None and said is not None:
-        if "replicas" not in decided and (plan.inputs is not None or plan.workers == workers):
+    if layout is None and plan is not None and plan.placement is not None and kind in (None, plan.layout.kind):
+        said = plan.layout
+        if plan.inputs is not None and "replicas" not in decided:
             replicas = said.replicas
-        if stages > 1 and not said.is_usual and kind in (None, said.kind):
-            return _as_placed(said, workers, replicas, device)
-        kind = kind or said.kind
+        if replicas in (None, said.replicas) and (said.workers == workers or not said.is_equal):
+            layout = said
+        elif stages > 1 and not said.is_usual:
+            return _repeated(said, workers, replicas)
+        kind = said.kind
+    if layout is not None:
+        if layout.workers != workers:
+            raise UsageError(
+                f"stages are placed on {layout.workers} worker(s), and here are {workers}",
+                "Every worker runs stages of one replica.",
+                f"Start {layout.workers} workers.",
+            )
+        return layout
     if replicas is None:
         replicas = workers // stages if workers % stages == 0 else 1
     if workers % replicas or stages % (workers // replicas):
@@ -196,41 +193,33 @@ def _place(config: TrainConfig, workers: int, plan: Plan | None, decided: Collec
         )
     positions = workers // replicas
     each = stages // positions
-    dealt: PlacementKind = kind or ("linear" if each == 1 or positions == 1 else "loop")
-    if dealt == "v" and each != 2:
+    kind = kind or ("linear" if each == 1 or positions == 1 else "loop")
+    if kind == "v" and each != 2:
         raise UsageError(
             f"--placement v with {stages} stages on {positions} worker(s)",
             "Up and down again is two stages on every worker.",
             f"Ask for --stages {2 * positions}, or another placement.",
         )
-    layout = place_stages(stages, stages if dealt == "linear" else positions, dealt, workers=positions)
-    return Placement.of_lanes(layout.lane_of, layout.worker_of, dealt, replicas, device)
+    lanes = stages if kind == "linear" else positions
+    return Layout.dealt(stages, lanes, kind, workers=positions, replicas=replicas)
 
 
-def _as_placed(own: Placement, workers: int, asked: int | None, device: str) -> Placement:
-    """The places that a plan names, for all workers."""
-    lanes = own.lanes_each
-    if own.lanes != tuple(divmod(lane, lanes) for lane in range(own.workers * lanes)):
-        told = ", ".join(f"stage {one.stage} on lane {one.lane} of worker {one.worker}" for one in own.stages[:8])
-        raise PlanError(
-            f"the plan's placement cannot be run: {told}",
-            "Workers and the lanes of each are numbered from 0 without gaps, and every worker has as many lanes.",
-            f"Correct placement.stages, or leave it to --placement {own.kind}.",
-        )
-    replicas = workers // own.workers if asked is None else asked
-    if not replicas or replicas * own.workers != workers:
+def _repeated(said: Layout, workers: int, asked: int | None) -> Layout:
+    """The layout of a plan's replicas, for all workers."""
+    replicas = workers // said.positions if asked is None else asked
+    if not replicas or replicas * said.positions != workers:
         raise UsageError(
-            f"the plan places its stages on {own.workers} worker(s), and here are {workers}"
+            f"the plan places its stages on {said.positions} worker(s), and here are {workers}"
             + (f" for --replicas {asked}" if asked is not None else ""),
             "A replica has the workers that the plan names, and replicas use all workers.",
-            f"Start {own.workers * (asked or 1)} workers.",
+            f"Start {said.positions * (asked or 1)} workers.",
         )
-    return Placement.of_lanes(own.lane_of, own.worker_of, own.kind, replicas, device)
+    return Layout.repeated(said.replica().rows[0], replicas)
 
 
-def lane_threads(placement: Placement, device: torch.device) -> int:
+def lane_threads(layout: Layout, device: torch.device) -> int:
     """Intra-op threads of a lane on a CPU: those of the process, divided."""
-    return max(1, torch.get_num_threads() // placement.lanes_each) if device.type == "cpu" else 1
+    return max(1, torch.get_num_threads() // layout.lanes_each) if device.type == "cpu" else 1
 
 
 @dataclass(frozen=True)
@@ -250,4 +239,4 @@ def share_of_worker(config: TrainConfig, workers: int) -> WorkerShare:
     """What each of so many workers on this machine does, as the launcher sets it up."""
     plan = resolve(config, workers, None if config.plan_file is None else read_plan(config.plan_file))
     threads = threads_per_worker(workers, available_cores())
-    return WorkerShare(plan.micro_batch_samples(config.batch_size), max(1, threads // plan.placement.lanes_each))
+    return WorkerShare(plan.micro_batch_samples(config.batch_size), max(1, threads // plan.layout.lanes_each))

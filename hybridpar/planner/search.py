@@ -25,16 +25,17 @@ from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
-from hybridpar.schedule.actions import Edge, Kind, Layout, Shape
+from hybridpar.schedule.actions import Kind
 from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.schedules import SCHEDULES
 
 
 def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     """Time that no schedule of these stages beats.
 
-    The largest of the following, each of which every simulated step takes at least; sharing cores or links, and waiting
-    in queues, only adds to the durations used here.
+    The largest of the following, each of which every simulated step takes at least; sharing a processor or links, and
+    waiting in queues, only adds to the durations used here.
 
     1. *Lanes.* A lane runs M forward and M backward passes of each of its stages, one at a time. Before the first of
        them, some micro-batch has gone forward through all stages before one of the lane's (`head`, the longest path of
@@ -45,7 +46,7 @@ def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     3. *Links.* The first bucket of a stage is ready no earlier than after M forward passes, M - 1 backward passes and
        its part of the last one, and the head. From the earliest of these on, all buckets of a worker pass over its
        link, which carries no more than one at its full speed.
-    4. *Cores.* All core time of a worker, divided by its cores.
+    4. *Processor.* All that a worker computes, encodes and decodes, divided by its lanes.
 
     Where a step commits as a whole, the agreement and the shortest optimizer step come after everything of 1 to 3.
     """
@@ -62,7 +63,7 @@ def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     if costs.replicas > 1:
         longest = max(longest, _links(layout, costs, micro_batches, forward, backward, head))
     longest += costs.control_ms + min(costs.compute_ms(stage, Kind.STEP) for stage in stages)
-    return max(longest, _cores(layout, costs, micro_batches, forward, backward))
+    return max(longest, _processors(layout, costs, micro_batches, forward, backward))
 
 
 def _paths(
@@ -102,24 +103,20 @@ def _links(
             ready = min(one.ready for one in buckets)
             passes = count * forward[stage] + (count - 1) * backward[stage]
             begin = min(begin, head[stage] + passes + ready * backward[stage])
-            wire += sum(one.link_part * (one.wire_ms or 0.0) for one in buckets)
+            wire += sum(one.wire_ms or 0.0 for one in buckets)
         if wire > 0 and costs.sync_shares_link:
             last = max(last, begin + wire)
     return last
 
 
-def _cores(layout: Layout, costs: Costs, count: int, forward: list[float], backward: list[float]) -> float:
-    if costs.cores is None:
-        return 0.0
+def _processors(layout: Layout, costs: Costs, count: int, forward: list[float], backward: list[float]) -> float:
     needed = [0.0] * layout.workers
     for stage in range(layout.stages):
         home = layout.home(stage)
-        computing = count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
-        needed[home] += costs.compute_cores * computing
+        needed[home] += count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
         if costs.replicas > 1 and stage < len(costs.buckets):
-            for one in costs.buckets[stage]:
-                needed[home] += one.encode_ms + one.decode_ms + costs.sync_core_ms(one)
-    return max(needed) / costs.cores
+            needed[home] += sum(one.encode_ms + one.decode_ms for one in costs.buckets[stage])
+    return max(time / max(1, layout.worker_of.count(worker)) for worker, time in enumerate(needed))
 
 
 #: Told how many candidates were looked at, and of how many.
@@ -236,19 +233,21 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
     choices = evaluator.space.codec_choices
 
     @cache
-    def bound_of(shape: Shape, cut: Cut, codec: int, variant: int, sharded: bool, exchange: bool) -> float:
-        candidate = Candidate(shape, cut, "", codec, variant, sharded)
+    def bound_of(
+        layout: Layout, count: int, cut: Cut, codec: int, variant: int, sharded: bool, exchange: bool
+    ) -> float:
+        candidate = Candidate(layout, count, cut, "", codec, variant, sharded)
         return max(
             lower_bound_ms(
                 evaluator.layout(candidate, replica),
                 evaluator.costs(candidate, exchange=exchange, replica=replica),
-                shape.micro_batches,
+                count,
             )
-            for replica in shape.kinds
+            for replica in layout.kinds
         )
 
     def _first(one: Candidate) -> float:
-        return bound_of(one.shape, one.cut, 0, one.variant, one.sharded, False)
+        return bound_of(one.layout, one.micro_batches, one.cut, 0, one.variant, one.sharded, False)
 
     heap = [
         (0.0 if choices[one.codec].every > 1 else _first(one) * choices[one.codec].steps, place, one, False)
@@ -259,10 +258,13 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
         bound, place, one, final = heapq.heappop(heap)
         if not final and not evaluator.may_fit(one):
             continue
-        if final or one.shape.replicas == 1:  # where nothing is exchanged, the first bound is its own
+        if final or one.layout.replicas == 1:  # where nothing is exchanged, the first bound is its own
             yield bound, one
             continue
-        own = bound_of(one.shape, one.cut, one.codec, one.variant, one.sharded, True) * choices[one.codec].steps
+        own = (
+            bound_of(one.layout, one.micro_batches, one.cut, one.codec, one.variant, one.sharded, True)
+            * choices[one.codec].steps
+        )
         heapq.heappush(heap, (max(bound, own), place, one, True))
 
 
@@ -280,20 +282,21 @@ def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], ad
         if other.memory_bytes - other.limit_bytes < short:
             outcome = other
     need, have = outcome.memory_bytes, outcome.limit_bytes
-    shape = outcome.candidate.shape
+    layout = outcome.candidate.layout
     fix = f"The nearest that fits needs devices of {_up(need)} MB"
     if advise:
         if more := least_workers(evaluator, evaluator.space.workers + 1):
             fix += f", or {more[0]} workers of this memory"
         kinds: dict[object, Candidate] = {}
         for one in (outcome.candidate, *ordered):
-            kinds.setdefault((one.shape, one.cut.saving, one.sharded), one)
+            kinds.setdefault((one.layout, one.micro_batches, one.cut.saving, one.sharded), one)
         if fewer := max(_largest_batch(evaluator, one) for one in kinds.values()):
             fix += f", or a batch of {fewer} samples"
     return PlanError(
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
         f"{_up(need - have)} MB more",
-        f"It has {shape.stages} stage(s) on {shape.workers} worker(s) with {shape.micro_batches} micro-batch(es)"
+        f"It has {layout.stages} stage(s) on {layout.workers} worker(s) with {outcome.candidate.micro_batches} "
+        f"micro-batch(es)"
         f"{outcome.candidate.cut.saving and ', ' + outcome.candidate.cut.saving}"
         f"{', the optimizer divided' * outcome.candidate.sharded}; each worker holds parameters, gradients and "
         "optimizer state of its stages, and activations that wait.",
@@ -343,7 +346,7 @@ def _largest_batch(evaluator: Evaluator, candidate: Candidate) -> int:
     """The most samples with which a candidate fits, found by halves, as it needs more for more; 0 where none do."""
     inputs, library = evaluator.space.inputs, evaluator.space.library
     low, high = 0, inputs.batch  # fits, or is no batch; does not fit
-    least = max(evaluator.space.workers, candidate.shape.replicas * candidate.shape.micro_batches)
+    least = max(evaluator.space.workers, candidate.layout.replicas * candidate.micro_batches)
     while high - max(low, least - 1) > 1:
         middle = (max(low, least - 1) + high) // 2
         tried = Evaluator(Space(replace(inputs, batch=middle), evaluator.space.workers, library))
@@ -394,12 +397,12 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
     found: dict[tuple[object, ...], Outcome] = {}
     plain = answer.baselines[DATA_PARALLEL]
     for one in (answer.chosen, *([] if plain is None else [plain]), *answer.ranked):
-        shape = one.candidate.shape
-        if shape.stages > 1 and shape.workers not in (1, workers):
+        layout = one.candidate.layout
+        if layout.stages > 1 and layout.workers not in (1, workers):
             continue  # a pipeline on a part of the workers cannot run beside the others
         if answer.evaluator.space.codec_choices[one.candidate.codec].every > 1:
             continue  # a few steps do not show what it takes
-        key = (round(one.score, 3), shape.stages, shape.replicas, one.candidate.codec, one.candidate.variant)
+        key = (round(one.score, 3), layout.stages, layout.replicas, one.candidate.codec, one.candidate.variant)
         found.setdefault(key, one)
     must = list(found.values())[: 1 if plain is None or plain == answer.chosen else 2]
     best = sorted(found.values(), key=lambda one: one.score)[:count]

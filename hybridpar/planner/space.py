@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, permutations
-from typing import Literal
+from typing import Any
 
 from hybridpar.planner.codecs import CodecChoice, codec_choices
 from hybridpar.planner.cuts import Cut, CutLibrary
@@ -22,7 +22,7 @@ from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import Variant
 from hybridpar.planner.speeds import stage_devices, worker_kinds
-from hybridpar.schedule.actions import Shape
+from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 
 #: Most forward passes of a step for which a schedule that simulates several orders is tried; beyond, that takes longer
@@ -42,7 +42,8 @@ class Candidate:
     """One plan of the space.
 
     Attributes:
-        shape: How many of everything.
+        layout: Where stages run.
+        micro_batches: Per replica and step.
         cut: How the model is cut.
         schedule: Name of the schedule.
         codec: What gradients codec as, an index into the space's list.
@@ -50,7 +51,8 @@ class Candidate:
         sharded: Replicas divide the optimizer's state among each other.
     """
 
-    shape: Shape
+    layout: Layout
+    micro_batches: int
     cut: Cut
     schedule: str
     codec: int = 0
@@ -58,21 +60,22 @@ class Candidate:
     sharded: bool = False
 
     @property
-    def simplicity(self) -> tuple[int | str | tuple[int, ...], ...]:
+    def simplicity(self) -> tuple[Any, ...]:
         """Plans that are equally fast are taken in this order: fewer things that differ from plain training first."""
-        shape = self.shape
-        tried = ("accumulate", *planned_schedules(shape.placement))
+        layout = self.layout
+        tried = ("accumulate", *planned_schedules(layout.kind))
         return (
             self.cut.recompute or self.cut.offload,
             self.sharded,
-            shape.stages,
+            layout.stages,
             self.codec,
-            shape.workers,
+            layout.workers,
             self.variant,
-            shape.micro_batches,
-            shape.lanes,
+            self.micro_batches,
+            layout.lanes_each,
             tried.index(self.schedule),
-            shape.order or (),
+            not layout.is_usual,
+            layout.rows,
             self.cut.name,
         )
 
@@ -91,17 +94,17 @@ class Space:
     def candidates(self, saving: bool = False) -> Iterator[Candidate]:
         """All of them, in an order that does not change."""
         for one in self._plain(saving):
-            sharded = self.inputs.fixed.shard_optimizer and one.shape.replicas > 1
+            sharded = self.inputs.fixed.shard_optimizer and one.layout.replicas > 1
             if not saving:
                 yield replace(one, sharded=True) if sharded else one
                 continue
-            may_shard = self.inputs.fixed.shard_optimizer is None and one.shape.replicas > 1 and one.shape.homes is None
+            may_shard = self.inputs.fixed.shard_optimizer is None and one.layout.replicas > 1 and one.layout.is_equal
             # Handing parameters round takes a group of its own from gradients, of which one is left.
-            may_shard = may_shard and (one.shape.stages > 1 or self.inputs.sync_lanes > 1)
+            may_shard = may_shard and (one.layout.stages > 1 or self.inputs.sync_lanes > 1)
             ways = [(True, one.cut)] if may_shard else []
-            if one.shape.stages > 1:
+            if one.layout.stages > 1:
                 cuts = [] if self.inputs.profile.counts else [replace(one.cut, recompute=True)]
-                if all(host.host_link is not None for _, host in self.inputs.by_worker[: one.shape.workers]):
+                if all(host.host_link is not None for _, host in self.inputs.by_worker[: one.layout.workers]):
                     cuts.append(replace(one.cut, offload=True))
                 ways += [(shard, cut) for cut in cuts for shard in {bool(sharded), bool(sharded) or may_shard}]
             for shard, cut in ways:
@@ -111,36 +114,36 @@ class Space:
         fixed, last = self.inputs.fixed, len(self.codec_choices) - 1
         kinds = enumerate(self.inputs.profile.variants)
         variants = [index for index, variant in kinds if _is_decided_variant(fixed, variant)]
-        for shape in self.shapes(saving):
-            open_ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
-            ways = [way for way in open_ways if self.codec_choices[way].every == 1 or self._may_part(shape)]
-            for cut in self.cuts(shape):
-                for schedule in self._schedules(shape):
+        for layout, count in self.layouts(saving):
+            open_ways = range(last if fixed.codecs is not None else 0, last + 1) if layout.replicas > 1 else range(1)
+            ways = [way for way in open_ways if self.codec_choices[way].every == 1 or self._may_part(layout)]
+            for cut in self.cuts(layout):
+                for schedule in self._schedules(layout, count):
                     for codec in ways:
                         for variant in variants:
-                            yield Candidate(shape, cut, schedule, codec, variant)
+                            yield Candidate(layout, count, cut, schedule, codec, variant)
 
-    def cuts(self, shape: Shape) -> tuple[Cut, ...]:
-        """The cuts to try for a shape."""
-        devices = stage_devices(self.inputs, shape)
-        return self.library.cuts(shape.stages, devices) if devices else self.library.cuts(shape.stages)
+    def cuts(self, layout: Layout) -> tuple[Cut, ...]:
+        """The cuts to try for a layout."""
+        devices = stage_devices(self.inputs, layout)
+        return self.library.cuts(layout.stages, devices) if devices else self.library.cuts(layout.stages)
 
-    def _orders(self, shape: Shape) -> Iterator[tuple[int, ...]]:
+    def _orders(self, layout: Layout) -> Iterator[tuple[int, ...]]:
         """Other orders of unlike devices along the pipeline: those that are alike stay beside each other."""
-        if shape.placement != "linear" or shape.positions == 1:
+        if layout.kind != "linear" or layout.positions == 1:
             return
-        kinds = worker_kinds(self.inputs, shape)
-        groups = [list(group) for _, group in groupby(range(shape.positions), key=kinds.__getitem__)]
-        usual = tuple(range(shape.positions))
+        kinds = worker_kinds(self.inputs, layout)
+        groups = [list(group) for _, group in groupby(range(layout.positions), key=kinds.__getitem__)]
+        usual = tuple(range(layout.positions))
         every = permutations(groups) if len(groups) <= MOST_KINDS else iter([tuple(groups[::-1])])
         for order in (tuple(chain.from_iterable(one)) for one in every):
             if order != usual:
                 yield order
 
-    def _may_part(self, shape: Shape) -> bool:
+    def _may_part(self, layout: Layout) -> bool:
         """Whether replicas may train in an outer loop: whole models on hosts of their own, all of them."""
-        hosts = [host for host, _ in self.inputs.by_worker[: shape.workers]]
-        return shape.stages == 1 and shape.replicas == self.workers and len(set(hosts)) == len(hosts)
+        hosts = [host for host, _ in self.inputs.by_worker[: layout.workers]]
+        return layout.stages == 1 and layout.replicas == self.workers and len(set(hosts)) == len(hosts)
 
     def baselines(self) -> dict[str, Candidate]:
         """What a plan must beat: plain data parallelism over all workers, and one device, where they are allowed."""
@@ -149,7 +152,7 @@ class Space:
         for name, workers in ((DATA_PARALLEL, self.workers), ("one device", 1)):
             for count in self.micro_batch_counts(workers)[:1]:
                 sharded = bool(self.inputs.fixed.shard_optimizer) and workers > 1
-                candidate = Candidate(Shape(1, workers, 1, 1, "linear", count), whole, "accumulate", sharded=sharded)
+                candidate = Candidate(Layout.repeated([(0, 0)], workers), count, whole, "accumulate", sharded=sharded)
                 if self._allows(candidate):
                     named[name] = candidate
         return named
@@ -157,26 +160,27 @@ class Space:
     def _allows(self, candidate: Candidate) -> bool:
         """Whether a plain candidate is what was decided."""
         fixed = self.inputs.fixed
-        codec = fixed.codecs and candidate.shape.replicas > 1
+        codec = fixed.codecs and candidate.layout.replicas > 1
         variant = self.inputs.profile.variants[candidate.variant]
-        return not codec and _is_decided_shape(fixed, candidate.shape) and _is_decided_variant(fixed, variant)
+        is_decided = _is_decided_layout(fixed, candidate.layout, candidate.micro_batches)
+        return not codec and is_decided and _is_decided_variant(fixed, variant)
 
-    def shapes(self, saving: bool = False) -> Iterator[Shape]:
-        """All shapes."""
+    def layouts(self, saving: bool = False) -> Iterator[tuple[Layout, int]]:
+        """All layouts, each with the micro-batches of a replica."""
         profile = self.inputs.profile
         most = min(self.inputs.most_stages, len(profile.graph))
         for workers in self._worker_counts():
             for positions in (count for count in range(1, min(workers, most) + 1) if workers % count == 0):
                 replicas = workers // positions
-                for count in self.micro_batch_counts(replicas):
-                    for stages, lanes, placement in self._placements(positions, most, saving):
-                        shape = Shape(positions, replicas, stages, lanes, placement, count)
-                        if _is_decided_shape(self.inputs.fixed, shape):
-                            yield shape
-                            yield from (replace(shape, order=order) for order in self._orders(shape))
-            yield from self._unequal_shapes(workers, most)
+                for stages, lanes, kind in self._placements(positions, most, saving):
+                    layout = Layout.dealt(stages, lanes * positions, kind, workers=positions, replicas=replicas)
+                    for count in self.micro_batch_counts(replicas):
+                        if _is_decided_layout(self.inputs.fixed, layout, count):
+                            yield layout, count
+                            yield from ((layout.reordered(order), count) for order in self._orders(layout))
+            yield from self._unequal_layouts(workers, most)
 
-    def _unequal_shapes(self, workers: int, most: int) -> Iterator[Shape]:
+    def _unequal_layouts(self, workers: int, most: int) -> Iterator[tuple[Layout, int]]:
         """Replicas of few fast devices beside replicas of more slow ones, or of ones with less memory.
 
         The workers are divided where devices differ. Each side has replicas of its own number of workers, and the
@@ -190,15 +194,14 @@ class Space:
                 continue
             for few, many in self._sides(first, workers - first, most):
                 stages = max(few, many)
-                homes = [
+                layout = Layout.unequal(
                     tuple(rank for rank in range(start, start + size) for _ in range(stages // size))
                     for size, begin, end in ((few, 0, first), (many, first, workers))
                     for start in range(begin, end, size)
-                ]
-                for count in self.micro_batch_counts(len(homes)):
-                    shape = Shape(stages, len(homes), stages, 1, "linear", count, tuple(homes))
-                    if self.inputs.fixed.placement is None and _is_decided_shape(self.inputs.fixed, shape):
-                        yield shape
+                )
+                for count in self.micro_batch_counts(layout.replicas):
+                    if self.inputs.fixed.placement is None and _is_decided_layout(self.inputs.fixed, layout, count):
+                        yield layout, count
 
     def _sides(self, first: int, rest: int, most: int) -> Iterator[tuple[int, int]]:
         """Numbers of workers of a replica on both sides, one a multiple of the other."""
@@ -229,10 +232,8 @@ class Space:
         slower = {at for at in range(1, most) if placed[at][1].throughput < placed[at - 1][1].throughput}
         return sorted(few | powers | slower | {most})
 
-    def _placements(
-        self, positions: int, most: int, saving: bool
-    ) -> Iterator[tuple[int, int, Literal["linear", "loop", "v"]]]:
-        """Stages, lanes and placement that so many workers of a replica may have."""
+    def _placements(self, positions: int, most: int, saving: bool) -> Iterator[tuple[int, int, PlacementKind]]:
+        """Stages, lanes of each worker and kind of placement that so many workers of a replica may have."""
         for lanes in (1, *sorted(count for count in self.inputs.profile.co_run if count > 1)):
             if positions * lanes <= most:
                 yield positions * lanes, lanes, "linear"
@@ -243,24 +244,24 @@ class Space:
             if stages <= most:
                 yield stages, 1, "loop"
 
-    def _schedules(self, shape: Shape) -> tuple[str, ...]:
-        if shape.stages == 1:
+    def _schedules(self, layout: Layout, count: int) -> tuple[str, ...]:
+        if layout.stages == 1:
             return ("accumulate",)
-        few = shape.stages * shape.micro_batches <= MOST_SEARCHED_PASSES
-        tried = (name for name in planned_schedules(shape.placement) if few or not SCHEDULES.get(name).searches)
+        few = layout.stages * count <= MOST_SEARCHED_PASSES
+        tried = (name for name in planned_schedules(layout.kind) if few or not SCHEDULES.get(name).searches)
         return tuple(name for name in tried if self.inputs.fixed.schedule in (None, name))
 
 
-def _is_decided_shape(fixed: Fixed, shape: Shape) -> bool:
-    """Whether a shape is one of those that were decided on; without stages there is one placement."""
+def _is_decided_layout(fixed: Fixed, layout: Layout, count: int) -> bool:
+    """Whether a layout is one of those that were decided on; without stages there is one placement."""
     decided = (
-        (fixed.workers, shape.workers),
-        (fixed.stages, shape.stages),
-        (fixed.replicas, shape.replicas),
-        (fixed.micro_batches, shape.micro_batches),
-        (fixed.placement if shape.stages > 1 else None, shape.placement),
+        (fixed.workers, layout.workers),
+        (fixed.stages, layout.stages),
+        (fixed.replicas, layout.replicas),
+        (fixed.micro_batches, count),
+        (fixed.placement if layout.stages > 1 else None, layout.kind),
     )
-    acts = (shape.replicas > 1 or not fixed.exchanged) and (shape.stages > 1 or not fixed.staged)
+    acts = (layout.replicas > 1 or not fixed.exchanged) and (layout.stages > 1 or not fixed.staged)
     return acts and all(value is None or value == found for value, found in decided)
 
 

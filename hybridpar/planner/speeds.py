@@ -1,4 +1,4 @@
-"""How fast the workers, stages and replicas of a shape are, where the devices of a cluster differ in speed or memory.
+"""How fast the workers, stages and replicas of a layout are, where the devices of a cluster differ in speed or memory.
 
 Speeds are throughputs: over that of the device of the profile.
 """
@@ -8,32 +8,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 
 from hybridpar.planner.cuts import StageDevice
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.schedule.actions import Shape
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 
 #: What a pass takes at least, so that what it keeps is kept for some time; and a sample.
 LEAST_MS = 1e-6
 
 
-def worker_speeds(inputs: PlannerInputs, shape: Shape) -> tuple[float, ...]:
+def worker_speeds(inputs: PlannerInputs, layout: Layout) -> tuple[float, ...]:
     """For every worker of a replica the throughput that its stages are cut for.
 
     Of several replicas the slowest worker counts, as all have the same stages. Where replicas may take shares of
     a batch instead, and do more so, stages are cut for equal workers, as fast as the slowest of all.
     """
-    rows = [
-        [host.throughput for _, host in inputs.by_worker[first : first + shape.replicas]]
-        for first in range(0, shape.workers, shape.replicas)
-    ]
-    least = tuple(map(min, rows))
-    alike = (min(least),) * shape.positions
+    rows = [[inputs.by_worker[rank][1].throughput for rank in ranks] for ranks in layout.ranks]
+    least = tuple(map(min, zip(*rows, strict=True)))
+    alike = (min(least),) * layout.positions
     if inputs.profile.batch_norm:
         return least
-    done = [sum(paces(list(zip(*rows, strict=True)), speeds)) for speeds in (least, alike)]
+    done = [sum(paces(rows, speeds)) for speeds in (least, alike)]
     return alike if done[1] > done[0] * (1 + 1e-9) else least
 
 
@@ -45,83 +41,87 @@ def paces(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> list[floa
     return [mean * min(own / planned for own, planned in zip(row, speeds, strict=True)) for row in rows]
 
 
-def worker_kinds(inputs: PlannerInputs, shape: Shape) -> list[tuple[float, float]]:
+def worker_kinds(inputs: PlannerInputs, layout: Layout) -> list[tuple[float, float]]:
     """For every worker of a replica the throughput that is counted on, and the memory, of the smallest one."""
     placed = inputs.by_worker
     sizes = [
-        min(math.inf if host.memory is None else float(host.memory) for _, host in placed[first:last])
-        for first, last in pairwise(range(0, shape.workers + 1, shape.replicas))
+        min(math.inf if (size := placed[rank][1].memory) is None else float(size) for rank in column)
+        for column in zip(*layout.ranks, strict=True)
     ]
-    return list(zip(worker_speeds(inputs, shape), sizes, strict=True))
+    return list(zip(worker_speeds(inputs, layout), sizes, strict=True))
 
 
-def stage_devices(inputs: PlannerInputs, shape: Shape) -> tuple[StageDevice, ...]:
+def stage_devices(inputs: PlannerInputs, layout: Layout) -> tuple[StageDevice, ...]:
     """Of every stage what device its cut is for; empty where a replica's devices are alike."""
-    if shape.positions == 1 or shape.homes is not None:
+    if layout.positions == 1 or not layout.is_equal:
         return ()
-    kinds = worker_kinds(inputs, shape)
+    kinds = worker_kinds(inputs, layout)
     if len(set(kinds)) == 1:
         return ()
     slowest, smallest = (min(column) for column in zip(*kinds, strict=True))
-    layout = shape.layout()
-    own = [kinds[layout.home(stage)] for stage in range(shape.stages)]
+    own = [kinds[layout.home(stage)] for stage in range(layout.stages)]
     return tuple(
         StageDevice(speed / slowest, memory / smallest if math.isfinite(smallest) else 1.0) for speed, memory in own
     )
 
 
-def stage_speeds(inputs: PlannerInputs, shape: Shape) -> tuple[float, ...]:
+def stage_speeds(inputs: PlannerInputs, layout: Layout) -> tuple[float, ...]:
     """For every stage the speed of its device over that of the fastest one; all 1 where they are alike."""
-    speeds = [one.speed for one in stage_devices(inputs, shape)] or [1.0] * shape.stages
+    speeds = [one.speed for one in stage_devices(inputs, layout)] or [1.0] * layout.stages
     return tuple(speed / max(speeds) for speed in speeds)
 
 
-def replica_speeds(inputs: PlannerInputs, shape: Shape) -> list[float]:
+def replica_speeds(inputs: PlannerInputs, layout: Layout) -> list[float]:
     """Of each replica the throughput, as that of one of its workers."""
     placed = inputs.by_worker
-    rows = [[placed[rank][1].throughput for rank in shape.ranks(each)] for each in range(shape.replicas)]
-    return [min(row) for row in rows] if shape.homes is not None else paces(rows, worker_speeds(inputs, shape))
+    rows = [[placed[rank][1].throughput for rank in ranks] for ranks in layout.ranks]
+    return paces(rows, worker_speeds(inputs, layout)) if layout.is_equal else [min(row) for row in rows]
 
 
 def stage_throughputs(
-    inputs: PlannerInputs, shape: Shape, shares: tuple[float, ...] | None, coded: bool | None, replica: int
+    inputs: PlannerInputs,
+    layout: Layout,
+    count: int,
+    shares: tuple[float, ...] | None,
+    coded: bool | None,
+    replica: int,
 ) -> tuple[float, ...]:
     """Of the device of every stage, in the slowest replica. Workers of one host may slow each other down.
 
     With shares replicas take equally long, as many devices of one speed in between would with equal parts.
     """
     placed, profile = inputs.by_worker, inputs.profile
-    beside = max(Counter(host for host, _ in placed[: shape.workers]).values())
-    slower = profile.crowding(beside) * (profile.slowing(coded) if shape.workers > 1 else 1.0)
-    if shape.homes is not None:
-        return tuple(placed[rank][1].throughput / slower for rank in shape.homes[replica])
-    speeds, layout = worker_speeds(inputs, shape), shape.layout()
-    own = [speeds[layout.home(stage)] for stage in range(shape.stages)]
+    beside = max(Counter(host for host, _ in placed[: layout.workers]).values())
+    slower = profile.crowding(beside) * (profile.slowing(coded) if layout.workers > 1 else 1.0)
+    if not layout.is_equal:
+        return tuple(placed[rank][1].throughput / slower for rank, _ in layout.rows[replica])
+    speeds = worker_speeds(inputs, layout)
+    own = [speeds[layout.home(stage)] for stage in range(layout.stages)]
     if shares is None:
         return tuple(speed / slower for speed in own)
-    fixed, sample = _work(inputs, shape)
-    equal = fixed + sample * inputs.batch / shape.replicas
-    whole = equal / longest_time(_work_of_replicas(inputs, shape), shares) / slower
+    fixed, sample = _work(inputs, layout, count)
+    equal = fixed + sample * inputs.batch / layout.replicas
+    whole = equal / longest_time(_work_of_replicas(inputs, layout, count), shares) / slower
     mean = sum(speeds) / len(speeds)
     return tuple(whole * (speed / mean) for speed in own)
 
 
-def shares_by_speed(inputs: PlannerInputs, shape: Shape) -> tuple[float, ...] | None:
+def shares_by_speed(inputs: PlannerInputs, layout: Layout, count: int) -> tuple[float, ...] | None:
     """Samples of each replica, all of which have equal numbers of workers; None where they are equally fast."""
-    if len(set(replica_speeds(inputs, shape))) == 1:
+    if len(set(replica_speeds(inputs, layout))) == 1:
         return None
-    return tuple(round(part, 2) for part in best_division(_work_of_replicas(inputs, shape), inputs.batch))
+    return tuple(round(part, 2) for part in best_division(_work_of_replicas(inputs, layout, count), inputs.batch))
 
 
-def _work_of_replicas(inputs: PlannerInputs, shape: Shape) -> list[WorkCost]:
-    fixed, sample = _work(inputs, shape)
-    return [WorkCost(fixed / speed, sample / speed) for speed in replica_speeds(inputs, shape)]
+def _work_of_replicas(inputs: PlannerInputs, layout: Layout, count: int) -> list[WorkCost]:
+    fixed, sample = _work(inputs, layout, count)
+    return [WorkCost(fixed / speed, sample / speed) for speed in replica_speeds(inputs, layout)]
 
 
-def _work(inputs: PlannerInputs, shape: Shape) -> WorkCost:
+def _work(inputs: PlannerInputs, layout: Layout, count: int) -> WorkCost:
     """What a step takes the device of the profile, whatever its samples are, and for each of them."""
-    profile, count = inputs.profile, shape.micro_batches
-    samples = inputs.batch / (shape.replicas * count)
+    profile = inputs.profile
+    samples = inputs.batch / (layout.replicas * count)
     whole, half = (sum(map(sum, profile.variants[0].unit_ms(part * samples))) for part in (1.0, 0.5))
     sample = max((whole - half) / (0.5 * samples), LEAST_MS)
     return WorkCost(count * max(0.0, whole - sample * samples) + (profile.update_ms or 0.0), sample)

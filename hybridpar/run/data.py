@@ -62,7 +62,7 @@ def batch_maker(
             seed=config.seed,
             batch_size=batch_size,
             rank=replica,
-            workers=plan.placement.replicas,
+            workers=plan.layout.replicas,
             micro_batches=config.parts_per_step(plan.pipeline.micro_batches),
             loader_workers=config.loader_workers,
             device=device,
@@ -78,7 +78,7 @@ def batch_maker(
 
 def shares_of(config: TrainConfig, plan: ResolvedPlan) -> tuple[float, ...] | None:
     """What each replica gets of a batch at first, as `--shares` says, or else the plan; None for equal parts."""
-    shares, replicas = config.share_list, plan.placement.replicas
+    shares, replicas = config.share_list, plan.layout.replicas
     if shares is None and config.shares.strip() == "equal":
         return plan.placement.shares
     if shares is not None and len(shares) != replicas:

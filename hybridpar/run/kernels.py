@@ -127,7 +127,7 @@ def prepare_kernels(
     if len(sample_shape) == 3:
         with without_replicas(model):  # looking must leave no trace in a step's statistics
             layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
-    threads = lane_threads(plan.placement, world.device)
+    threads = lane_threads(plan.layout, world.device)
     device = cpu_fingerprint()
     if world.device.type == "cuda":
         threads, device = 1, gpu_at(world.device.index or 0).fingerprint

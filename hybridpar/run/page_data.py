@@ -30,6 +30,7 @@ from hybridpar.plan import Plan, read_plan
 from hybridpar.run.directory import RUN_FILE, changed_options, run_facts
 from hybridpar.run.plan_step import timeline_of_plan
 from hybridpar.run.runs import differing_options, names_of
+from hybridpar.schedule.layout import Layout
 
 #: A run without a summary whose last step is as old has ended, in seconds.
 _SILENT = 120.0
@@ -146,11 +147,12 @@ def _figures_so_far(
         value = options.get(name)
         return value if isinstance(value, int) else usual
 
-    placement, pipeline = (plan.placement, plan.pipeline) if plan is not None else (None, None)
+    layout = plan.layout if plan is not None else Layout.repeated([(0, 0)])
+    pipeline = plan.pipeline if plan is not None else None
     info = RunInfo(
         model=facts["model"],
         data=str(options.get("data", "")),
-        workers=number("workers", placement.replicas * placement.workers if placement is not None else 1),
+        workers=number("workers", layout.workers),
         device=plan.measured.device if plan is not None and plan.measured is not None else "",
         epochs=number("epochs", 0),
         steps_total=0,
@@ -158,8 +160,8 @@ def _figures_so_far(
         parameters=plan.model.parameters if plan is not None else 0,
         batch_size=number("batch_size", 0),
         run_dir=directory,
-        stages=len(plan.partition.stages) if plan is not None else 1,
-        replicas=placement.replicas if placement is not None else 1,
+        stages=layout.stages,
+        replicas=layout.replicas,
         micro_batches=pipeline.micro_batches if pipeline is not None else 1,
         codec=plan.sync.codec if plan is not None and plan.sync is not None else "none",
         schedule=pipeline.schedule if pipeline is not None else "accumulate",
@@ -299,23 +301,24 @@ def _plan_blocks(one: _Known) -> Iterator[_Block]:
     stages, placement, pipeline = plan.partition.stages, plan.placement, plan.pipeline
     rows = [["model", f"{plan.model.name}, {plan.model.parameters:,} parameters"]]
     if placement is not None:
-        rows.append(["layout", f"{len(stages)} stage(s) x {placement.replicas} replica(s), {placement.kind}"])
+        rows.append(
+            ["layout", f"{len(stages)} stage(s) x {plan.layout.replicas} replica(s), {plan.layout.kind or 'as named'}"]
+        )
     if pipeline is not None:
         rows.append(["schedule", f"{pipeline.schedule}, {pipeline.micro_batches} micro-batch(es)"])
     if plan.sync is not None:
         rows.append(["gradients as", plan.sync.codec])
     yield {"type": "facts", "rows": rows}
     if len(stages) > 1:
-        where = {place.stage: place for place in placement.stages} if placement is not None else {}
         table = []
         for index, stage in enumerate(stages):
-            place = where.get(index)
+            worker, lane = plan.layout.replica().rows[0][index]
             units = f"{stage.units[0]} to {stage.units[-1]} ({len(stage.units)})" if stage.units else ""
             table.append(
                 [
                     str(index),
                     units,
-                    f"worker {place.worker}, {place.device}, lane {place.lane}" if place is not None else "",
+                    f"worker {worker}, {placement.device}, lane {lane}" if placement is not None else "",
                     *("" if value is None else f"{value:.2f} ms" for value in (stage.forward_ms, stage.backward_ms)),
                     format_bytes(stage.parameter_bytes),
                     *("" if value is None else format_bytes(value) for value in (stage.saved_bytes, stage.cut_bytes)),

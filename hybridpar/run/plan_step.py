@@ -7,8 +7,9 @@ from typing import Any
 from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import Timeline, TimelineRow
 from hybridpar.plan import Plan
-from hybridpar.schedule.actions import Edge, Layout, Schedule
+from hybridpar.schedule.actions import Schedule
 from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import Simulation, simulate
@@ -28,10 +29,10 @@ def timeline_of_plan(plan: Plan) -> Timeline:
     facts |= {"stages": len(plan.partition.stages), "micro_batches": plan.pipeline.micro_batches}
     if plan.inputs is None and plan.predicted is not None and plan.predicted.step_ms is not None:
         facts["whole"] = f"{plan.predicted.step_ms:,.1f} ms with exchange and update"
-    return _timeline(step, facts)
+    return _timeline(*step, facts)
 
 
-def step_of_plan(plan: Plan) -> Simulation | None:
+def step_of_plan(plan: Plan) -> tuple[Simulation, Layout] | None:
     """A step as the search of the plan predicted it, else simulated from the times of stages; None without these."""
     times = plan.pass_ms()
     if plan.pipeline is None or plan.placement is None or times is None:
@@ -40,10 +41,10 @@ def step_of_plan(plan: Plan) -> Simulation | None:
         return predicted
     layout, speed = _layout_of_plan(plan), plan.pipeline.link_bytes_per_second
     request = ScheduleRequest(layout, plan.pipeline.micro_batches, *times, bytes_per_second=speed)
-    return simulate(lower(make(plan.pipeline.schedule, request), layout), request.costs)
+    return simulate(lower(make(plan.pipeline.schedule, request), layout), request.costs), layout
 
 
-def _predicted(plan: Plan) -> Simulation | None:
+def _predicted(plan: Plan) -> tuple[Simulation, Layout] | None:
     """The step of the slowest replica, with exchange and update; None where the plan's search does not know it."""
     from hybridpar.planner.evaluate import Evaluator
     from hybridpar.planner.inputs import inputs_of_plan
@@ -55,34 +56,32 @@ def _predicted(plan: Plan) -> Simulation | None:
     evaluator = Evaluator(Space(inputs_of_plan(plan)))
     if (one := candidate_of(plan, evaluator.space)) is None:
         return None
-    steps = [evaluator.simulation(one, evaluator.costs(one, replica=each), each) for each in one.shape.kinds]
-    return max(steps, key=lambda step: step.step_ms)
+    steps = [
+        (evaluator.simulation(one, evaluator.costs(one, replica=each), each), one.layout.replica(each))
+        for each in one.layout.kinds
+    ]
+    return max(steps, key=lambda step: step[0].step_ms)
 
 
 def _layout_of_plan(plan: Plan) -> Layout:
     """Where stages run; what a stage sends is taken to go to the next, as a plan without its search says no more."""
-    assert plan.placement is not None
-    stages = plan.partition.stages
-    return Layout(
-        plan.placement.lane_of,
-        tuple(worker for worker, _ in plan.placement.lanes),
-        tuple(
-            Edge(index, index + 1, stage.cut_bytes or 0, stage.cut_bytes or 1)
-            for index, stage in enumerate(stages[:-1])
-        ),
+    edges = (
+        Edge(index, index + 1, stage.cut_bytes or 0, stage.cut_bytes or 1)
+        for index, stage in enumerate(plan.partition.stages[:-1])
     )
+    return plan.layout.replica(0, tuple(edges))
 
 
 def simulated(schedule: Schedule, layout: Layout, costs: Costs, facts: dict[str, Any]) -> Timeline:
     """A step as it should run, without what takes no time."""
     facts = {"stages": layout.stages, "micro_batches": schedule.micro_batches, **facts}
-    return _timeline(simulate(lower(schedule, layout), costs), facts)
+    return _timeline(simulate(lower(schedule, layout), costs), layout, facts)
 
 
-def _timeline(step: Simulation, facts: dict[str, Any]) -> Timeline:
+def _timeline(step: Simulation, layout: Layout, facts: dict[str, Any]) -> Timeline:
     spans = [span for span in step.timeline if span.duration_ms > 0]
     rows = [
         TimelineRow(worker, 0, StepSpans(0.0, tuple(span for span in spans if span.worker == worker)), predicted=True)
         for worker in sorted({span.worker for span in spans})
     ]
-    return Timeline(tuple(rows), 1, facts)
+    return Timeline(tuple(rows), layout, facts)

@@ -269,7 +269,7 @@ class Run(RunLog):
         self.shares: ShareTuner | None = None
         if config.shares.strip() == "auto" and self.replicas > 1:
             self.shares = ShareTuner(
-                *(world, plan.placement.ranks, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
+                *(world, plan.layout.ranks, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
                 idle=plan.sync.batch_norm != "sync",
                 in_pairs=config.mixes,
                 wait=self.trainer.wait,
@@ -313,13 +313,13 @@ class Run(RunLog):
         """Divide batches and the test set as a plan says; returns what makes batches of another size."""
         config, world = self.config, self.world
         # The workers of one replica are given the same samples.
-        self.replicas = plan.placement.replicas
+        self.replicas = plan.layout.replicas
         shares = shares_of(config, plan)
-        batches_of = batch_maker(self.data, config, plan, world.device, plan.placement.replica_of(world.rank), shares)
+        batches_of = batch_maker(self.data, config, plan, world.device, plan.layout.replica_of(world.rank), shares)
         self.batches = batches_of(config.batch_size)
         divided = world.size, world.rank, world.size
-        if self._own_only and plan.placement.workers > 1:  # the workers of a replica evaluate together
-            divided = self.replicas, world.rank % self.replicas, self.replicas
+        if self._own_only and plan.layout.positions > 1:  # the workers of a replica evaluate together
+            divided = self.replicas, plan.layout.replica_of(world.rank), self.replicas
         if config.parameter_servers is not None and not config.parameter_servers.waits_for_all:
             divided = world.size, 0, 1  # worker 0 tests alone
         self._make_test = partial(test_batches, self.data, config, plan, world.device, *divided)
@@ -656,7 +656,7 @@ class Run(RunLog):
             return
         summary = self._summary(stopped)
         whole = self.at.resumed_from is None  # else what all workers noted covers a part only
-        ranks = trained_plan.placement.ranks
+        ranks = trained_plan.layout.ranks
         summary |= measured_fields(answers, ranks, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)

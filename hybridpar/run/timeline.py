@@ -44,7 +44,7 @@ class StageWatch:
 
     def __init__(self, trainer: Trainer, config: TrainConfig, plan: Plan, total: int) -> None:
         self._world = trainer.world
-        self._placement = trainer.plan.placement
+        self._layout = trainer.plan.layout
         self._is_staged = trainer.plan.is_staged
         self._plan = plan
         self._path = config.timeline
@@ -83,9 +83,10 @@ class StageWatch:
             return
         from hybridpar.run.plan_step import step_of_plan
 
-        planned = step_of_plan(self._plan) if self._is_staged and self._placement.homes is None else None
-        spans, replicas = () if planned is None else planned.timeline, self._placement.replicas
-        timeline = Timeline(add_prediction(recording.steps, spans, replicas), replicas, self._facts(recording.clocks))
+        layout = self._layout
+        planned = step_of_plan(self._plan) if self._is_staged and layout.is_equal else None
+        spans = () if planned is None else planned[0].timeline
+        timeline = Timeline(add_prediction(recording.steps, spans, layout), layout, self._facts(recording.clocks))
         try:
             from hybridpar.observe.timeline_file import write_timeline
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
 
 from hybridpar.errors import ScheduleError, shortened
 from hybridpar.formats.file_reader import read_text
@@ -101,165 +100,6 @@ def _neighbour(stage: int, kind: Kind) -> int | None:
     if kind in (Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD):
         return stage - 1
     return None
-
-
-@dataclass(frozen=True)
-class Edge:
-    """One stage uses what another makes. Bytes are per micro-batch.
-
-    Attributes:
-        source: The stage that makes it.
-        target: The stage that uses it; always a later one.
-        bytes: What is sent in the forward pass.
-        gradient_bytes: What comes back in the backward pass; 0 where no gradient is needed.
-    """
-
-    source: int
-    target: int
-    bytes: int = 0
-    gradient_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where stages run and what flows between them, in one replica.
-
-    Attributes:
-        lane_of: For every stage its lane, numbered over all workers of the replica.
-        worker_of: For every lane its worker.
-        edges: All pairs of stages between which tensors flow, in ascending order.
-    """
-
-    lane_of: tuple[int, ...]
-    worker_of: tuple[int, ...]
-    edges: tuple[Edge, ...]
-
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return len(self.lane_of)
-
-    @property
-    def lanes(self) -> int:
-        """Number of compute lanes over all workers."""
-        return len(self.worker_of)
-
-    @property
-    def workers(self) -> int:
-        """Number of workers of one replica."""
-        return max(self.worker_of) + 1
-
-    def home(self, stage: int) -> int:
-        """The worker that runs a stage."""
-        return self.worker_of[self.lane_of[stage]]
-
-    def stages_on(self, lane: int) -> list[int]:
-        """The stages of a lane, ascending."""
-        return [stage for stage in range(self.stages) if self.lane_of[stage] == lane]
-
-    def into(self, stage: int) -> list[Edge]:
-        """Edges that end in a stage."""
-        return [edge for edge in self.edges if edge.target == stage]
-
-    def out_of(self, stage: int) -> list[Edge]:
-        """Edges that begin in a stage."""
-        return [edge for edge in self.edges if edge.source == stage]
-
-    def crosses(self, edge: Edge) -> bool:
-        """Whether the two stages of an edge are on different workers."""
-        return self.home(edge.source) != self.home(edge.target)
-
-
-def place_stages(
-    stages: int, lanes: int, kind: str = "linear", *, workers: int | None = None, edges: Iterable[Edge] = ()
-) -> Layout:
-    """The usual placements.
-
-    Args:
-        stages: Number of stages.
-        lanes: Number of lanes.
-        kind: `linear` gives each lane one stage; `loop` deals stages out round and round; `v` goes up the lanes and
-            down again, so that the first lane also has the last stage.
-        workers: Number of workers that the lanes are dealt out to, in order; None for one lane each.
-        edges: What flows; none given means from every stage to the next, without sizes.
-
-    Raises:
-        ScheduleError: The numbers do not fit the placement.
-    """
-    workers = lanes if workers is None else workers
-    fits = {"linear": stages == lanes, "loop": lanes > 0 and stages % lanes == 0, "v": stages == 2 * lanes}
-    if stages < 1 or not fits.get(kind, False) or workers < 1 or lanes % workers:
-        raise ScheduleError(
-            f"{stages} stages do not fit {lanes} lane(s) of {workers} worker(s) in {kind!r} placement",
-            "Linear has one stage per lane, loop a whole number of them, v two; workers have equal numbers of lanes.",
-            "Choose other numbers.",
-        )
-    lane_of = tuple(
-        2 * lanes - 1 - stage if kind == "v" and stage >= lanes else stage % lanes for stage in range(stages)
-    )
-    given = tuple(edges) or tuple(Edge(stage, stage + 1, 0, 1) for stage in range(stages - 1))
-    per_worker = lanes // workers
-    return Layout(lane_of, tuple(lane // per_worker for lane in range(lanes)), given)
-
-
-def layout_of_row(row: Sequence[int], edges: tuple[Edge, ...] = ()) -> Layout:
-    """Where the stages of a replica run that has one lane on each of its workers."""
-    workers = list(dict.fromkeys(row))
-    return Layout(tuple(map(workers.index, row)), tuple(range(len(workers))), edges)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How the workers of a job are divided: into replicas of a pipeline, whose stages run on lanes of its workers.
-
-    Attributes:
-        positions: Workers that share the stages of a replica.
-        replicas: Copies of the pipeline.
-        stages: Number of stages.
-        lanes: Lanes of each worker.
-        placement: How stages are dealt out to lanes.
-        micro_batches: Per replica and step.
-        homes: For every replica the rank that runs each stage, where replicas have different numbers of workers;
-            `positions` is then the most.
-        order: Which worker of a replica has the first stage, which the second, and so on, where devices that differ are
-            in another order along the pipeline than their ranks are; of a linear placement.
-    """
-
-    positions: int
-    replicas: int
-    stages: int
-    lanes: int
-    placement: Literal["linear", "loop", "v"] = "linear"
-    micro_batches: int = 1
-    homes: tuple[tuple[int, ...], ...] | None = None
-    order: tuple[int, ...] | None = None
-
-    @property
-    def workers(self) -> int:
-        """Workers used."""
-        return self.positions * self.replicas if self.homes is None else 1 + max(map(max, self.homes))
-
-    @property
-    def kinds(self) -> range:
-        """Replicas that differ; of all alike the first."""
-        return range(1 if self.homes is None else self.replicas)
-
-    def ranks(self, replica: int) -> tuple[int, ...]:
-        """The workers of a replica, as its layout numbers them."""
-        if self.homes is None:
-            return tuple(range(replica, self.workers, self.replicas))
-        return tuple(dict.fromkeys(self.homes[replica]))
-
-    def layout(self, edges: tuple[Edge, ...] = (), replica: int = 0) -> Layout:
-        """Where the stages of a replica run."""
-        if self.homes is not None:
-            return layout_of_row(self.homes[replica], edges)
-        lanes = self.positions * self.lanes
-        layout = place_stages(self.stages, lanes, self.placement, workers=self.positions, edges=edges)
-        if self.order is None:
-            return layout
-        moved = tuple(self.order[lane // self.lanes] * self.lanes + lane % self.lanes for lane in layout.lane_of)
-        return replace(layout, lane_of=moved)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import Action, Kind, Layout, Schedule
+from hybridpar.schedule.actions import Action, Kind, Schedule
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.picture import draw_schedule, run_lanes
 from hybridpar.schedule.program import require_own_lanes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridpar.schedule.actions import Kind, Layout, Schedule
+from hybridpar.schedule.actions import Kind, Schedule
+from hybridpar.schedule.layout import Layout
 
 
 @dataclass(frozen=True)

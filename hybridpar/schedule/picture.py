@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Layout, Schedule
+from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Schedule
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import QueueRun, dependencies, slots_of
 
 

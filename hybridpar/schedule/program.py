@@ -19,7 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Layout, Schedule
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from hybridpar.schedule.layout import Layout
 
 #: What a forward pass saves moves to the host's memory where at least so many other passes of its lane lie before its
 #: backward pass: one beside which it leaves, one beside which it comes back, and one in which its memory is free.

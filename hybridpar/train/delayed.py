@@ -79,7 +79,7 @@ class DoubleBufferEngine(Engine):
     """Trains a model as `Engine` does, and applies gradients late."""
 
     def __init__(self, parts: EngineParts) -> None:
-        self._halves = parts.config.double_buffer == "half" and parts.plan.placement.replicas > 1
+        self._halves = parts.config.double_buffer == "half" and parts.plan.layout.replicas > 1
         super().__init__(parts)
         if self._halves:
             # Two steps of half a batch each are to mean what one step means.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
-from hybridpar.pipeline.step import WHOLE, StepOutcome, StepRequest, StepState
+from hybridpar.pipeline.step import StepOutcome, StepRequest, StepState, whole_options
 from hybridpar.plan import ResolvedPlan, Sync
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
@@ -145,7 +145,7 @@ class Engine:
         stages: Sequence[StageModule]
         sync = self._sync_options()
         micro_batches = plan.pipeline.micro_batches
-        if plan.placement.replicas == 1:
+        if plan.layout.replicas == 1:
             micro_batches = config.parts_per_step(micro_batches)  # one step of both halves
         if self._stages is not None:
             assert example is not None
@@ -155,8 +155,8 @@ class Engine:
                 options = pipeline_options(plan, example, config, sync, world, device, own_only)
         else:
             stages = [WholeModel(self.model)]
-            options = replace(
-                WHOLE,
+            options = whole_options(
+                world.size,
                 compile=config.compile,
                 capture=config.cuda_graph,
                 record=config.timeline is not None or config.shares.strip() == "auto",
@@ -184,7 +184,7 @@ class Engine:
             self._world.device,
             self._world,
             self.optimizers,
-            positions=self.pipeline.positions,
+            positions=self.plan.layout.positions,
             devices=self.pipeline.options.devices,
             random_stages=list(self.pipeline.random_stages),
             compiled=self._config.compile,
@@ -232,13 +232,13 @@ class Engine:
                     "Gradients are synchronised for the parameters of the model.",
                     "Make the optimizer from the model that the factory is given.",
                 )
-        optimizer, replicas = self._given, self.plan.placement.replicas
-        is_sharded = self.plan.sync.shard_optimizer and replicas > 1
+        optimizer, layout = self._given, self.plan.layout
+        is_sharded = self.plan.sync.shard_optimizer and layout.replicas > 1
         if self.plan.is_staged or is_sharded:
             _check_divisible(optimizer, "--shard-optimizer" if is_sharded else "a pipeline")
             own = {id(parameter) for parameter in module.parameters()}
             if is_sharded:
-                own = owned(module, self._world.rank % replicas, replicas)  # rank = position * replicas + replica
+                own = owned(module, layout.replica_of(self._world.rank), layout.replicas)
             optimizer = part_of(optimizer, own)
         self.optimizers.append(optimizer)
         return optimizer
@@ -348,7 +348,7 @@ class Engine:
 
     def wait(self) -> None:
         """Wait until every step that was issued is done, as far as the host can tell."""
-        self.pipeline.wait()
+        self.pipeline.executor.wait()
 
     @property
     def staleness(self) -> float | None:

@@ -134,11 +134,9 @@ class OuterEngine(Engine):
             if config.hierarchy:
                 nodes = NodeWorlds.open(world, [range(world.size)], 1)
             parties = nodes.nodes.members if nodes is not None else [(rank,) for rank in range(world.size)]
-            columns = [range(world.size)]
-        else:  # rank = position * replicas + replica
-            replicas = plan.placement.replicas
-            columns = [range(first, first + replicas) for first in range(0, world.size, replicas)]
-            parties = list(zip(*columns, strict=True))
+            columns: tuple[tuple[int, ...], ...] = (tuple(range(world.size)),)
+        else:
+            columns, parties = plan.layout.columns, plan.layout.ranks
         self._party = world.split(parties, len(world.lane_groups) or 1)
         self._team = world if len(columns) == 1 else world.split(columns, 1)
         self._worlds = [one for one in (nodes, self._party, self._team) if one is not None and one is not world]

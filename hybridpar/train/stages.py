@@ -41,20 +41,20 @@ def cut_model(
 ) -> tuple[ResolvedPlan, list[Stage]]:
     """Cut a model into the stages of a plan; a collective."""
     if not any(stage.units for stage in plan.partition.stages):
-        placement, device = plan.placement, example.device
-        # Of replicas that differ, some have a worker for each stage.
-        workers = placement.workers if placement.homes is None else len(placement.stages)
+        layout, device = plan.layout, example.device
 
         def make() -> str:
             """Measure and cut on rank 0; an error there is raised on all workers."""
+            # Of replicas that differ, some have a worker for each stage.
+            workers = layout.positions if layout.is_equal else layout.stages
             problem = Problem(
-                len(placement.stages),
-                (Worker(device.type, placement.lanes_each),) * workers,
-                placement.kind,
+                layout.stages,
+                (Worker(device.type, layout.lanes_each),) * workers,
+                layout.kind or "loop",
                 micro_batches=plan.pipeline.micro_batches,
                 optimizer_copies=state_copies(config),
             )
-            threads = lane_threads(placement, device)
+            threads = lane_threads(layout, device)
             whole = model
             if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
                 whole = deferred.whole().to(device)
@@ -72,11 +72,10 @@ def cut_model(
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
     if deferred is None:
         return plan, stages_from_plan(model, plan, (example,))
-    placement = plan.placement
-    position = world.rank // placement.replicas
+    ranks = plan.layout.rows[plan.layout.replica_of(world.rank)]
 
     def fill(stages: list[Stage]) -> None:
-        own = [stage for stage in stages if placement.worker_of[placement.lane_of[stage.index]] == position]
+        own = [stage for stage in stages if ranks[stage.index][0] == world.rank]
         held = {name for name, _, _ in places(model)}
         deferred.fill((name for stage in own for name, _, _ in places(stage) if name in held), example.device)
 
@@ -119,25 +118,25 @@ def pipeline_options(
     own_only: bool = False,
 ) -> PipelineOptions:
     """The options of the pipeline that follows a plan."""
-    sections, placement, pipeline = plan.partition.stages, plan.placement, plan.pipeline
+    sections, layout, pipeline = plan.partition.stages, plan.layout, plan.pipeline
+    if world.size < layout.workers:  # an outer loop trains each replica by itself
+        layout = layout.replica(layout.replica_of(world.members[0]))
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
     forward, backward = plan.pass_ms(scale) or (None, None)
     saved = [round(scale * stage.saved_bytes) for stage in sections if stage.saved_bytes is not None]
     # All GPUs of the machine where one worker has lanes for them and is alone.
-    lanes = placement.lanes_each
+    lanes = layout.lanes_each
     if pipeline.offload and device.type == "cpu" and world.is_main:
         _log.warning("--offload saves no memory here: a CPU computes in the host's memory")
     count = torch.cuda.device_count() if device.type == "cuda" and world.job_size == 1 else 1
     return PipelineOptions(
-        placement.lane_of,
-        placement.worker_of,
-        homes=placement.homes,
+        layout,
         devices=tuple(f"cuda:{lane * count // lanes}" for lane in range(lanes)) if count > 1 else (),
         schedule=pipeline.schedule,
         recompute=pipeline.recompute,
         offload=pipeline.offload,
         compile=config.compile,
-        threads=lane_threads(placement, device),
+        threads=lane_threads(layout, device),
         seed=config.seed,
         forward_ms=forward,
         backward_ms=backward,

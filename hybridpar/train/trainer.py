@@ -184,7 +184,7 @@ class Trainer:
                 if isinstance(plan, PlannedRun)
                 else plan_loop(model, self.config, self.world, example, total_steps, name, given)
             )
-            if self._deferred is not None and self.planned.plan.placement.workers == 1:
+            if self._deferred is not None and self.planned.plan.layout.positions == 1:
                 self._deferred.fill({name for name, _, _ in places(model)})
                 self._deferred = None
             self.model = model.to(self.world.device) if self._deferred is None else model
@@ -229,7 +229,7 @@ class Trainer:
             from hybridpar.tvm_kernels import optimize
 
             optimize(self.model, None if plan.kernels.database == "auto" else plan.kernels.database)
-        replicas = plan.placement.replicas
+        replicas = plan.layout.replicas
         options = expand(asked, total_steps=self.total_steps, replicas=replicas)
         if asked.recipe != "none":
             plan = plan.with_codec(options.compress)
@@ -249,7 +249,7 @@ class Trainer:
             return make_optimizer(model, asked, options, replicas=replicas, scales=scales)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
-            positions = plan.placement.workers
+            positions = plan.layout.positions
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
         parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
         kind: Callable[[EngineParts], Engine] = Engine

@@ -21,6 +21,7 @@ from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError, UsageError
+from hybridpar.schedule.layout import Layout
 from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks, start_processes
 
@@ -47,7 +48,7 @@ def pass_on(grid: Grid, value: float) -> float | None:
 
         def work() -> None:
             received = grid.receivers[grid.position - 1].receive(PART)[0] if grid.position else torch.full((3,), value)
-            if grid.position + 1 < grid.positions:
+            if grid.position + 1 < grid.layout.positions:
                 grid.senders[grid.position + 1].send([received + 1], PART)
             else:
                 arrived.append(received)
@@ -55,6 +56,10 @@ def pass_on(grid: Grid, value: float) -> float | None:
         lane.submit(work)
         lanes.caller.wait(lane.record())
     return arrived[0][0].item() if arrived else None
+
+
+def line(positions: int, workers: int) -> Layout:
+    return Layout.dealt(positions, positions, replicas=workers // positions)
 
 
 def chain(positions: int) -> list[tuple[int, int]]:
@@ -65,11 +70,11 @@ def chain(positions: int) -> list[tuple[int, int]]:
 
 
 def one_line(world: World, positions: int) -> dict[str, Any]:
-    grid = Grid(world, positions, chain(positions), lanes=3)
+    grid = Grid(world, line(positions, world.size), chain(positions), lanes=3)
     try:
         replicas = grid.replica_world
         return {
-            "place": (grid.position, grid.replica, grid.positions, grid.replicas),
+            "place": (grid.position, grid.replica, grid.layout.positions, grid.layout.replicas),
             "replica world": (replicas.rank, replicas.size, replicas.transport, replicas.members),
             "sums": total(grid, float(world.rank + 1)),
             "gathered": replicas.gather(world.rank),
@@ -110,8 +115,8 @@ def test_replicas_without_a_pipeline(size: int, shared_memory: bool) -> None:
 
 
 def test_one_worker_is_a_grid_too() -> None:
-    grid = Grid(World(), 1, [])
-    assert (grid.position, grid.replica, grid.replicas, grid.replica_world.size) == (0, 0, 1, 1)
+    grid = Grid(World(), line(1, 1), [])
+    assert (grid.position, grid.replica, grid.layout.replicas, grid.replica_world.size) == (0, 0, 1, 1)
     assert pass_on(grid, 2.0) == 2.0
     grid.close()
     assert not dist.is_initialized()
@@ -120,29 +125,29 @@ def test_one_worker_is_a_grid_too() -> None:
 # ------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize("positions", [0, -1, 2, 4])
-def test_workers_must_fill_the_grid(positions: int) -> None:
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_must_fill_the_layout(workers: int) -> None:
     with pytest.raises(UsageError) as caught:
-        Grid(World(rank=1, size=3), positions, [])
-    assert f"3 worker(s) cannot be {positions} pipeline position(s)" in caught.value.what
-    assert "1 or 3 position(s)" in caught.value.fix
+        Grid(World(rank=1, size=3), line(2, workers), [])
+    assert f"stages are placed on {workers} worker(s), and the job has 3" in caught.value.what
+    assert f"Start {workers} workers" in caught.value.fix
 
 
 @pytest.mark.parametrize("pair", [(1, 1), (0, 3), (-1, 2)])
-def test_channels_are_between_two_positions(pair: tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match=f"from position {pair[0]} to position {pair[1]} of 3"):
-        Grid(World(rank=1, size=3), 3, [(0, 1), pair])
+def test_channels_are_between_two_stages(pair: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=f"from stage {pair[0]} to stage {pair[1]} of 3"):
+        Grid(World(rank=1, size=3), line(3, 3), [(0, 1), pair])
 
 
 def disagree(world: World) -> str:
     with pytest.raises(SyncError) as caught:
-        Grid(world, 2, [(0, 1)] if world.rank else [(0, 1), (1, 0)])
+        Grid(world, line(2, 2), [(0, 1)] if world.rank else [(0, 1), (1, 0)])
     return str(caught.value)
 
 
 def test_workers_must_want_the_same_grid() -> None:
     first, second = run_ranks(disagree, 2)
-    assert "worker 1 wants 2 positions and pairs [(0, 1)], worker 0 wants 2 and [(0, 1), (1, 0)]" in first
+    assert "worker 1 wants stages on ['0,1'] and pairs [(0, 1)], worker 0 wants ['0,1'] and [(0, 1), (1, 0)]" in first
     assert "worker 0 wants" in second
 
 
@@ -154,7 +159,7 @@ def no_room(world: World) -> tuple[set[str], float | None]:
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == world.size - 1:
             patched.setattr(connections.mmap, "mmap", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        grid = Grid(world, world.size, chain(world.size))
+        grid = Grid(world, line(world.size, world.size), chain(world.size))
     try:
         channels = [*grid.senders.values(), *grid.receivers.values()]
         return {channel.group.transport for channel in channels}, pass_on(grid, 1.0)
@@ -170,7 +175,7 @@ def test_channels_without_shared_memory_use_the_network() -> None:
 
 
 def use_and_close(world: World) -> None:
-    grid = Grid(world, world.size, [(0, 1), (1, 0)])
+    grid = Grid(world, line(world.size, world.size), [(0, 1), (1, 0)])
     for _ in range(5):
         if grid.position == 0:
             grid.senders[1].send([torch.ones(3)])
@@ -228,7 +233,7 @@ def two_by_two(rank: int, directory: str, answers: Any) -> None:
     grids = {}
     for form, shared_memory in (("shared memory", True), ("sockets", False)):
         world = World.join(lanes=1, timeout=60, shared_memory=shared_memory)
-        grid = grids[form] = Grid(world, 2, [(0, 1), (1, 0)])
+        grid = grids[form] = Grid(world, line(2, world.size), [(0, 1), (1, 0)])
         facts[form] = {
             "place": (grid.position, grid.replica),
             "sums": total(grid, float(rank + 1)),

@@ -11,6 +11,7 @@ from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.comm.transport import FUSED_BYTES, MessagePart, memory_of, payload
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
+from hybridpar.schedule.layout import Layout
 from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
 
@@ -93,7 +94,7 @@ def test_what_the_other_end_does_not_expect_is_not_sent(tensors: list[Tensor]) -
 
 
 def send_all(world: World) -> str:
-    grid = Grid(world, 2, [(0, 1)])
+    grid = Grid(world, Layout.dealt(2, 2), [(0, 1)])
     try:
         if grid.position == 0:
             sender = grid.senders[1]
@@ -124,7 +125,11 @@ def size_of(sender: int, number: int) -> int:
 def cross_traffic(world: World, count: int, check: bool) -> bool:
     """Everybody sends to and receives from everybody at once, each end on a lane of its own, in two rounds."""
     positions = world.size
-    grid = Grid(world, positions, [(p, q) for p in range(positions) for q in range(positions) if p != q])
+    grid = Grid(
+        world,
+        Layout.dealt(positions, positions),
+        [(p, q) for p in range(positions) for q in range(positions) if p != q],
+    )
     received: dict[int, list[Tensor]] = {peer: [] for peer in grid.receivers}
     sent = []
     try:
@@ -164,7 +169,7 @@ def test_traffic_in_all_directions_keeps_its_order(size: int, count: int, check:
 
 def silent_peer(world: World, sends: bool) -> str:
     inner = World.join(lanes=1, timeout=1.0, shared_memory=world.share_memory)
-    grid = Grid(inner, 2, [(0, 1)])
+    grid = Grid(inner, Layout.dealt(2, 2), [(0, 1)])
     # Where the second worker should receive it does not, and where the first should send.
     waits = world.rank == (0 if sends else 1)
     error = ""

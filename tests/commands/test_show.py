@@ -15,7 +15,7 @@ from hybridpar.plan import (
     Pipeline,
     Predicted,
 )
-from hybridpar.schedule.actions import place_stages
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from tests.observe.test_timeline_views import texts
 from tests.observe.timelines import a_timeline
@@ -33,7 +33,7 @@ def a_plan(**sections):
 
 
 def write_schedule(path):
-    path.write_text(make("1f1b", ScheduleRequest(place_stages(4, 4), 6)).to_csv())
+    path.write_text(make("1f1b", ScheduleRequest(Layout.dealt(4, 4), 6)).to_csv())
     return path
 
 

@@ -16,6 +16,7 @@ from hybridpar.observe.timeline import (
 )
 from hybridpar.observe.timeline_file import read_timeline, timeline_of, trace_of, write_timeline
 from hybridpar.schedule.actions import parse_action
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans
 from tests.observe.timelines import a_step, a_timeline
 
@@ -74,7 +75,7 @@ def test_a_timeline_comes_back_whole(name, tmp_path):
     was = TIMELINES[name]
     write_timeline(tmp_path / "trace.json", was)
     now = read_timeline(tmp_path / "trace.json")
-    assert (now.replicas, now.facts) == (was.replicas, was.facts)
+    assert (now.layout, now.facts) == (was.layout, was.facts)
     assert now.steps == was.steps
     zero = min(row.spans.origin for row in was.rows)
     for step in was.steps:
@@ -108,7 +109,7 @@ def test_a_prediction_begins_with_its_step_and_never_overlaps_the_next():
     predicted = a_step(2.0)  # longer than the steps, which begin every 100 ms
     assert predicted.step_ms > 100
     steps = {step: {0: StepSpans(0.1 * step, a_step().timeline)} for step in (1, 2, 3)}
-    rows = [row for row in add_prediction(steps, predicted.timeline, 1) if row.predicted]
+    rows = [row for row in add_prediction(steps, predicted.timeline, Layout.dealt(2, 2)) if row.predicted]
     begins = {step: min(row.spans.origin for row in rows if row.step == step) for step in (1, 2, 3)}
     length = predicted.step_ms / 1e3
     assert begins == pytest.approx({1: 0.1, 2: 0.1 + length, 3: 0.1 + 2 * length})
@@ -117,7 +118,7 @@ def test_a_prediction_begins_with_its_step_and_never_overlaps_the_next():
 def test_steps_that_overlap_on_other_lanes_are_shown_one_after_the_other():
     one = StepSpans(0.0, (Span(0, "compute", 0, parse_action("0F0"), 0, 10),))
     other = StepSpans(0.008, (Span(0, "compute", 1, parse_action("1F0"), 0, 10),))
-    timeline = Timeline((TimelineRow(0, 1, one), TimelineRow(0, 2, other)))
+    timeline = Timeline((TimelineRow(0, 1, one), TimelineRow(0, 2, other)), Layout.repeated([(0, 0)]))
     threads, _, _ = check_events(trace_of(timeline))
     shown = [event[:2] for events in threads.values() for event in events if event[2]["cat"] == "steps"]
     assert shown == [(0.0, 10_000.0), (10_000.0, 18_000.0)]

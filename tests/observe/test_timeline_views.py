@@ -13,6 +13,7 @@ from hybridpar.observe.timeline import Timeline, TimelineRow
 from hybridpar.observe.timeline_picture import draw_timeline
 from hybridpar.observe.timeline_text import print_timeline
 from hybridpar.schedule.actions import parse_action
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans
 from tests.observe.timelines import a_timeline
 
@@ -22,7 +23,7 @@ SPANS = (
     Span(0, "sync", 0, parse_action("0SYNC0"), 30, 50),
     Span(0, "compute", 0, parse_action("0STEP"), 50, 55),
 )
-TINY = Timeline((TimelineRow(0, 7, StepSpans(0.0, SPANS)),))
+TINY = Timeline((TimelineRow(0, 7, StepSpans(0.0, SPANS)),), Layout.repeated([(0, 0)]))
 
 GOLDEN = """\
 step 7

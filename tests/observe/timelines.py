@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hybridpar.observe.timeline import Timeline, add_prediction
-from hybridpar.schedule.actions import Edge, place_stages
 from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import Simulation, simulate
@@ -16,7 +16,7 @@ FACTS = {"model": "resnet18", "stages": 2, "micro_batches": 4, "schedule": "1f1b
 def a_step(factor: float = 1.0, *, stages: int = 2, micro_batches: int = 4, workers: int = 2) -> Simulation:
     """A simulated step with transfers, two buckets per stage, and an agreement before the optimizers."""
     edges = [Edge(stage, stage + 1, 1_000_000, 1_000_000) for stage in range(stages - 1)]
-    layout = place_stages(stages, stages, workers=workers, edges=edges)
+    layout = Layout.dealt(stages, stages, workers=workers, edges=edges)
     program = lower(make("1f1b", ScheduleRequest(layout, micro_batches)), layout, [2] * stages)
     costs = Costs(
         (10.0 * factor,) * stages,
@@ -37,16 +37,17 @@ def a_timeline(
 ) -> Timeline:
     """Steps that took a fifth longer than predicted; the second replica is half a millisecond behind."""
     ran = a_step(1.2, stages=stages, workers=workers)
+    layout = Layout.dealt(stages, stages, workers=workers, replicas=replicas)
     recorded = {
         step: {
-            position * replicas + replica: StepSpans(
+            rank: StepSpans(
                 3600.0 + 0.5 * step + 5e-4 * replica, tuple(s for s in ran.timeline if s.worker == position)
             )
-            for position in range(workers)
-            for replica in range(replicas)
+            for replica, ranks in enumerate(layout.ranks)
+            for position, rank in enumerate(ranks)
         }
         for step in steps
     }
     spans = a_step(stages=stages, workers=workers).timeline if predicted else ()
     facts = {**FACTS, "stages": stages} | ({"prediction": "a simulation"} if predicted else {})
-    return Timeline(add_prediction(recorded, spans, replicas), replicas, facts)
+    return Timeline(add_prediction(recorded, spans, layout), layout, facts)

@@ -26,12 +26,11 @@ from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.partition import profile_cache
 from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Link, Problem, Worker
-from hybridpar.partition.draw import draw_partition
+from hybridpar.partition.draw import draw_partition, lay_out
 from hybridpar.partition.graph import UnitGraph
-from hybridpar.partition.layout import lay_out, readable_bytes
 from hybridpar.partition.planning import PartitionedModel, partition_model, saved_bytes, stages_from_plan
 from hybridpar.partition.stage import run_stages
-from hybridpar.partition.table import print_partition
+from hybridpar.partition.table import print_partition, readable_bytes
 from hybridpar.plan import read_plan
 from tests.partition.nets import IMAGES, Residual, Shapes
 
@@ -93,7 +92,7 @@ def test_placement_names_workers_and_lanes() -> None:
     problem = Problem(4, (Worker("cpu", lanes=2),), "v")
     plan = partition_model(Residual(), torch.randn(*IMAGES), problem, measure=False).plan
     assert plan.placement is not None
-    assert [(place.worker, place.lane) for place in plan.placement.stages] == [(0, 0), (0, 1), (0, 1), (0, 0)]
+    assert plan.layout.rows == (((0, 0), (0, 1), (0, 1), (0, 0)),)
 
 
 def test_a_plan_for_another_model_says_what_differs(made: PartitionedModel) -> None:
@@ -154,12 +153,12 @@ def test_pictures_show_every_stage(made: PartitionedModel, tmp_path: Path, endin
 
 def test_layout_has_every_unit_once_and_every_branch(made: PartitionedModel) -> None:
     position = {unit: index for index, stage in enumerate(made.plan.partition.stages) for unit in stage.units}
-    layout = lay_out(made.graph, [position[unit.name] for unit in made.graph.units])
-    assert sorted(unit for block in layout.blocks for unit in block.units) == list(range(len(made.graph)))
-    assert sum(wire.bytes for wire in layout.cut) == made.plan.partition.cut_bytes
-    whole = lay_out(made.graph, [0] * len(made.graph))
-    assert len(whole.inner) == 1, "the residual branch"
-    assert not whole.cut
+    blocks, _, cut = lay_out(made.graph, [position[unit.name] for unit in made.graph.units])
+    assert sorted(unit for block in blocks for unit in block.units) == list(range(len(made.graph)))
+    assert sum(wire.bytes for wire in cut) == made.plan.partition.cut_bytes
+    _, inner, cut = lay_out(made.graph, [0] * len(made.graph))
+    assert len(inner) == 1, "the residual branch"
+    assert not cut
 
 
 def test_drawing_without_matplotlib_names_the_command(made: PartitionedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +193,7 @@ def test_command_writes_plan_and_picture(tmp_path: Path, capsys: pytest.CaptureF
     assert picture.exists()
     assert run_show(plan) == 0
     assert "2 stages" in capsys.readouterr().out
-    assert [place.worker for place in read_plan(plan).placement.stages] == [0, 1]
+    assert read_plan(plan).layout.texts() == ("0,1",)
 
 
 @pytest.mark.parametrize(

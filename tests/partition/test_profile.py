@@ -21,7 +21,7 @@ from hybridpar.partition.profile_cache import (
 )
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
-from hybridpar.partition.unit_runner import Clock, UnitRunner
+from hybridpar.partition.unit_runner import Clock, step_times
 from hybridpar.partition.units import ModelUnits, find_units
 from tests.allocated import counting
 from tests.partition.nets import CASES, IMAGES, Residual
@@ -48,7 +48,8 @@ def test_the_timed_step_is_the_models_own_step(name: str) -> None:
         value.copy_(before[key])
     model.zero_grad()
     torch.manual_seed(1)
-    times = UnitRunner(units, [example]).step(Clock(torch.device("cpu")))
+    stages = split_model(units, range(len(units.graph)), in_place=True)
+    times = step_times(stages, dict(zip(stages[0].model_inputs, [example], strict=True)), Clock(example.device))
     assert len(times) == len(units.graph)
     assert all(ahead >= 0 and back >= 0 for ahead, back in times)
     found = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}

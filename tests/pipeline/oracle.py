@@ -25,6 +25,7 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome, StepRequest
+from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 from tests.lanes.checked import Checker, Lanes
@@ -32,19 +33,12 @@ from tests.lanes.checked import Checker, Lanes
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Tensor]
 
-#: Lanes of stages and workers of lanes.
-Places = tuple[tuple[int, ...], tuple[int, ...]]
 
-
-def places(stages: int, kind: str = "linear", *, workers: int = 1) -> Places:
+def places(stages: int, kind: str = "linear", *, workers: int = 1) -> Layout:
     """Where stages run: `linear` has a lane for each, `loop` and `v` have half as many lanes as stages."""
     lanes = stages if kind == "linear" else stages // 2
-    lane_of = {
-        "linear": range(stages),
-        "loop": [stage % lanes for stage in range(stages)],
-        "v": [stage if stage < lanes else stages - 1 - stage for stage in range(stages)],
-    }[kind]
-    return tuple(lane_of), tuple(lane * workers // lanes for lane in range(lanes))
+    lane_of = Layout.dealt(stages, lanes, kind).lane_of
+    return Layout.repeated((lane * workers // lanes, lane) for lane in lane_of)
 
 
 def images(samples: int, seed: int = 1) -> Batch:
@@ -217,7 +211,7 @@ def train_stages(
     stages: Sequence[Stage],
     batches: Sequence[Batch],
     setting: Setting,
-    where: Places,
+    where: Layout,
     *,
     schedule: str = "1f1b",
     world: World | None = None,
@@ -246,8 +240,9 @@ def train_stages(
     world = world or World()
     run = Run()
     with Lanes("cpu", check=check) as lanes:
-        lane_of, worker_of = where
-        pipeline = PipelineOptions(lane_of, worker_of, schedule=schedule, sync=setting.sync, **options)
+        replicas = world.size // where.workers
+        layout = Layout.repeated(where.rows[0], replicas) if replicas > 1 else where
+        pipeline = PipelineOptions(layout, schedule=schedule, sync=setting.sync, **options)
         with setting.modes():
             engine = PipelineEngine(model, stages, world, lanes, setting.loss, make, pipeline, setting.micro_batches)
         try:

@@ -19,12 +19,12 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import StepState
+from hybridpar.schedule.layout import Layout
 from tests.lanes.checked import Checker, Lanes
 from tests.pipeline.oracle import (
     MODELS,
     MORE_MODELS,
     Batch,
-    Places,
     Residuals,
     Run,
     Setting,
@@ -45,7 +45,7 @@ TRANSPORTS = [True, False]  # shared memory, gloo
 
 
 def train_rank(
-    world: World, name: str, stages: int, where: Places, setting: Setting, samples: int, options: dict[str, Any]
+    world: World, name: str, stages: int, where: Layout, setting: Setting, samples: int, options: dict[str, Any]
 ) -> Run:
     """One worker's part. Workers build their models from different seeds: those of rank 0 count."""
     model = seeded(MORE_MODELS[name], seed=7 + world.rank)
@@ -66,7 +66,7 @@ def on_workers(
     workers: int,
     name: str,
     stages: int,
-    where: Places,
+    where: Layout,
     setting: Setting | None = None,
     *,
     samples: int = 8,
@@ -187,7 +187,7 @@ def test_stages_on_workers_in_replicas_one_of_them_idle() -> None:
     on_workers(4, "residual", 2, places(2, workers=2), setting, samples=12, together=True, bytes_per_second=1e6)
 
 
-ALONE_AND_TWO = ((0, 0), (1, 2))  # worker 0 beside workers 1 and 2 as a pipeline
+ALONE_AND_TWO = Layout.unequal([(0, 0), (1, 2)])  # worker 0 beside workers 1 and 2 as a pipeline
 
 
 @pytest.mark.parametrize("shared_memory", TRANSPORTS)
@@ -195,8 +195,8 @@ ALONE_AND_TWO = ((0, 0), (1, 2))  # worker 0 beside workers 1 and 2 as a pipelin
 def test_a_worker_alone_beside_two_as_a_pipeline(schedule: str, shared_memory: bool) -> None:
     # A replica without samples in one step, shares that change, and BatchNorm over all of them.
     setting = Setting(2, shares=(8, 4), others=((0, 9), (7, 0), (5, 5)))
-    options = {"homes": ALONE_AND_TWO, "schedule": schedule, "shared_memory": shared_memory}
-    runs = on_workers(3, "residual", 2, places(2), setting, samples=12, checked=True, together=True, **options)
+    options = {"schedule": schedule, "shared_memory": shared_memory}
+    runs = on_workers(3, "residual", 2, ALONE_AND_TWO, setting, samples=12, checked=True, together=True, **options)
     held = [{key for key in run.state if "/" in key} for run in runs]
     assert held[0] == held[1] | held[2]
     assert not held[1] & held[2]
@@ -206,29 +206,28 @@ def test_a_worker_alone_beside_two_as_a_pipeline(schedule: str, shared_memory: b
 def test_any_model_in_unequal_replicas(name: str) -> None:
     setting = with_sync(Setting(2, shares=(5, 4)), clip_norm=0.1)
     # The worker that runs both stages has a rank between those of the others.
-    on_workers(3, name, 2, places(2), setting, samples=9, exact=False, homes=((0, 2), (1, 1)))
+    on_workers(3, name, 2, Layout.unequal([(0, 2), (1, 1)]), setting, samples=9, exact=False)
 
 
 @pytest.mark.parametrize("shared_memory", TRANSPORTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "greedy"])
 def test_workers_in_another_order_along_the_pipeline(schedule: str, shared_memory: bool) -> None:
     # As planned where the first worker is the fast one, and the last stage is to be on it.
-    where = (1, 0), (0, 1)
+    where = Layout.repeated([(1, 0), (0, 0)])
     setting, options = Setting(4, shares=(8,)), {"schedule": schedule, "shared_memory": shared_memory}
     on_workers(2, "residual", 2, where, setting, **options)
 
 
 def test_cuts_of_replicas_that_cross_each_other() -> None:
     setting = Setting(2, shares=(4, 8))
-    homes = ((0, 1, 1), (2, 2, 3))
-    on_workers(4, "dense", 3, places(3), setting, samples=12, exact=False, homes=homes, schedule="greedy")
+    layout = Layout.unequal([(0, 1, 1), (2, 2, 3)])
+    on_workers(4, "dense", 3, layout, setting, samples=12, exact=False, schedule="greedy")
 
 
 def test_replicas_need_the_workers_that_they_name() -> None:
     model = seeded(MODELS["residual"])
-    options = {"homes": ((0, 0), (1, 2))}
-    with pytest.raises(ScheduleError, match="3 workers, and the job has 1"):
-        train_stages(model, cut(model, images(4)[0], 2), [], Setting(), places(2), **options)
+    with pytest.raises(ScheduleError, match="3 workers; here are 2, and the job has 1"):
+        train_stages(model, cut(model, images(4)[0], 2), [], Setting(), ALONE_AND_TWO)
 
 
 @pytest.mark.parametrize(
@@ -337,9 +336,9 @@ def test_torchs_runtime_fed_our_schedule_gives_the_same_gradients(name: str, sch
 # ---------------------------------------------------------------------- bad input
 
 
-def open_engine(world: World, stages: Any, model: nn.Module, lane_of: Any, worker_of: Any, **options: Any) -> None:
+def open_engine(world: World, stages: Any, model: nn.Module, layout: Layout, **options: Any) -> None:
     with Lanes("cpu") as lanes:
-        made = PipelineOptions(lane_of, worker_of, **options)
+        made = PipelineOptions(layout, **options)
         engine = PipelineEngine(model, stages, world, lanes, F.cross_entropy, lambda stage: None, made, 2)
         engine.close()
 
@@ -352,17 +351,17 @@ class TestBadInput:
         parts = cut(model, images(2)[0], 3)
         for wrong in (parts[::-1], parts[1:], [parts[0], parts[2]], []):
             with pytest.raises(ScheduleError, match="not all stages of a model in order"):
-                open_engine(World(), wrong, model, (0, 1, 2), (0, 0, 0))
+                open_engine(World(), wrong, model, places(3))
 
     def test_places_for_another_number_of_stages(self) -> None:
         model = seeded(Residuals)
-        with pytest.raises(ScheduleError, match="2 stages, but lanes are named for 3"):
-            open_engine(World(), cut(model, images(2)[0], 2), model, (0, 1, 2), (0, 0, 0))
+        with pytest.raises(ScheduleError, match="3 stages are placed on 1 workers; here are 2"):
+            open_engine(World(), cut(model, images(2)[0], 2), model, places(3))
 
     def test_more_positions_than_workers(self) -> None:
         model = seeded(Residuals)
-        with pytest.raises(ScheduleError, match="placed on 2 workers, and the job has 1"):
-            open_engine(World(), cut(model, images(2)[0], 2), model, (0, 1), (0, 1))
+        with pytest.raises(ScheduleError, match="placed on 2 workers; here are 2, and the job has 1"):
+            open_engine(World(), cut(model, images(2)[0], 2), model, places(2, workers=2))
 
     def test_a_schedule_that_does_not_fit_the_placement(self) -> None:
         model = seeded(Residuals)
@@ -399,7 +398,7 @@ class Activations(nn.Module):
 
 def other_threads(world: World) -> None:
     model = seeded(Residuals)
-    open_engine(world, cut(model, images(2)[0], 2), model, (0, 1), (0, 1), threads=1 + world.rank)
+    open_engine(world, cut(model, images(2)[0], 2), model, places(2, workers=2), threads=1 + world.rank)
 
 
 def test_hosts_may_have_different_numbers_of_cores() -> None:
@@ -412,7 +411,7 @@ def other_stages(world: World) -> str:
     assert len(units.graph) == 3
     parts = split_model(units, [0, world.rank, 1])
     try:
-        open_engine(world, parts, model, (0, 1), (0, 1))
+        open_engine(world, parts, model, places(2, workers=2))
     except HybridparError as error:
         return f"{type(error).__name__}: {error}"
     return "passed"

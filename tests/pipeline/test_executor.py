@@ -20,7 +20,8 @@ from hybridpar.lanes import Lanes
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.stage_run import Mailbox
-from hybridpar.schedule.actions import Action, Kind, place_stages
+from hybridpar.schedule.actions import Action, Kind
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
 from hybridpar.sync.pieces import step_optimizer
 from tests.lanes.checked import Checker
@@ -50,7 +51,7 @@ from tests.pipeline.oracle import (
 def fits(schedule: str, kind: str) -> bool:
     """Whether a schedule can order stages that are placed so."""
     try:
-        make(schedule, ScheduleRequest(place_stages(4, 4 if kind == "linear" else 2, kind), 4))
+        make(schedule, ScheduleRequest(Layout.dealt(4, 4 if kind == "linear" else 2, kind), 4))
     except ScheduleError:
         return False
     return True
@@ -323,9 +324,8 @@ def _with_a_bad_step(
         return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)
 
     run = Run()
-    lane_of, worker_of = places(len(parts))
     with Lanes("cpu") as lanes:
-        options = PipelineOptions(lane_of, worker_of, schedule=schedule, sync=setting.sync)
+        options = PipelineOptions(places(len(parts)), schedule=schedule, sync=setting.sync)
         engine = PipelineEngine(model, parts, World(), lanes, setting.loss, step_of, options, setting.micro_batches)
         for number, batch in enumerate(batches):
             model.bad = number == 2

@@ -28,6 +28,7 @@ from hybridpar.compress import read_policy
 from hybridpar.lanes import Lanes
 from hybridpar.partition import partition_model
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
+from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 from hybridpar.sync.reducer import Reducer, open_sync_lanes
@@ -106,8 +107,7 @@ def train(world: World, positions: int, schedule: str, *, batch_norm: bool = Fal
     model = Chain()
     stages = partition_model(model, torch.randn(SAMPLES, 6), positions, measure=False).stages
     options = PipelineOptions(
-        tuple(range(positions)),
-        tuple(range(positions)),
+        Layout.dealt(positions, positions, replicas=world.size // positions),
         schedule=schedule,
         sync=SyncOptions(bucket_bytes=100, sync_batch_norm=batch_norm),
         sync_lanes=2,

@@ -22,6 +22,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
+from hybridpar.schedule.layout import Layout
 from hybridpar.sync.pieces import step_optimizer
 from tests.pipeline.oracle import (
     Residuals,
@@ -92,8 +93,8 @@ def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any
     answer = "no error"
     try:
         with Lanes("cpu") as lanes:
-            lane_of, worker_of = places(stages, workers=stages)
-            options = PipelineOptions(lane_of, worker_of, schedule="1f1b")
+            layout = Layout.dealt(stages, stages, replicas=size // stages)
+            options = PipelineOptions(layout, schedule="1f1b")
             engine = PipelineEngine(model, parts, world, lanes, F.cross_entropy, _no_step, options, 4)
             outcome = None
             for batch in batches_of(8, 4):
@@ -151,7 +152,7 @@ class TestErrorsOfOneWorker:
         with Lanes("cpu") as lanes:
             parts = cut(model, images(4)[0], 2)
             engine = PipelineEngine(
-                model, parts, World(), lanes, F.cross_entropy, step_of, PipelineOptions((0, 1), (0, 0)), 2
+                model, parts, World(), lanes, F.cross_entropy, step_of, PipelineOptions(places(2)), 2
             )
             with pytest.raises(ZeroDivisionError):
                 run_step(engine, batch, 8).wait()
@@ -220,7 +221,7 @@ def test_a_thousand_steps_leave_nothing() -> None:
     optimizers = [sgd(part) for part in parts]
     before = (threading.active_count(), open_files())
     with Lanes("cpu") as lanes:
-        options = PipelineOptions((0, 1), (0, 0), recompute=(1,))
+        options = PipelineOptions(places(2), recompute=(1,))
         engine = PipelineEngine(
             model, parts, World(), lanes, F.cross_entropy, lambda part: _stepper(optimizers[part.index]), options, 2
         )
@@ -249,7 +250,7 @@ def test_outcomes_that_are_kept_keep_no_batch() -> None:
     batches: list[weakref.ref[Tensor]] = []
     parts = cut(model, images(2)[0], 2)
     with Lanes("cpu") as lanes:
-        options = PipelineOptions((0, 1), (0, 0))
+        options = PipelineOptions(places(2))
         engine = PipelineEngine(model, parts, World(), lanes, F.cross_entropy, _no_step, options, 2)
         for step in range(4):
             x, y = images(8, seed=step)
@@ -288,7 +289,7 @@ def test_closing_waits_for_the_step_that_runs() -> None:
         engine = PipelineEngine(
             *(model, parts, World(), lanes, slow_loss),
             lambda part: lambda factor, commit, pieces: stepped.append(part.index),
-            PipelineOptions((0, 1), (0, 0)),
+            PipelineOptions(places(2)),
             2,
         )
         run_step(engine, [(x[:4], y[:4]), (x[4:], y[4:])], 8)

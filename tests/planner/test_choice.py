@@ -8,7 +8,7 @@ from torch import nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
-from hybridpar.machine.cluster_file import LinkLevel
+from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
 from hybridpar.plan import Plan
 from hybridpar.planner import choice, planned_run
 from hybridpar.planner.fixed import Fixed
@@ -25,7 +25,8 @@ def chosen(world: World, fidelity: str, megabytes_per_second: float) -> tuple[st
     config = TrainConfig(compress="auto", fidelity=fidelity)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         level = LinkLevel(bandwidth=1e6 * megabytes_per_second, latency_ms=1e-3)
-        patch.setattr(choice, "_measure_link", lambda world: level)
+        cluster = ClusterSpec(hosts=(Hosts(devices=2),), inside=level)
+        patch.setattr(choice, "measure_cluster", lambda world: cluster)
         torch.manual_seed(0)
         with Trainer(Net(), config=config, world=world) as trainer:
             trainer.step(batch(world.rank, 0))
@@ -70,17 +71,6 @@ def test_a_model_with_other_types_than_float32_is_sent_as_it_is(plan: str) -> No
     for policy, lines in run_ranks(with_two_types, 2, plan, shared_memory=False):
         assert policy == "none"
         assert any("none: the parameter 'second.weight' is torch.float64" in line for line in lines), lines
-
-
-def measured(world: World) -> LinkLevel:
-    return choice._measure_link(world)
-
-
-def test_all_workers_know_the_same_link():
-    first, *others = run_ranks(measured, 3, shared_memory=False)
-    assert first.bandwidth > 0
-    assert first.latency_ms > 0
-    assert others == [first, first]
 
 
 def settled(world: World) -> tuple[list[Question], PlannedRun]:

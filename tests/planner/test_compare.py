@@ -27,7 +27,7 @@ def as_on(plan: Plan, bandwidth: float, **changed) -> Ran:
     evaluator = Evaluator(Space(asked))
     assert plan.pipeline is not None
     asked_for = (1, plan.pipeline.micro_batches)
-    same = (one for one in evaluator.space.candidates() if (one.shape.stages, one.shape.micro_batches) == asked_for)
+    same = (one for one in evaluator.space.candidates() if (one.layout.stages, one.micro_batches) == asked_for)
     found: Outcome = evaluator.outcome(next(same))
     figures = {
         "step_ms": found.step_ms,

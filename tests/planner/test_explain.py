@@ -38,8 +38,8 @@ def test_the_parts_of_every_step_add_up():
 def test_workers_that_share_a_replica_exchange_nothing_and_update_their_stages_one_after_the_other():
     profile = replace(inputs().profile, update_ms=9.0)
     answer = find_plan(inputs(profile, most_stages=4), prune=False)
-    pipelines = [one for one in answer.ranked if one.candidate.shape.replicas == 1]
-    assert {one.candidate.shape.stages for one in pipelines} == {1, 2, 4}
+    pipelines = [one for one in answer.ranked if one.candidate.layout.replicas == 1]
+    assert {one.candidate.layout.stages for one in pipelines} == {1, 2, 4}
     for outcome in pipelines:
         assert answer.evaluator.parts(outcome.candidate).sync == pytest.approx(0)
 
@@ -248,9 +248,9 @@ def test_a_large_cluster_is_searched_without_simulating_its_workers():
     asked = inputs(chain([(20, 40)] * 4, [(512, 512)] * 4, batch_norm=True), spec, batch=4096 * 4, most_stages=4)
     answer = find_plan(asked, keep=1)
     assert answer.evaluator.space.workers == 4096
-    assert answer.chosen.candidate.shape.workers == 4096
+    assert answer.chosen.candidate.layout.workers == 4096
     points = scaling_curve(asked)
     assert [point.workers for point in points] == [1 << power for power in range(13)]
     best = [point.step_ms for point in points]
     assert best[0] > best[3] > best[-1]
-    assert str(plan_of(answer).placement.replicas) in "\n".join(curve_lines(points))
+    assert str(plan_of(answer).layout.replicas) in "\n".join(curve_lines(points))

@@ -45,13 +45,13 @@ wishes = st.builds(
 @given(random_inputs(), wishes)
 def test_the_space_is_the_part_that_was_left_open(asked: PlannerInputs, fixed: Fixed):
     def wanted(one: Candidate) -> bool:
-        shape = one.shape
+        shape = one.layout
         return (
             fixed.workers in (None, shape.workers)
             and fixed.stages in (None, shape.stages)
             and fixed.replicas in (None, shape.replicas)
             and (shape.stages == 1 or fixed.schedule in (None, one.schedule))
-            and (shape.stages == 1 or fixed.placement in (None, shape.placement))
+            and (shape.stages == 1 or fixed.placement in (None, shape.kind))
             and (shape.replicas > 1 or not fixed.exchanged)
             and (shape.stages > 1 or not fixed.staged)
         )
@@ -74,13 +74,13 @@ def test_the_answer_is_the_best_of_what_was_left_open(asked: PlannerInputs, fixe
 
 def test_a_plan_in_which_what_was_asked_for_does_nothing_is_not_chosen():
     slow = inputs(spec=cluster(2, 1e6), fixed=Fixed(workers=2))
-    assert find_plan(slow).chosen.candidate.shape.replicas == 1, "on a slow link a pipeline is faster"
+    assert find_plan(slow).chosen.candidate.layout.replicas == 1, "on a slow link a pipeline is faster"
     coded = Fixed(workers=2, codecs={"u0.weight": "fp16"}, exchanged=True)
-    assert find_plan(replace(slow, fixed=coded)).chosen.candidate.shape.replicas == 2
+    assert find_plan(replace(slow, fixed=coded)).chosen.candidate.layout.replicas == 2
     fast = inputs(spec=cluster(2, 1e12), fixed=Fixed(workers=2))
-    assert find_plan(fast).chosen.candidate.shape.stages == 1
+    assert find_plan(fast).chosen.candidate.layout.stages == 1
     staged = Fixed(workers=2, schedule="gpipe", staged=True)
-    assert find_plan(replace(fast, fixed=staged)).chosen.candidate.shape.stages > 1
+    assert find_plan(replace(fast, fixed=staged)).chosen.candidate.layout.stages > 1
     with pytest.raises(PlanError, match=r"workers 2, stages 2, replicas 1, several replicas"):
         find_plan(replace(fast, fixed=Fixed(workers=2, stages=2, replicas=1, exchanged=True)))
 
@@ -88,8 +88,8 @@ def test_a_plan_in_which_what_was_asked_for_does_nothing_is_not_chosen():
 def test_a_number_of_micro_batches_that_was_decided_is_tried_though_layers_normalise_over_them():
     net = chain([(1, 2), (2, 4)], [(8, 8), (8, 8)], batch_norm=True)
     asked = inputs(net, fixed=Fixed(workers=2, micro_batches=3))
-    assert {one.shape.micro_batches for one in all_of(asked)} == {3}
-    assert {one.shape.micro_batches for one in all_of(replace(asked, fixed=Fixed(workers=2)))} == {1, 2}
+    assert {one.micro_batches for one in all_of(asked)} == {3}
+    assert {one.micro_batches for one in all_of(replace(asked, fixed=Fixed(workers=2)))} == {1, 2}
 
 
 def test_memory_format_and_kernels_can_be_decided():
@@ -107,7 +107,7 @@ def test_memory_format_and_kernels_can_be_decided():
 def test_a_codec_that_was_decided_is_used_wherever_gradients_are_exchanged(fidelity):
     everything = {f"u{unit}.weight": "fp16" for unit in range(4)}
     asked = inputs(fidelity=fidelity, fixed=Fixed(workers=2, codecs=everything))
-    names = {(one.shape.replicas, Space(asked).codec_choices[one.codec].name) for one in all_of(asked)}
+    names = {(one.layout.replicas, Space(asked).codec_choices[one.codec].name) for one in all_of(asked)}
     assert names == {(1, "none"), (2, "fp16")}
     none = inputs(fidelity=fidelity, fixed=Fixed(workers=2, codecs={}))
     assert {one.codec for one in all_of(none)} == {0}

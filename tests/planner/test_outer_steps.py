@@ -15,7 +15,6 @@ from hybridpar.planner.outer_steps import OuterSteps, expected_steps, planned_in
 from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.search import find_plan
-from hybridpar.planner.space import Candidate
 from tests.planner.small import RATES, chain, cluster, inputs
 
 GOOD = OuterSteps(16, 4, "onebit", 230, 5, 0.1, 1.02, 1.1)
@@ -87,7 +86,7 @@ def test_workers_of_one_host_and_parts_of_a_model_have_none():
     assert chosen_of(find_plan(together)).every == 1
     for one in find_plan(asked(most_stages=3), prune=False).ranked:
         choice = one.candidate.codec
-        assert one.candidate.shape.stages == 1 or choice < 5
+        assert one.candidate.layout.stages == 1 or choice < 5
 
 
 def _one_host():
@@ -101,7 +100,7 @@ def test_a_step_is_computing_and_a_part_of_the_exchange():
     found = find_plan(asked(), prune=False)
     space, evaluator = found.evaluator.space, found.evaluator
     plain = next(one for one in found.ranked if space.codec_choices[one.candidate.codec].outer == PLAIN)
-    alone = evaluator.outcome(Candidate(replace(plain.candidate.shape), plain.candidate.cut, "accumulate", 0))
+    alone = evaluator.outcome(replace(plain.candidate, schedule="accumulate", codec=0))
     size = 4 * sum(one.count for one in space.inputs.profile.parameters)
     assert plain.bytes_sent == pytest.approx(size / 16, rel=1e-3)
     parts = evaluator.parts(plain.candidate)

@@ -215,14 +215,10 @@ def whole_plan() -> Plan:
     """A plan that says something of everything."""
     return Plan.model_validate(
         {
-            "version": 1,
+            "version": 2,
             "model": {"name": "plain", "fingerprint": "0" * 16, "parameters": 10},
             "partition": {"stages": [{"units": ["a"]}, {"units": ["b"]}]},
-            "placement": {
-                "kind": "linear",
-                "replicas": 2,
-                "stages": [{"stage": 0, "worker": 0}, {"stage": 1, "worker": 1}],
-            },
+            "placement": {"layout": ["0,2", "1,3"]},
             "pipeline": {"schedule": "gpipe", "micro_batches": 4, "recompute": [0]},
             "sync": {
                 "bucket_bytes": 1 << 20,
@@ -247,7 +243,7 @@ def test_a_plan_says_everything_that_nobody_decided():
     mine = {"micro_batches", "compress", "memory_format", "replicas"}
     kept = resolve(TrainConfig(micro_batches=8, memory_format="contiguous"), 4, plan, mine)
     assert (kept.pipeline.micro_batches, kept.sync.codec, kept.channels_last) == (8, "none", False)
-    assert (kept.placement.replicas, kept.sync.bucket_bytes) == (2, 1 << 20)
+    assert (kept.layout.replicas, kept.sync.bucket_bytes) == (2, 1 << 20)
     with pytest.raises(UsageError, match="--stages 1 with a plan of 2 stages"):
         resolve(TrainConfig(), 4, plan, {"stages"})
     with pytest.raises(UsageError, match="--stages 3 with a plan of 2 stages"):
@@ -532,10 +528,11 @@ def planned_on_hosts(world: World, run_dir: Path, cache: str, hosts: str) -> Pla
         return planned_rank(world, run_dir, cache, {"steps": 4, "batch_size": 16})
 
 
-def test_hosts_of_one_and_of_two_workers_are_planned_by_default(tmp_path):
-    plans = run_ranks(planned_on_hosts, 3, tmp_path / "run", str(tmp_path / "cache"), "aab")
+def test_two_hosts_of_two_workers_are_planned_by_default(tmp_path):
+    plans = run_ranks(planned_on_hosts, 4, tmp_path / "run", str(tmp_path / "cache"), "aabb")
     assert plans[0].inputs is not None
-    assert {one.get("devices", 1) for one in plans[0].inputs["cluster"]["hosts"]} == {1, 2}
+    (hosts,) = plans[0].inputs["cluster"]["hosts"]
+    assert (hosts["count"], hosts["devices"]) == (2, 2)
     check_run(tmp_path / "run", steps=4)
 
 

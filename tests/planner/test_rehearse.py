@@ -52,7 +52,7 @@ def test_one_device_has_nobody_to_be_slowed_by_and_pipelines_have():
     slower = rehearsed(asked, [Rehearsal("none", 4, 1.2 * plain_ms(asked))])
     for candidate in Space(asked).candidates():
         one, other = (Evaluator(Space(each)).outcome(candidate).step_ms for each in (asked, slower))
-        if candidate.shape.workers == 1:
+        if candidate.layout.workers == 1:
             assert other == one
         elif candidate.schedule != "greedy":
             assert other > one

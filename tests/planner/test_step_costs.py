@@ -53,7 +53,7 @@ def test_handing_over_takes_time_that_stages_pay_and_a_whole_model_does_not():
     slow = Evaluator(Space(replace(asked, overhead_ms=1.0)))
     for candidate in slow.space.candidates():
         plain = Evaluator(Space(asked)).outcome(candidate).step_ms
-        if candidate.shape.stages == 1:
+        if candidate.layout.stages == 1:
             assert slow.outcome(candidate).step_ms == plain
         elif candidate.schedule != "greedy":
             assert slow.outcome(candidate).step_ms > plain
@@ -103,7 +103,7 @@ def test_noise_beyond_reason_is_doubted_but_not_taken_literally():
     noisy = chain([(5, 10), (5, 10)], [(8, 8), (8, 8)], noise=2.6)
     found = find_plan(inputs(noisy, cluster(2, 1e10)))
     assert found.noise == MOST_NOISE
-    assert found.chosen.candidate.shape.workers == 2, "twice as fast is no tie, whatever one measurement says"
+    assert found.chosen.candidate.layout.workers == 2, "twice as fast is no tie, whatever one measurement says"
 
 
 def times(noise: float, *forward: float) -> UnitTimes:
@@ -144,7 +144,7 @@ def test_the_least_memory_of_a_schedule_is_what_its_order_keeps():
         assert least <= outcome.memory_bytes * (1 + 1e-9)
         ordered = max(need for need, _ in evaluator.least_needs(candidate, make_order=True))
         assert least <= ordered <= outcome.memory_bytes * (1 + 1e-9)
-        if candidate.shape.lanes == 1:
+        if candidate.layout.lanes_each == 1:
             assert ordered == pytest.approx(outcome.memory_bytes)
             assert least == ordered or candidate.schedule == "greedy"
             checked.add(candidate.schedule)

@@ -15,7 +15,7 @@ def test_finalists_are_the_best_with_the_chosen_plan_and_plain_data_parallelism(
     assert answer.baselines["data parallel"] in chosen
     assert [one.score for one in chosen] == sorted(one.score for one in chosen)
     for one in chosen:
-        assert one.candidate.shape.stages == 1 or one.candidate.shape.workers in (1, 3)
+        assert one.candidate.layout.stages == 1 or one.candidate.layout.workers in (1, 3)
     assert len(finalists(answer, 1)) <= 3
 
 

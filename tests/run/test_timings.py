@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
 from hybridpar.run.timings import StepClock, StepTimes, Timings, combine
-from hybridpar.schedule.actions import parse_action, place_stages
+from hybridpar.schedule.actions import parse_action
 from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import simulate
@@ -101,7 +102,7 @@ def combined(found, replicas, step_ms=None):
 
 
 def shares(positions, micro_batches, replicas):
-    layout = place_stages(positions, positions)
+    layout = Layout.dealt(positions, positions)
     program = lower(make("gpipe", ScheduleRequest(layout, micro_batches)), layout, [1] * positions)
     costs = Costs((1.0,) * positions, (2.0,) * positions, buckets=((BucketCost(1),),) * positions)
     timeline = simulate(program, costs).timeline
@@ -161,7 +162,7 @@ def test_overlap_is_what_did_not_outlast_computation():
 
 
 def _accumulate():
-    layout = place_stages(1, 1)
+    layout = Layout.dealt(1, 1)
     return lower(make("gpipe", ScheduleRequest(layout, 1)), layout, [1])
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Layout, Schedule
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
 from hybridpar.schedule.check import Proof, check, failure
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import Program, QueueRun, dependencies, lower
 
 _LOWER = "Make the program with `hybridpar.schedule.program.lower`."

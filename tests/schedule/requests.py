@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar.schedule.actions import Kind, Schedule, place_stages
+from hybridpar.schedule.actions import Kind, Schedule
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import simulate
 
 
 def request(stages: int, lanes: int, kind: str = "linear", count: int = 4, **more) -> ScheduleRequest:
-    return ScheduleRequest(place_stages(stages, lanes, kind), count, **more)
+    return ScheduleRequest(Layout.dealt(stages, lanes, kind), count, **more)
 
 
 def step_ms(schedule: Schedule, wanted: ScheduleRequest) -> float:

@@ -1,4 +1,4 @@
-"""An action, a schedule and a layout mean the same wherever they are written down and read again."""
+"""An action and a schedule mean the same wherever they are written down and read again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from hybridpar.schedule.actions import (
     RECEIVES,
     SENDS,
     Action,
-    Edge,
     Kind,
-    Layout,
     make_schedule,
     parse_action,
-    place_stages,
     read_schedule,
 )
 
@@ -60,31 +57,6 @@ def test_texts_are_those_of_torch(text, action):
 def test_other_texts_are_refused(text):
     with pytest.raises(ScheduleError, match="is not an action"):
         parse_action(text)
-
-
-def test_placements():
-    assert place_stages(3, 3).lane_of == (0, 1, 2)
-    assert place_stages(6, 2, "loop").lane_of == (0, 1, 0, 1, 0, 1)
-    assert place_stages(6, 3, "v").lane_of == (0, 1, 2, 2, 1, 0)
-    two = place_stages(4, 4, workers=2)
-    assert two.worker_of == (0, 0, 1, 1)
-    assert [two.home(stage) for stage in range(4)] == [0, 0, 1, 1]
-    assert [two.crosses(edge) for edge in two.edges] == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("stages", "lanes", "kind", "workers"),
-    [(3, 2, "linear", None), (3, 2, "loop", None), (3, 2, "v", None), (4, 4, "linear", 3), (2, 2, "ring", None)],
-)
-def test_placements_that_do_not_fit_are_refused(stages, lanes, kind, workers):
-    with pytest.raises(ScheduleError, match=rf"{stages} stages do not fit {lanes} lane"):
-        place_stages(stages, lanes, kind, workers=workers)
-
-
-def test_edges_of_a_stage():
-    layout = Layout((0, 1, 2), (0, 1, 2), (Edge(0, 1), Edge(0, 2), Edge(1, 2)))
-    assert layout.into(2) == [Edge(0, 2), Edge(1, 2)]
-    assert layout.out_of(0) == [Edge(0, 1), Edge(0, 2)]
 
 
 @given(

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import Edge, Layout, Schedule, make_schedule, parse_action, place_stages, read_schedule
+from hybridpar.schedule.actions import Schedule, make_schedule, parse_action, read_schedule
 from hybridpar.schedule.check import Proof, check
+from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from tests.schedule.proof import check_program
 
-TWO = place_stages(2, 2)
+TWO = Layout.dealt(2, 2)
 
 
 def program_of(name: str = "1f1b", layout: Layout = TWO, count: int = 4) -> Program:
@@ -42,14 +43,14 @@ def refused(schedule: str) -> ScheduleError:
 
 
 def test_a_proof_counts():
-    layout = place_stages(4, 4, workers=2)
+    layout = Layout.dealt(4, 4, workers=2)
     schedule = make("1f1b", ScheduleRequest(layout, 6))
     assert check(schedule, layout) == Proof((4, 3, 2, 1), 27)
 
 
 def test_lanes_of_a_worker_are_added():
     """Each lane keeps its own pace, so only the sum of what each holds at most is sure."""
-    layout = place_stages(2, 2, workers=1)
+    layout = Layout.dealt(2, 2, workers=1)
     assert most_held(make("gpipe", ScheduleRequest(layout, 3)), layout, (1, 10)).worker_bytes == (33,)
 
 
@@ -89,15 +90,15 @@ def test_incomplete_schedules_are_refused(schedule, what):
 
 def test_a_schedule_of_nothing_is_refused_as_any_other():
     with pytest.raises(ScheduleError, match="stage 0 does nothing for micro-batch 0"):
-        check(Schedule("own", ((),), micro_batches=1), place_stages(1, 1))
+        check(Schedule("own", ((),), micro_batches=1), Layout.dealt(1, 1))
 
 
 def test_what_lower_makes_is_proved():
     for name, layout in (
-        ("1f1b", place_stages(4, 4)),
-        ("interleaved", place_stages(8, 4, "loop", workers=2)),
-        ("looped_bfs", place_stages(6, 3, "v")),
-        ("gpipe", Layout((0, 1, 2), (0, 1, 2), (Edge(0, 1, 1, 1), Edge(0, 2, 1, 1), Edge(1, 2, 1, 0)))),
+        ("1f1b", Layout.dealt(4, 4)),
+        ("interleaved", Layout.dealt(8, 4, "loop", workers=2)),
+        ("looped_bfs", Layout.dealt(6, 3, "v")),
+        ("gpipe", Layout.dealt(3, 3, edges=(Edge(0, 1, 1, 1), Edge(0, 2, 1, 1), Edge(1, 2, 1, 0)))),
     ):
         check_program(program_of(name, layout, 5))
 
@@ -154,7 +155,7 @@ def test_planted_faults_are_found(fault):
 
 def test_a_circle_through_two_pairs_of_workers_is_found():
     """Each of two workers waits in its queue for a transfer that the other has put behind its own."""
-    layout = Layout((0, 1, 0, 1), (0, 1), (Edge(0, 1, 1, 0), Edge(0, 3, 1, 0), Edge(2, 3, 1, 0)))
+    layout = Layout.dealt(4, 2, "loop", edges=(Edge(0, 1, 1, 0), Edge(0, 3, 1, 0), Edge(2, 3, 1, 0)))
     schedule = make_schedule(
         "own", [[parse_action(t) for t in row.split()] for row in ("0F0 2F0 0B0 2B0", "1F0 3F0 1B0 3B0")]
     )
@@ -166,7 +167,7 @@ def test_a_circle_through_two_pairs_of_workers_is_found():
 
 
 def test_the_fault_in_a_long_schedule_is_in_the_picture():
-    layout = place_stages(2, 2)
+    layout = Layout.dealt(2, 2)
     schedule = make("gpipe", ScheduleRequest(layout, 60))
     row = list(schedule.rows[1])
     row.remove(parse_action("1F50"))

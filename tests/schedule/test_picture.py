@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hybridpar.schedule.actions import parse_action, place_stages, read_schedule
+from hybridpar.schedule.actions import parse_action, read_schedule
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.picture import draw_schedule, run_lanes
 from hybridpar.schedule.schedules import ScheduleRequest, make
 
 
 def test_1f1b():
-    layout = place_stages(2, 2)
+    layout = Layout.dealt(2, 2)
     assert draw_schedule(make("1f1b", ScheduleRequest(layout, 3)), layout).splitlines() == [
         "        0  1  2  3  4  5  6  7  8  9  10 11",
         "lane 0  F0 F1 .  .  B0 -- F2 B1 -- .  B2 --",
@@ -17,7 +18,7 @@ def test_1f1b():
 
 
 def test_lanes_with_several_stages_name_them():
-    layout = place_stages(4, 2, "v")
+    layout = Layout.dealt(4, 2, "v")
     picture = draw_schedule(read_schedule("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"), layout)
     assert picture.splitlines() == [
         "        0   1   2   3   4   5   6   7   8   9   10  11",
@@ -27,7 +28,7 @@ def test_lanes_with_several_stages_name_them():
 
 
 def test_a_mark_points_at_its_cell():
-    layout = place_stages(2, 2)
+    layout = Layout.dealt(2, 2)
     lines = draw_schedule(
         make("gpipe", ScheduleRequest(layout, 3)), layout, mark=parse_action("0F2"), note="too many"
     ).splitlines()
@@ -36,7 +37,7 @@ def test_a_mark_points_at_its_cell():
 
 
 def test_what_is_left_out_is_said():
-    layout = place_stages(4, 4)
+    layout = Layout.dealt(4, 4)
     schedule = make("gpipe", ScheduleRequest(layout, 20))
     lines = draw_schedule(schedule, layout, width=80).splitlines()
     assert max(map(len, lines)) <= 80
@@ -48,13 +49,13 @@ def test_what_is_left_out_is_said():
 
 
 def test_lanes_that_wait_for_ever_have_question_marks():
-    layout = place_stages(2, 2)
+    layout = Layout.dealt(2, 2)
     picture = draw_schedule(read_schedule("0F0,0B0\n1B0,1F0\n"), layout)
     assert picture.splitlines()[1:] == ["lane 0  F0  B0?", "lane 1  B0? F0?"]
 
 
 def test_why_a_run_stops():
-    layout = place_stages(2, 2)
+    layout = Layout.dealt(2, 2)
     stopped = run_lanes(read_schedule("0F0,0B0\n1F0,1F1\n"), layout)
     assert [str(action) for action in stopped.stuck] == ["0B0", "1F1"]
     action, reason = stopped.why_stuck()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Edge, Kind, Layout, parse_action, read_schedule
-from hybridpar.schedule.actions import place_stages as place
+from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Kind, parse_action, read_schedule
+from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 
 LOOKS = [
-    ("1f1b", place(4, 4), 6),
-    ("interleaved", place(6, 2, "loop"), 5),
-    ("interleaved", place(8, 4, "loop", workers=2), 8),
-    ("looped_bfs", place(6, 3, "v"), 4),
-    ("gpipe", place(3, 3), 5),
+    ("1f1b", Layout.dealt(4, 4), 6),
+    ("interleaved", Layout.dealt(6, 2, "loop"), 5),
+    ("interleaved", Layout.dealt(8, 4, "loop", workers=2), 8),
+    ("looped_bfs", Layout.dealt(6, 3, "v"), 4),
+    ("gpipe", Layout.dealt(3, 3), 5),
 ]
 
 
@@ -24,7 +24,7 @@ def words(actions):
 
 
 def test_the_program_of_two_stages():
-    layout = place(2, 2)
+    layout = Layout.dealt(2, 2)
     program = lower(read_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"), layout, [2, 0])
     assert words(program.workers[0]) == (
         "0F0 0SEND_F0 0F1 0SEND_F1 0REPORT0 0RECV_B0 0B0 0RECV_B1 0B1 0SYNC0 0SYNC1 0REPORT1 0DECIDE 0STEP"
@@ -37,14 +37,14 @@ def test_the_program_of_two_stages():
 def test_optimizers_wait_for_the_decision_only_where_it_counts():
     schedule = read_schedule("0F0,0B0\n1F0,1B0\n")
     for commit, needs in ((True, "1REPORT1 1DECIDE"), (False, "1REPORT1")):
-        program = lower(schedule, place(2, 2), [0, 2], commit=commit)
+        program = lower(schedule, Layout.dealt(2, 2), [0, 2], commit=commit)
         assert words(program.needs[parse_action("1STEP")]) == needs
         assert words(program.needs[parse_action("1REPORT1")]) == "1B0 1SYNC0 1SYNC1"
 
 
 def test_what_waits_long_enough_leaves_and_comes_back_in_time():
     schedule = read_schedule("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n")
-    program = lower(schedule, place(1, 1), offload={0})
+    program = lower(schedule, Layout.dealt(1, 1), offload={0})
     assert words(program.workers[0]) == (
         "0F0 0PARK0 0F1 0PARK1 0F2 0FETCH0 0PARK2 0F3 0FETCH1 0PARK3 0REPORT0 0B0 0FETCH2 0B1 0FETCH3 0B2 0B3 "
         "0REPORT1 0DECIDE 0STEP"
@@ -53,16 +53,16 @@ def test_what_waits_long_enough_leaves_and_comes_back_in_time():
     assert words(program.needs[parse_action("0F2")]) == "0PARK0", "its memory is free by then"
     assert words(program.needs[parse_action("0B0")]) == "0F0 0FETCH0 0PARK2"
     assert program.queue_of(parse_action("0PARK0")) == program.queue_of(parse_action("0FETCH0")) == ("copy", 0, 0)
-    assert not [action for action in lower(schedule, place(1, 1)).needs if action.kind is Kind.PARK]
+    assert not [action for action in lower(schedule, Layout.dealt(1, 1)).needs if action.kind is Kind.PARK]
 
 
 def test_what_is_soon_needed_stays():
     schedule = read_schedule("0F0,0F1,0F2,0B0,0B1,0B2\n")
-    assert not [action for action in lower(schedule, place(1, 1), offload={0}).needs if action.kind is Kind.PARK]
+    assert not [action for action in lower(schedule, Layout.dealt(1, 1), offload={0}).needs if action.kind is Kind.PARK]
 
 
 def test_a_tensor_that_skips_a_stage_travels_directly():
-    layout = Layout((0, 1, 2), (0, 1, 2), (Edge(0, 1, 8, 8), Edge(0, 2, 8, 8), Edge(1, 2, 8, 8)))
+    layout = Layout.dealt(3, 3, edges=(Edge(0, 1, 8, 8), Edge(0, 2, 8, 8), Edge(1, 2, 8, 8)))
     program = lower(read_schedule("0F0,0B0\n1F0,1B0\n2F0,2B0\n"), layout)
     assert parse_action("0SEND_F0>2") in program.workers[0]
     assert parse_action("2RECV_F0>0") in program.workers[2]
@@ -75,13 +75,13 @@ def test_a_tensor_that_skips_a_stage_travels_directly():
 
 
 def test_what_needs_no_gradient_gets_none():
-    layout = Layout((0, 1), (0, 1), (Edge(0, 1, 8, 0),))
+    layout = Layout.dealt(2, 2, edges=[Edge(0, 1, 8, 0)])
     program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), layout)
     assert words(program.workers[0]) == "0F0 0SEND_F0 0REPORT0 0B0 0REPORT1 0DECIDE 0STEP"
 
 
 def test_nothing_travels_within_a_worker():
-    program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), place(2, 2, workers=1))
+    program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), Layout.dealt(2, 2, workers=1))
     assert words(program.workers[0]) == "0F0 0REPORT0 1F0 1REPORT0 1B0 0B0 1REPORT1 0REPORT1 0DECIDE 1STEP 0STEP"
 
 
@@ -120,7 +120,7 @@ def test_lanes_keep_the_order_of_the_schedule(name, layout, count):
 
 def test_one_thread_per_worker_with_blocking_transfers_comes_to_the_end():
     """The strictest reading of a program: everything in the order of the list, and a send waits for its receive."""
-    layout = place(8, 4, "loop")
+    layout = Layout.dealt(8, 4, "loop")
     program = lower(make("interleaved", ScheduleRequest(layout, 6)), layout)
     left = [list(actions) for actions in program.workers]
     done: set[Action] = set()
@@ -143,7 +143,7 @@ def test_one_thread_per_worker_with_blocking_transfers_comes_to_the_end():
 
 def test_a_circle_is_refused():
     with pytest.raises(ScheduleError, match="deadlocks: 0B0, 1F1 wait for ever"):
-        lower(read_schedule("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"), place(2, 2))
+        lower(read_schedule("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"), Layout.dealt(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,13 @@ def test_a_circle_is_refused():
 )
 def test_a_schedule_for_another_layout_is_refused(text, match):
     with pytest.raises(ScheduleError, match=match):
-        lower(read_schedule(text), place(2, 2))
+        lower(read_schedule(text), Layout.dealt(2, 2))
 
 
 def test_queues():
-    program = lower(make("1f1b", ScheduleRequest(place(4, 4, workers=2), 2)), place(4, 4, workers=2), [1] * 4)
+    program = lower(
+        make("1f1b", ScheduleRequest(Layout.dealt(4, 4, workers=2), 2)), Layout.dealt(4, 4, workers=2), [1] * 4
+    )
     assert program.queue_of(parse_action("3F0")) == ("compute", 1, 3)
     assert program.queue_of(parse_action("1SEND_F0")) == ("send", 0, 1)
     assert program.queue_of(parse_action("2RECV_F0")) == ("receive", 1, 0)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hybridpar.errors import ScheduleError, UsageError
-from hybridpar.schedule.actions import place_stages, read_schedule
+from hybridpar.schedule.actions import read_schedule
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
 from hybridpar.schedule.simulate import simulate
@@ -98,7 +99,7 @@ SHAPES = [("linear", lanes, lanes) for lanes in range(1, 9)] + [
 
 @pytest.mark.parametrize(("kind", "lanes", "stages"), SHAPES)
 def test_every_schedule_is_proved(kind, lanes, stages):
-    layout = place_stages(stages, lanes, kind)
+    layout = Layout.dealt(stages, lanes, kind)
     proved = 0
     for name in sorted(set(SCHEDULES) - {"greedy"}):
         for count in (1, 2, 3, 5, 8, 13, 32):
@@ -117,7 +118,7 @@ def test_every_schedule_is_proved(kind, lanes, stages):
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("count", [1, 3, 8, 17])
 def test_what_is_held(stages, count):
-    layout = place_stages(stages, stages)
+    layout = Layout.dealt(stages, stages)
     names = ("gpipe", "looped_bfs", "1f1b")
     held = {name: prove(make(name, ScheduleRequest(layout, count)), layout).peak_in_flight for name in names}
     assert held["gpipe"] == held["looped_bfs"] == (count,) * stages

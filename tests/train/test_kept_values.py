@@ -84,7 +84,7 @@ def trainer_of(net: nn.Module | DeferredModel, world: World | None = None, **opt
 
 
 def share(world: World, trainer: Trainer) -> tuple[Tensor, Tensor]:
-    replicas = trainer.plan.placement.replicas
+    replicas = trainer.plan.layout.replicas
     return X.chunk(replicas)[world.rank % replicas], Y.chunk(replicas)[world.rank % replicas]
 
 

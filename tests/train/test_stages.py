@@ -95,10 +95,10 @@ def trained_by(world: World, plan: Plan) -> tuple[list[int], dict[str, torch.Ten
 
 
 def test_stages_run_on_the_workers_that_the_plan_names() -> None:
-    ((stages, alone),) = run_ranks(trained_by, 1, placed(3, (0, 0), (1, 0), (2, 0)))
+    ((stages, alone),) = run_ranks(trained_by, 1, placed((0, 0), (1, 0), (2, 0)))
     assert stages == [0, 1, 2]
     for places in [((1, 0), (0, 0), (1, 0)), ((1, 0), (1, 0), (0, 0))]:
-        moved = run_ranks(trained_by, 2, placed(3, *places))
+        moved = run_ranks(trained_by, 2, placed(*places))
         assert [stages for stages, _ in moved] == [
             [stage for stage in range(3) if places[stage][0] == rank] for rank in range(2)
         ]

@@ -57,7 +57,7 @@ class Trial:
             own = self._place(world, run)
             if own is None:
                 return
-            replicas, replica = run.placement.replicas, run.placement.replica_of(own.rank)
+            replicas, replica = run.layout.replicas, run.layout.replica_of(own.rank)
             count = run.pipeline.micro_batches
             shares = run.placement.shares or (1.0,) * replicas
             counts = allot(len(targets), shares, FEWEST_PER_PART * count, idle=True, in_pairs=False)
@@ -82,7 +82,7 @@ class Trial:
     def _place(self, world: World, run: ResolvedPlan) -> World | None:
         """The workers of the plan, of which this is one; None where it is not."""
         lanes = run.sync.groups
-        workers = sum(map(len, run.placement.ranks))
+        workers = run.layout.workers
         if workers == world.size:
             made = World.join(lanes=lanes, timeout=world.timeout, device=world.device)
         else:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
 from hybridpar.registry import Registry
-from hybridpar.schedule.actions import Action, Kind, Layout, Schedule
+from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.costs import Costs, Link
+from hybridpar.schedule.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def register_schedule(
     return enter
 
 
-def planned_schedules(placement: str) -> tuple[str, ...]:
+def planned_schedules(placement: str | None) -> tuple[str, ...]:
     """Names of the schedules that the planner tries for a placement; those that search themselves come last.
 
     Args:

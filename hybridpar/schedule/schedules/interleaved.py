@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import Action, Kind, Layout, Schedule
+from hybridpar.schedule.actions import Action, Kind, Schedule
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules.base import ScheduleRequest, register_schedule
 from hybridpar.schedule.schedules.one_forward_one_backward import in_turns
 

@@ -36,10 +36,10 @@ def of_each_kind(answer: Answer) -> dict[str, Plan]:
     found: dict[str, Plan] = {}
     for outcome in answer.ranked:
         candidate = outcome.candidate
-        shape = candidate.shape
+        shape = candidate.layout
         if shape.stages > 1 and shape.workers < answer.evaluator.space.workers:
             continue
-        key = f"{shape.stages} on {shape.positions} x {shape.replicas}, {shape.placement} {candidate.schedule}"
+        key = f"{shape.stages} on {shape.positions} x {shape.replicas}, {shape.kind} {candidate.schedule}"
         found.setdefault(key, plan_of(answer, outcome))
     return found
 
@@ -84,7 +84,7 @@ def refused(world: World, text: str) -> str:
 
 
 def test_a_pipeline_on_a_part_of_the_workers_is_refused():
-    outcome = next(one for one in searched().ranked if one.candidate.shape.positions == 2)
+    outcome = next(one for one in searched().ranked if one.candidate.layout.positions == 2)
     text = plan_of(searched(), outcome).to_json()
     assert "a pipeline on 2 of 3 workers" in run_ranks(refused, 3, text)[0]
 

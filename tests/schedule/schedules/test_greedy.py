@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import Edge, place_stages
+from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
@@ -27,7 +27,7 @@ def uneven_requests(draw):
     times = st.floats(0.5, 4).map(lambda time: round(time, 2))
     forward, backward = (tuple(draw(times) for _ in range(stages)) for _ in range(2))
     saved = tuple(draw(st.integers(1, 20)) for _ in range(stages))
-    layout = place_stages(stages, lanes, kind, workers=workers, edges=sorted(edges, key=lambda e: (e.source, e.target)))
+    layout = Layout.dealt(stages, lanes, kind, workers=workers, edges=sorted(edges, key=lambda e: (e.source, e.target)))
     return ScheduleRequest(
         layout,
         draw(st.integers(1, 7)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar.schedule.actions import place_stages
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from tests.schedule.proof import prove
 from tests.schedule.requests import order_of_torch, own_order, request, step_ms
@@ -29,6 +29,6 @@ def test_interleaving_divides_the_bubble(lanes, chunks, count):
 def test_interleaved_never_locks():
     for lanes in range(1, 9):
         for chunks in range(1, 5):
-            layout = place_stages(lanes * chunks, lanes, "loop")
+            layout = Layout.dealt(lanes * chunks, lanes, "loop")
             for count in range(1, 33):
                 prove(make("interleaved", ScheduleRequest(layout, count)), layout)
