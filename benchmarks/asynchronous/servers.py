@@ -33,7 +33,7 @@ from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
 from hybridpar.models import build_model, seed_everything
 from hybridpar.optim.losses import as_sum
-from hybridpar.pipeline.step import StepInput
+from hybridpar.pipeline.step import StepRequest
 from hybridpar.planner.resolve import resolve
 from hybridpar.server import Rules
 from hybridpar.server.checkpoints import shard_starts
@@ -130,7 +130,7 @@ class Party:
         """Push a gradient, where this rank trains; what came for it."""
         if self.engine is None:
             return None
-        self.engine.step(StepInput([(images, labels)], len(labels), workers * len(labels), stop=stop))
+        self.engine.step(StepRequest([(images, labels)], len(labels), workers * len(labels), stop=stop))
         return self.engine.gradients.answer
 
     def close(self) -> None:

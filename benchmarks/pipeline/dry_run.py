@@ -64,7 +64,7 @@ class DryRun:
         self._batches = list(zip(images.chunk(count), labels.chunk(count), strict=True))
         borders = BorderTable(stages, stages)
         self._input = stages[0].model_inputs[0]
-        facts = borders.at({self._input: self._batches[0][0]})
+        facts = borders.at({self._input: self._batches[0][0]}, None)
         self._gradient_names = facts.gradients
         self._arriving = {name: torch.randn(part.shape) for name, part in facts.parts.items()}
         self._consumers = {index: consumers_of(stages, index) for index in range(len(stages))}
@@ -75,10 +75,9 @@ class DryRun:
             last = index == len(stages) - 1
             run = StageRun(stage, self._consumers[index], self._mailbox, loss=F.cross_entropy if last else None)
             lane = self._lanes.open(f"stage {index}")
-            local = self._stages[index] = LocalStage(
+            self._stages[index] = LocalStage(
                 run, lane, self._lanes, World(), [], SyncOptions(), count, optimizer_step(stage)
             )
-            run.attach(local.after_forward, local.state_now, local.seeing)
         self._step = 0
 
     def run(self) -> dict[tuple[int, str], float]:

@@ -17,7 +17,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.partition.cost import Link
 from hybridpar.partition.planning import stages_from_plan
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.pipeline.step import LateOutcome
+from hybridpar.pipeline.step import LateOutcome, StepRequest
 from hybridpar.plan import Plan
 from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
@@ -81,7 +81,8 @@ class Ours:
 
     def step(self) -> None:
         """One step, to its end."""
-        self.outcome = self.engine.step(self.micro_batches, self.setting.batch)
+        samples = sum(len(labels) for _, labels in self.micro_batches)
+        self.outcome = self.engine.executor.step(StepRequest(self.micro_batches, samples), self.setting.batch)
         self.engine.wait()
 
     def loss(self) -> float:

@@ -188,7 +188,6 @@ def make_costs(program: Program, times: dict[tuple[int, str], float], channel: C
         step_ms=of(Kind.STEP),
         overhead_ms=channel.submit_ms,
         link=channel.link,
-        commit=True,
         control_ms=channel.control_ms,
     )
 

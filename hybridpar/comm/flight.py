@@ -205,6 +205,7 @@ class _Noted:
     def __exit__(self, *raised: object) -> None:
         if self._range is not None:
             self._range.__exit__(None, None, None)
+            self._range = None
         memory = self._recorder._memory
         # By now the entry may be another note's.
         if self._count and _NUMBER.unpack_from(memory, self._offset)[0] == self._count:

@@ -17,7 +17,7 @@ from hybridpar.schedule.spans import Span, StepSpans, joint_bubble
 _SEND_OF = {Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD}
 
 #: Kinds of queues in the order in which they are shown.
-QUEUES = ("compute", "send", "receive", "sync")
+QUEUES = ("compute", "send", "receive", "sync", "control", "copy")
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,12 @@ def describe_action(action: Action) -> str:
             return f"sync bucket {action.index} stage {action.stage}"
         case Kind.STEP:
             return f"optimizer stage {action.stage}"
+        case Kind.REPORT:
+            return f"report on {'gradients' if action.index else 'forward passes'} stage {action.stage}"
+        case Kind.DECIDE:
+            return "decision of all workers"
+        case Kind.PARK | Kind.FETCH:
+            return f"{action.kind.value.lower()} micro-batch {action.index} stage {action.stage}"
         case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
             return f"send {action.kind.value[-1]}{action.index} to stage {action.peer}"
         case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:

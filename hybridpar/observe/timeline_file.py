@@ -154,7 +154,7 @@ def _process(row: TimelineRow) -> int:
 
 def _thread_order(key: tuple[int, str, int]) -> tuple[int, int, int]:
     process, queue, lane = key
-    return process, ("steps", "compute", "sync", "send", "receive").index(queue), lane
+    return process, ("steps", *QUEUES).index(queue), lane
 
 
 def _names(timeline: Timeline, threads: Mapping[tuple[int, str, int], int]) -> Iterator[dict[str, Any]]:

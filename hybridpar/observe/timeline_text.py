@@ -119,9 +119,9 @@ def strips(rows: Sequence[TimelineRow], layout: Layout, end_ms: float, width: in
 
 
 def _lines(rows: Sequence[TimelineRow], layout: Layout) -> Iterator[tuple[str, TimelineRow, list[Span]]]:
-    """Every lane of every worker with its name; receives are left out, as their sends are shown."""
+    """Every lane of every worker that computes, sends or sums; receives are seen in their sends."""
     for row in rows:
-        lanes = [item for item in row.queues().items() if item[0][0] != "receive"]
+        lanes = [item for item in row.queues().items() if item[0][0] in ("compute", "send", "sync")]
         counts = {queue: sum(1 for (one, _), _ in lanes if one == queue) for (queue, _), _ in lanes}
         for number, ((queue, lane), spans) in enumerate(lanes):
             if queue == "send":

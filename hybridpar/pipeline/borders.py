@@ -23,7 +23,7 @@ from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.models.deferred import imagined, storage_of
 from hybridpar.models.state import same_attributes
-from hybridpar.pipeline.stage_module import StageModule, WholeModel, consumers_of, device_of, module_of
+from hybridpar.pipeline.stage_module import StageModule, consumers_of, device_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
 from hybridpar.schedule.layout import Edge
 from hybridpar.sync.batchnorm import BufferRollback, without_replicas
@@ -51,9 +51,6 @@ class BorderFacts:
         return math.prod(part.shape) * part.dtype.itemsize
 
 
-_NOTHING = BorderFacts(saved_bytes=[0])
-
-
 class BorderTable:
     """Knows what crosses the borders of stages, for every size of micro-batch."""
 
@@ -70,7 +67,7 @@ class BorderTable:
         *,
         own_only: bool = False,
     ) -> None:
-        self._stages = stages
+        self.stages = stages
         self._own_only = own_only
         self._context = context
         self._compiled = compiled
@@ -85,7 +82,6 @@ class BorderTable:
         self._parameters = [parameter for stage in stages for parameter in module_of(stage).parameters()]
         #: Which parameters are trained, of which the facts are known.
         self.trainable: tuple[bool, ...] = ()
-        self._is_whole = isinstance(stages[0], WholeModel)  # has no borders
         self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
 
     def names(self, source: int, target: int) -> list[str]:
@@ -94,36 +90,29 @@ class BorderTable:
 
     def follow_trainable(self) -> None:
         """Forget all facts where parameters were frozen or thawed since they were found."""
-        if self._is_whole:
-            return
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
+        trainable = tuple([parameter.requires_grad for parameter in self._parameters])
         if trainable != self.trainable:
             self.trainable = trainable
             self._known.clear()
 
-    def knows(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether `at` can answer for a micro-batch without running the stages."""
-        return self._is_whole or _key_of(inputs) in self._known
-
-    def at(self, inputs: Mapping[str, Tensor], target: Any = None) -> BorderFacts:
-        """The facts for a micro-batch."""
-        if self._is_whole:
-            return _NOTHING
-        key = _key_of(inputs)
+    def at(self, inputs: Mapping[str, Tensor], target: Any, wait: Callable[[], None] = lambda: None) -> BorderFacts:
+        """The facts for a micro-batch; where they are not known the stages are run, once who uses them has ended."""
+        key = tuple([(name, tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in inputs.items()])
         if key not in self._known:
+            wait()
             self._known[key] = self._run(inputs, target)
             self.first = self.first or self._known[key]
         return self._known[key]
 
     def evaluated(self, inputs: Mapping[str, Tensor]) -> dict[str, MessagePart]:
         """What crosses the borders in evaluation, where no worker holds all stages; these are in that mode."""
-        key = "evaluation", *_key_of(inputs)
+        key = "evaluation", *[(name, tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in inputs.items()]
         if key not in self._known:
             facts = BorderFacts()
             device = next(iter(inputs.values())).device
-            with imagined(nn.ModuleList(map(module_of, self._stages)), device) as mode:
+            with imagined(nn.ModuleList(map(module_of, self.stages)), device) as mode:
                 values: dict[str, Tensor] = tree_map_only(Tensor, mode.from_tensor, dict(inputs))
-                for stage in self._stages[:-1]:
+                for stage in self.stages[:-1]:
                     result = module_of(stage)(*(values[border.name] for border in stage.inputs))
                     values.update(zip((border.name for border in stage.outputs), result, strict=True))
                     facts.parts |= {border.name: MessagePart.of(values[border.name]) for border in stage.outputs}
@@ -143,7 +132,7 @@ class BorderTable:
     def _run(self, inputs: Mapping[str, Tensor], target: Any) -> BorderFacts:
         if self._own_only:
             device = next(iter(inputs.values())).device
-            with imagined(nn.ModuleList(map(module_of, self._stages)), device) as mode:
+            with imagined(nn.ModuleList(map(module_of, self.stages)), device) as mode:
                 imagine = partial(tree_map_only, Tensor, mode.from_tensor)
                 return self._run_all(imagine(dict(inputs)), imagine(target))
         return self._run_all(inputs, target)
@@ -155,7 +144,7 @@ class BorderTable:
         values: dict[str, Tensor] = dict(inputs)
         device = next(iter(inputs.values())).device
         with numbers_of_its_own(device, self._compiled), self._context():
-            for stage, forward in zip(self._stages, self._forwards, strict=True):
+            for stage, forward in zip(self.stages, self._forwards, strict=True):
                 module = module_of(stage)
                 rollback = BufferRollback(module)
                 home = device_of(module, device)
@@ -182,7 +171,7 @@ class BorderTable:
                     saved = sum(storage.nbytes() for storage in storages.values())
                 facts.saved_bytes.append(saved)
                 named = dict(zip((border.name for border in stage.inputs), leaves, strict=True))
-                if stage is self._stages[-1]:
+                if stage is self.stages[-1]:
                     result = result if self._loss is None else self._loss(result, target)
                     used = _leaves_behind(tree_leaves(result), named)
                     break
@@ -222,10 +211,6 @@ def _require_known_gradient(stage: int, border: Any, tensor: Tensor) -> None:
             "Whether gradients flow back over a border is found out when the model is cut.",
             "Thaw all parameters that are to be trained at any time before that; they may be frozen after it.",
         )
-
-
-def _key_of(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.stride()) for name, tensor in inputs.items())
 
 
 def _call(

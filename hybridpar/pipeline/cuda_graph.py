@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
-from hybridpar.pipeline.step import StepInput
+from hybridpar.pipeline.step import StepRequest
 
 _log = logging.getLogger(__name__)
 
@@ -112,14 +112,14 @@ class StepGraph(Generic[_Issued]):
         """Whether there is a graph to replay."""
         return self._graph is not None
 
-    def step(self, given: StepInput) -> _Issued | None:
+    def step(self, request: StepRequest, global_samples: float | None) -> _Issued | None:
         """Run a step."""
-        micro_batches, global_samples = given.micro_batches, given.global_samples
+        micro_batches = request.micro_batches
         if global_samples is None:
             self._stop_trying("the samples of the other workers are not known; give batches with `global_samples`")
         if self.reason is not None or global_samples is None:
             return None
-        shape = _Shape.of(micro_batches, given.samples, global_samples)
+        shape = _Shape.of(micro_batches, request.samples, global_samples)
         flags_of_model = [one.requires_grad for one in self._parameters] + [one.training for one in self._modules]
         # The largest step is the usual one. All workers see the same sizes, so all begin anew in the same step.
         if self._shape is None or flags_of_model != self._flags_of_model or global_samples > self._shape.global_samples:
@@ -129,7 +129,7 @@ class StepGraph(Generic[_Issued]):
             return None
         if self._graph is None and self._left == 0 and not self._capture():
             return None
-        self._fill(micro_batches, given.rate_factor, (given.stop, given.save))
+        self._fill(micro_batches, request.rate_factor, (request.stop, request.save))
         if self._graph is None:
             return self._warm_up()
         self._graph.replay()

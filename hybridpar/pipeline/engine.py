@@ -41,10 +41,8 @@ from hybridpar.pipeline.stage_module import (
     refresh,
 )
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
-from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.schedule.layout import Edge
-from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
 
@@ -82,7 +80,6 @@ class PipelineEngine:
         self.world = world
         self._lanes = lanes
         self._all_stages = list(stages)
-        self._input_names = tuple(stages[0].model_inputs)
         #: Number of random operations of every stage that has any.
         self.random_stages: dict[int, int] = {}
         layout = options.layout
@@ -111,7 +108,6 @@ class PipelineEngine:
                 "One worker alone may drive several devices, each lane one; gradients meet between workers of one.",
                 "Start a worker per device.",
             )
-        self._sums = callable(getattr(loss, "count", None))
         names = dict(model.named_parameters())
         policy = agree_on_policy(options.sync.codec, names, world.gather)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
@@ -225,7 +221,6 @@ class PipelineEngine:
                 after_step(module_of(stage)) if after_step is not None else None,
                 self._make_reducer,
             )
-            run.attach(local.after_forward, local.state_now, local.seeing)
             if options.devices:
                 run.move_to(local.lane.device)
             self.stages[index] = local
@@ -233,7 +228,6 @@ class PipelineEngine:
         self.executor = Executor(
             self.stages,
             self.borders,
-            self._make_program,
             self.grid,
             self.world,
             None if apart else replicas,
@@ -243,27 +237,11 @@ class PipelineEngine:
             options,
             sync_lanes=max(1, len(sync_lanes)),
             whole=self.is_whole,
+            sums_losses=callable(getattr(loss, "count", None)),
+            copies=self._copies,
         )
 
-    # ------------------------------------------------------------------ a step
-
-    def step(
-        self,
-        micro_batches: Sequence[tuple[Any, Any]],
-        global_samples: float | Callable[[], float],
-        *,
-        rate_factor: float = 1.0,
-        stop: bool = False,
-        save: bool = False,
-    ) -> LateOutcome:
-        """Issue one step on this replica's share of a global batch. Does not wait for it."""
-        if self._copies:
-            refresh(self._copies)
-        return self.executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
-
-    def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: float, flags: Tensor) -> StepState:
-        """Issue the work of a step that is to be captured, or is a rehearsal of that. `Executor.adopt` counts it."""
-        return self.executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
+    # ----------------------------------------------------------- between steps
 
     def wait(self) -> None:
         """Wait until every step that was issued is done."""
@@ -393,7 +371,7 @@ class PipelineEngine:
     def evaluate(self, inputs: Any) -> Any:
         """The model's output, stage by stage, each on its device; `collect` and `use_graphs` come before."""
         refresh(self._copies)
-        values = self._named(inputs)
+        values = self.executor.name_inputs(inputs)
         start = next(iter(values.values())).device
         result: Any = None
         for stage in self._all_stages:
@@ -408,7 +386,7 @@ class PipelineEngine:
         """This worker's part of the model's evaluation of a batch, which goes through the stages of a replica."""
         assert self.grid is not None
         stages, layout = self._all_stages, self._layout
-        values, result = self._named(inputs), None
+        values, result = self.executor.name_inputs(inputs), None
         parts = self.borders.evaluated(values)
         for stage in stages:
             home, result = layout.home(stage.index), None
@@ -435,19 +413,6 @@ class PipelineEngine:
         sync, lanes = self.options.sync, self.options.layout.lanes_each
         return self.options.sync_lanes + lanes * (sync.sync_batch_norm + sync.shard_optimizer)
 
-    # ---------------------------------------------------------------- programs
-
-    def _make_program(self, micro_batches: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
-        options = self.options
-        layout = options.layout.replica(self.replica, edges)
-        return lower(
-            options.order(layout, micro_batches),
-            layout,
-            [buckets.get(index, 0) for index in range(layout.stages)],
-            forward_ms=options.forward_ms,
-            backward_ms=options.backward_ms,
-        )
-
     def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
         module: Any = module_of(stage)
         if self.is_whole:
@@ -457,18 +422,6 @@ class PipelineEngine:
             module.recompile()
             self.random_stages[stage.index] = count
         return torch.compile(module) if compiled else module
-
-    def _batches(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[MicroBatch]:
-        return [self._micro_batch(inputs, targets) for inputs, targets in micro_batches]
-
-    def _micro_batch(self, inputs: Any, targets: Any) -> MicroBatch:
-        named = self._named(inputs)
-        samples = int((targets if isinstance(targets, Tensor) else next(iter(named.values()))).shape[0])
-        return MicroBatch(named, targets, samples, 1 if self._sums else samples)
-
-    def _named(self, inputs: Any) -> dict[str, Tensor]:
-        given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        return dict(zip(self._input_names, given, strict=True))
 
 
 def _names(stage: StageModule) -> tuple[list[str], list[str], list[str]]:

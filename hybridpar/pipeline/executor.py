@@ -1,9 +1,9 @@
 """Runs a program: issues a step's actions, in order, to lanes.
 
-One host thread goes through this worker's actions. Computation goes to the lane of its stage, transfers to one lane
-per peer and direction, sums of gradients to sync lanes, and each waits for the events of what it needs and nothing
-else. No wait names an event that was not issued before, so nothing can deadlock, and the host never waits within a
-step: it issues the next one while this one runs, one step ahead at most.
+The host thread goes through this worker's actions. Computation goes to the lane of its stage, transfers to a lane for
+each peer and direction, sums of gradients to sync lanes, control messages and copies to the host's memory to lanes for
+these, and each action waits for the events of what it needs and nothing else. No wait names an event that was not
+issued before, so nothing can deadlock, and the host never waits within a step: it issues the next step while this runs.
 
 The lane of a model that is not cut is the host thread itself. There, a pass runs while it is issued, and hooks of the
 backward pass issue the sums of gradients.
@@ -12,60 +12,71 @@ backward pass issue the sums of gradients.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
+from hybridpar.comm.flight import noted
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.rendezvous import first_line
-from hybridpar.comm.transport import Channel
+from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
-from hybridpar.pipeline.offload import moves
+from hybridpar.pipeline.stage_module import refresh
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Kind
+from hybridpar.schedule.actions import COMPUTE, Action, Kind
 from hybridpar.schedule.layout import Edge
-from hybridpar.schedule.program import Program
+from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.reducer import StepGradients
+
+#: What a worker does in a step also where it has no sample: its gradients are zero, and added to those of the others.
+_WITHOUT_SAMPLES = frozenset({Kind.SYNC, Kind.REPORT, Kind.DECIDE, Kind.STEP})
 
 
 @dataclass(frozen=True)
-class _Issue:
+class _Item:
     """What is known of an action of this worker before a step.
 
     Attributes:
         action: The action.
-        name: What notes call it.
-        queue: Where it runs.
-        needs: What must be done before it, of this worker and in other queues.
-        is_needed: Another queue of this worker needs it.
-        is_last: It is the last backward pass of its stage.
-        is_last_forward: It is the last forward pass of its stage.
-        parks: What it saves moves to the host's memory.
-        release: A forward pass that has left the device by then: its memory is freed before this.
-        fetch: A forward pass whose backward pass is the next one of this lane: what it saved comes back beside this.
+        index: Its micro-batch or bucket, or which report it is.
+        note: Names it in the flight record while it runs.
+        queue: Where the program has it.
+        lane: Where it runs. A sum of gradients has the lane of its stage here: the reducer issues it.
+        issue: Issues it, on the host.
+        work: Does it, on its lane.
+        prepare: What comes before that on the lane of its stage.
+        needs: What must be done before it, of this worker and on other lanes.
+        is_needed: Something waits for it.
+        frees: What has left the device by then: its memory is freed before a pass.
+        parks: What a forward pass saves moves to the host's memory.
     """
 
     action: Action
-    name: str
+    index: int
+    note: AbstractContextManager[None]
     queue: Queue
+    lane: Lane
+    issue: _Step
+    work: _Step
+    prepare: _Step | None
     needs: tuple[Action, ...]
     is_needed: bool
-    is_last: bool
-    is_last_forward: bool
-    parks: bool = False
-    release: Action | None = None
-    fetch: Action | None = None
+    frees: tuple[Action, ...]
+    parks: bool
+
+
+_Step = Callable[[StepState, _Item], None]
 
 
 class Executor:
@@ -75,7 +86,6 @@ class Executor:
         self,
         stages: Mapping[int, LocalStage],
         borders: BorderTable,
-        make_program: Callable[[int, tuple[Edge, ...], Mapping[int, int]], Program],
         grid: Grid | None,
         world: World,
         replicas: World | None,
@@ -86,11 +96,15 @@ class Executor:
         *,
         sync_lanes: int,
         whole: bool,
+        sums_losses: bool,
+        copies: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         self.stages = stages
         self.borders = borders
-        self._make_program = make_program
+        self._options = options
+        self._input_names = tuple(borders.stages[0].model_inputs)
         self._position, self._ranks = (0, (0,)) if grid is None else (grid.position, grid.ranks)
+        self._replica = options.layout.replica_of(world.rank)
         self._world = world
         self._replicas = replicas
         self._micro_batches = micro_batches
@@ -106,77 +120,88 @@ class Executor:
         self._offload = () if whole else options.offload
         moved = {stages[index].lane: None for index in sorted(stages.keys() & set(self._offload))}
         self._copiers = {lane: lanes.open(f"copy of {lane.name}", device=lane.device) for lane in moved}
-        self._copied: dict[Action, Event] = {}  # by the forward pass: when it left, or came back
         self._agreement = Agreement(stages, world, lanes, whole=whole)
         self._whole = whole
         self._inline = whole and lanes.device.type == "cpu"
         self._sync_lanes = sync_lanes
+        self._sums_losses = sums_losses
+        self._copies = copies
         # The decision then stays on the device, where the optimizers read it.
         self._on_device = options.sync.guard and (lanes.device.type == "cuda" or options.capture)
         self._record = (options.record and not options.devices) or None  # None leaves it to the kind of device
-        self._programs: dict[tuple[Any, ...], tuple[Program, list[_Issue], dict[int, dict[int, _Issue]]]] = {}
-        self._sums: dict[int, dict[int, _Issue]] = {}  # of gradients in the step under way, by stage and bucket
+        self._programs: dict[tuple[Any, ...], tuple[Program, list[_Item], list[_Item]]] = {}
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
         self.steps = 0
         #: The program of the last step.
         self.program: Program | None = None
+        lanes_of_stages = dict.fromkeys(stage.lane for stage in stages.values())
+        #: Lanes that begin behind what the host has issued, and those that end a step.
+        self._first_lanes = [lane for lane in (self._agreement.lane, *lanes_of_stages) if lane is not lanes.caller]
+        self._last_lanes = [] if self._inline else [*lanes_of_stages]
 
-    def step(self, request: StepRequest) -> LateOutcome:
-        """Issue a step. Waits only for the step before the last one."""
+    # ------------------------------------------------------------------ a step
+
+    def step(self, request: StepRequest, total: float | Callable[[], float]) -> LateOutcome:
+        """Issue a step, whose losses are divided by a total. Waits only for the step before the last one."""
         self.recover()
         while len(self._running) > 1:
             self._running.pop(0).wait()
-        return self._outcome(self.issue(request))
+        return self._outcome(self.issue(request, total))
 
-    def issue(self, request: StepRequest) -> StepState:
+    def issue(self, request: StepRequest, total: float | Callable[[], float]) -> StepState:
         """Issue the work of a step, without counting it as done."""
+        if self._copies:
+            refresh(self._copies)
         self._rebuild_buckets()
-        idle, facts = not request.micro_batches, [] if self._whole else self._facts(request)
-        self.program, issues, self._sums = self._program(request, facts[0] if facts else None)
-        # What is captured runs many times, so it has no times of its own.
-        spans = SpanRecorder(self._lanes.device, enabled=self._record if request.flags is None else False)
-        step = StepState(self.steps + 1, request, facts, spans)
+        inputs = [self.name_inputs(given) for given, _ in request.micro_batches]
+        facts = [] if self._whole else self._facts(request, inputs)
+        self.program, items = self._program(len(inputs), facts[0] if facts else None)
+        # What is captured runs many times, so it has no times to be recorded.
+        captured = request.flags is not None
+        spans = SpanRecorder(self._lanes.device, enabled=False if captured else self._record)
+        rate, waited_ms = None if captured else request.rate_factor, 0.0 if self._whole else None
+        step = StepState(self.steps + 1, request, total, rate, inputs, facts, spans, waited_ms)
+        self._begin(step, items)
+        for item in items:
+            item.issue(step, item)
+        self._ends = [lane.record() for lane in self._last_lanes]
+        # A send whose bytes have left may still be at work when the step that it belongs to is decided.
+        step.ends = self._ends + [lane.record() for _, lane in self._senders.values()]
+        return step
+
+    def _begin(self, step: StepState, items: Sequence[_Item]) -> None:
+        """Begin the step of every stage, behind what the host has issued so far."""
         for index, stage in self.stages.items():
             step.flights[index] = stage.gradients.new_step()
-        given = self._lanes.caller.record()
+        if self._first_lanes:
+            given = self._lanes.caller.record()
+            for lane in self._first_lanes:
+                lane.wait(given)
         for index, stage in self.stages.items():
             flight = step.flights[index]
-            stage.lane.wait(given)
             stage.lane.submit(partial(stage.start, step.number, flight))
             if stage.replicas.size > 1:
-                self._note_sums(spans, index, flight)
+                sums = [item for item in items if item.action.kind is Kind.SYNC and item.action.stage == index]
+                self._note_sums(step.spans, index, flight, {item.index: item for item in sums})
             stage.gradients.begin(flight)
-        self._agreement.lane.wait(given)
         # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
         for _, lane in self._receivers.values():
             for event in self._ends:
                 lane.wait(event)
-        for one in issues:
-            if one.action.kind is Kind.STEP:
-                began = time.perf_counter()
-                if step.decided is None:
-                    self._agreement.reach(step)
-                self._apply(step, one, began)
-                continue
-            if not idle:
-                self._issue(step, one)
-            elif one.action.kind is Kind.SYNC or one.is_last:
-                self._issue_idle(step, one)
-            if one.is_last_forward:
-                self._agreement.share_forward(step, one.action.stage)
-        self._ends = list(step.ends)
-        # A send whose bytes have left may still be at work when the step that it belongs to is decided.
-        for _, lane in self._senders.values():
-            step.ends.append(lane.record())
-        return step
 
-    def _facts(self, request: StepRequest) -> list[BorderFacts]:
+    def name_inputs(self, given: Any) -> dict[str, Tensor]:
+        """The model's inputs by name."""
+        return dict(zip(self._input_names, given if isinstance(given, (tuple, list)) else (given,), strict=True))
+
+    def _facts(self, request: StepRequest, inputs: Sequence[Mapping[str, Tensor]]) -> list[BorderFacts]:
         """What crosses the borders between stages in each micro-batch."""
         self.borders.follow_trainable()
-        if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
-            self.wait()  # the example run uses the buffers that the step before still writes to
-        return [self.borders.at(batch.inputs, batch.target) for batch in request.micro_batches]
+        # An example run uses the buffers that the step before still writes to.
+        return [
+            self.borders.at(given, target, wait=self.wait)
+            for given, (_, target) in zip(inputs, request.micro_batches, strict=True)
+        ]
 
     def count_samples(self, samples: float, *, refusing: bool = False) -> Callable[[], float]:
         """Start to sum the samples of the next step over the replicas, where only each knows its own."""
@@ -195,7 +220,6 @@ class Executor:
     def give_up(self) -> None:
         """Forget what a step that was captured, and never ran, has left."""
         self._mailbox.clear()
-        self._copied.clear()
         for stage in self.stages.values():
             stage.is_open = False
 
@@ -224,7 +248,6 @@ class Executor:
         self._lanes.forgive()
         self.steps = steps.pop()
         self._mailbox.clear()
-        self._copied.clear()
         self._running.clear()
         self._ends = []
 
@@ -259,14 +282,13 @@ class Executor:
                     each.gradients.rebuild_buckets()
                 return
 
-    def _program(
-        self, request: StepRequest, facts: BorderFacts | None
-    ) -> tuple[Program, list[_Issue], dict[int, dict[int, _Issue]]]:
+    def _program(self, count: int, facts: BorderFacts | None) -> tuple[Program, list[_Item]]:
+        """The program of a step of so many micro-batches, and this worker's part of it."""
         buckets = {index: len(stage.gradients.buckets) for index, stage in self.stages.items()}
-        # A replica without samples follows the program of the others, who have the usual number of micro-batches.
-        count = len(request.micro_batches) or self._micro_batches
-        # Sums of stages with groups of their own need no common order.
-        apart = not request.micro_batches and self._replicas is None
+        # A replica without samples follows the program of the others, who have the usual number of micro-batches. Sums
+        # of stages with groups of their own need no common order.
+        idle, count = count == 0, count or self._micro_batches
+        apart = idle and self._replicas is None
         key = (count, tuple(buckets.items()), self.borders.trainable, apart)
         if key not in self._programs:
             edges = () if facts is None else self.borders.edges(facts)
@@ -274,249 +296,266 @@ class Executor:
                 # Micro-batches of replicas may differ in size, and the order of their sums must not.
                 self.wait()
                 answers = cast("list[tuple[Edge, ...]]", self._replicas.gather(edges))
-                edges = next((one for one in answers if one), ())
+                edges = next((known for known in answers if known), ())
             program = self._make_program(count, edges, buckets)
-            part, sums = self._own_part(program), defaultdict[int, dict[int, _Issue]](dict)
-            for one in part:
-                if one.action.kind is Kind.SYNC and one.action.index is not None:
-                    sums[one.action.stage][one.action.index] = one
-            self._programs[key] = program, part, sums
-        return self._programs[key]
+            self._programs[key] = program, self._items(program), self._items(program, idle=True)
+        program, items, without_samples = self._programs[key]
+        return program, without_samples if idle else items
 
-    def _own_part(self, program: Program) -> list[_Issue]:
+    def _make_program(self, count: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
+        options = self._options
+        layout = options.layout.replica(self._replica, edges)
+        return lower(
+            options.order(layout, count),
+            layout,
+            [buckets.get(index, 0) for index in range(layout.stages)],
+            self._offload,
+            commit=any(stage.measured for stage in self.stages.values()),
+            forward_ms=options.forward_ms,
+            backward_ms=options.backward_ms,
+        )
+
+    def _items(self, program: Program, *, idle: bool = False) -> list[_Item]:
         """This worker's actions, in the order in which they are issued."""
+        last = {program.needs[Action(index, Kind.REPORT, 1)][0] for index in self.stages}
         actions = program.workers[self._position]
-        last = {program.needs[Action(index, Kind.STEP)][0] for index in self.stages}
-        last_forward = {action.stage: action for action in actions if action.kind is Kind.FORWARD}
-        part, needed = [], set[Action]()
-        for action in actions:
-            queue = program.queue_of(action)
-            needs = tuple(
+        if idle:
+            actions = tuple(action for action in actions if action in last or action.kind in _WITHOUT_SAMPLES)
+        ways = {action: self._way_of(program, action, is_last=action in last) for action in actions}
+        needs: dict[Action, tuple[Action, ...]] = {}
+        for action, (lane, _, _, prepare) in ways.items():
+            behind = (lane,) if prepare is None else (lane, self.stages[action.stage].lane)
+            needs[action] = tuple(
                 need
                 for need in program.needs[action]
-                if program.layout.home(need.stage) == self._position and program.queue_of(need) != queue
+                if need in ways and (need.kind is Kind.SYNC or ways[need][0] not in behind)
             )
-            needed.update(needs)
-            is_last_forward = last_forward.get(action.stage) is action
-            part.append(_Issue(action, str(action), queue, needs, False, action in last, is_last_forward))
-        part = [replace(one, is_needed=one.action in needed) for one in part]
-        if not self._copiers:
-            return part
-        orders: dict[Queue, list[Action]] = {}
-        for one in part:
-            if one.action.kind in COMPUTE:
-                orders.setdefault(one.queue, []).append(one.action)
-        release, fetch = moves(orders.values(), self._offload)
-        parked = set(release.values())
+        needed = {need for before in needs.values() for need in before}
         return [
-            replace(one, parks=one.action in parked, release=release.get(one.action), fetch=fetch.get(one.action))
-            for one in part
+            _Item(
+                action,
+                action.index or 0,
+                # Control messages have notes of their own, with their number among those of the same workers.
+                nullcontext() if program.queue_of(action)[0] == "control" else noted(str(action)),
+                program.queue_of(action),
+                *ways[action],
+                needs[action],
+                action in needed,
+                tuple(need for need in needs[action] if need.kind is Kind.PARK and action.kind in COMPUTE),
+                Action(action.stage, Kind.PARK, action.index) in ways,
+            )
+            for action in actions
         ]
+
+    def _way_of(self, program: Program, action: Action, *, is_last: bool) -> tuple[Lane, _Step, _Step, _Step | None]:
+        """The lane of an action, what issues it, what does it, and what prepares that on the lane of its stage."""
+        stage, control = self.stages[action.stage], self._agreement.lane
+        match action.kind:
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+                return self._senders[program.queue_of(action)[2]][1], self._submit, self._send, None
+            case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
+                return self._receivers[program.queue_of(action)[2]][1], self._submit, self._receive, None
+            case Kind.SYNC:
+                return stage.lane, self._issue_sum, _nothing, None
+            case Kind.REPORT if stage.replicas.size == 1:
+                return stage.lane, self._submit, self._report, None
+            case Kind.REPORT:
+                return control, self._issue_report, self._sum_report, self._report
+            case Kind.DECIDE:
+                return control, self._issue_decision, self._decide, None
+            case Kind.PARK:
+                return self._copiers[stage.lane], self._submit, self._park, None
+            case Kind.FETCH:
+                return self._copiers[stage.lane], self._submit, self._fetch, self._make_room
+            case Kind.STEP:
+                return stage.lane, self._submit, self._apply, None
+        if is_last:
+            return stage.lane, self._issue_last, self._compute_last, None
+        return stage.lane, self._submit, self._compute, None
 
     # ----------------------------------------------------------------- issuing
 
-    def _issue(self, step: StepState, one: _Issue) -> None:
-        action = one.action
-        if action.kind is Kind.SYNC:
-            self._issue_sum(step, action)
-            return
-        assert action.index is not None
-        stage = self.stages[action.stage]
-        lane, keep = stage.lane, stage.lane.keep
-        if action.peer is not None:
-            lane, work = self._transfer(step, action, action.index, action.peer)
-        elif action.kind is Kind.FORWARD:
-            batch = step.request.micro_batches[action.index]
-            share, inputs = partial(step.request.share, batch.weight), dict(batch.inputs)
-            work = partial(stage.run.forward, action.index, inputs, batch.target, share, keep, parks=one.parks)
-        else:
-            work = partial(stage.run.backward, action.index, keep)
-        if one.release is not None:
-            self._release(one.release)
-        if one.fetch is not None:
-            self._fetch(one.fetch)
-        for need in one.needs:
-            lane.wait(step.events[need])
-        if self._copied and action.kind in COMPUTE:
-            back = self._copied.pop(_forward(action), None)
-            if back is not None:
-                lane.wait(back)
-        if action.kind in COMPUTE and not self._whole:
-            work = self._with_memory_named(step, action, work)
-        if one.is_last:
-            self._issue_last(step, one, work)
-        else:
-            lane.submit(partial(step.spans.run, one.queue, action, one.name, work))
-        if one.is_needed or one.parks:
-            step.events[action] = lane.record()
-        if one.parks:
-            self._copy(action, step.events[action], stage.run.park)
+    def _submit(self, step: StepState, item: _Item, marks: Sequence[Event] = ()) -> None:
+        """Issue the work of an action to its lane, behind what it needs."""
+        lane = item.lane
+        if item.prepare is not None:
+            stage_lane = self.stages[item.action.stage].lane
+            stage_lane.submit(partial(item.prepare, step, item))
+            lane.wait(stage_lane.record())
+        if item.needs:
+            began = time.perf_counter()
+            for need in item.needs:
+                lane.wait(step.events[need])
+            if step.waited_ms is not None:
+                step.waited_ms += (time.perf_counter() - began) * 1e3
+        work = partial(item.work, step, item)
+        lane.submit(partial(step.spans.run, item.queue, item.action, item.note, work), marks=marks)
+        if item.is_needed:
+            step.events[item.action] = lane.record()
 
-    def _release(self, forward: Action) -> None:
-        index, stage = forward.index, self.stages[forward.stage]
-        assert index is not None
-        stage.lane.wait(self._copied.pop(forward))
-        stage.lane.submit(lambda: stage.run.parked(index).release())
+    def _issue_last(self, step: StepState, item: _Item) -> None:
+        """The last backward pass of a stage: its gradients are sent while it runs."""
+        index = item.action.stage
+        self._submit(step, item, self.stages[index].gradients.marks(step.flights[index]))
 
-    def _fetch(self, forward: Action) -> None:
-        index, stage = forward.index, self.stages[forward.stage]
-        assert index is not None
-        stage.lane.submit(lambda: stage.run.parked(index).make_room(stage.lane.device))
-        self._copy(forward, stage.lane.record(), lambda index: stage.run.parked(index).fetch())
+    def _issue_sum(self, step: StepState, item: _Item) -> None:
+        index = item.action.stage
+        step.events[item.action] = self.stages[index].gradients.issue(item.index, step.flights[index])
 
-    def _copy(self, forward: Action, after: Event, work: Callable[[int], None]) -> None:
-        """Copy what a forward pass has saved, to the host or back, once its lane has come to an event."""
-        assert forward.index is not None
-        lane = self._copiers[self.stages[forward.stage].lane]
-        lane.wait(after)
-        lane.submit(partial(work, forward.index))
-        self._copied[forward] = lane.record()
+    def _issue_report(self, step: StepState, item: _Item) -> None:
+        self._submit(step, item)
+        if item.index == 0:
+            stage = self.stages[item.action.stage]
+            step.flights[item.action.stage].reported = item.lane.record()
+            if stage.replica_buffers.shared:
+                item.lane.submit(stage.replica_buffers.exchange)
 
-    def _issue_sum(self, step: StepState, action: Action) -> None:
-        assert action.index is not None
-        step.events[action] = self.stages[action.stage].gradients.issue(action.index, step.flights[action.stage])
+    def _issue_decision(self, step: StepState, item: _Item) -> None:
+        self._submit(step, item)
+        if item.lane is not self._lanes.caller or not self._inline:
+            step.decided = step.events.get(item.action) or item.lane.record()
 
-    def _issue_idle(self, step: StepState, one: _Issue) -> None:
-        """Of a replica that has no sample in the step: its gradients are zero, and added to those of the others."""
-        if one.action.kind is Kind.SYNC:
-            self._issue_sum(step, one.action)
-        else:
-            self._issue_last(step, one, lambda: None)
-
-    def _with_memory_named(self, step: StepState, action: Action, work: Callable[[], None]) -> Callable[[], None]:
-        """Work whose lack of memory is told as what the user can change."""
-
-        def whole() -> None:
-            try:
-                work()
-            except RuntimeError as error:
-                if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
-                    raise
-                stage = self.stages[action.stage]
-                run = stage.run
-                assert action.index is not None
-                expected = step.facts[action.index].saved_bytes[action.stage]
-                raise TrainingError(
-                    f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}, with "
-                    f"{run.in_flight} micro-batch(es) in flight",
-                    f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
-                    f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}"
-                    + (f" or --offload {action.stage}." if stage.lane.device.type == "cuda" else "."),
-                ) from error
-
-        return whole
-
-    def _issue_last(self, step: StepState, one: _Issue, work: Callable[[], None]) -> None:
-        """The last backward pass of a stage: its gradients are sent while it runs, and measured after it."""
-        index = one.action.stage
-        stage, flight = self.stages[index], step.flights[index]
-        gradients, lane = stage.gradients, stage.lane
-
-        def whole() -> None:
-            gradients.begin_last(flight, step.request.rate_factor)
-            work()
-            step.used[index] = gradients.flush()
-
-        lane.submit(partial(step.spans.run, one.queue, one.action, one.name, whole), marks=gradients.marks(flight))
-        if stage.replicas.size == 1:
-            lane.submit(partial(gradients.measure, flight))
-        step.backward_done[index] = lane.record()
-
-    def _note_sums(self, spans: SpanRecorder, stage: int, flight: StepGradients) -> None:
+    def _note_sums(self, spans: SpanRecorder, stage: int, flight: StepGradients, items: Mapping[int, _Item]) -> None:
         """Have the sums of a stage's gradients timed, and their failures named. Must not hold the step, which holds the
         flight.
         """
         doing, replicas = f"adding gradients of stage {stage} over its replicas", self.stages[stage].replicas
-        actions = self._sums[stage]
 
         def run_sum(bucket: int, work: Callable[[], None]) -> None:
             def named() -> None:
                 with replicas.named_errors(doing):
                     work()
 
-            issue = actions[bucket]
-            spans.run(("sync", self._position, bucket % self._sync_lanes), issue.action, issue.name, named)
+            queue = "sync", self._position, bucket % self._sync_lanes
+            spans.run(queue, items[bucket].action, items[bucket].note, named)
 
         flight.run_sum = run_sum
-        flight.on_ready = lambda bucket: spans.ready(actions[bucket].action)
+        flight.on_ready = lambda bucket: spans.ready(items[bucket].action)
 
-    def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
-        assert self.program is not None
-        other = self.program.layout.home(peer)
-        other_rank = self._ranks[other]
+    # ---------------------------------------------------------------- on lanes
+
+    def _compute(self, step: StepState, item: _Item) -> None:
+        """A forward or backward pass."""
+        action, index = item.action, item.index
+        stage = self.stages[action.stage]
+        for parked in item.frees:
+            self.stages[parked.stage].run.parked(cast("int", parked.index)).release()
+        try:
+            if action.kind is Kind.BACKWARD:
+                stage.run.backward(index, stage.lane.keep)
+                return
+            inputs, (_, target) = step.inputs[index], step.request.micro_batches[index]
+            counted = target if isinstance(target, Tensor) else next(iter(inputs.values()))
+            share = partial(step.share, 1 if self._sums_losses else counted.shape[0])
+            stage.run.forward(index, inputs, target, share, stage.lane.keep, parks=item.parks)
+        except RuntimeError as error:
+            no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if self._whole or not no_memory:
+                raise
+            expected = step.facts[index].saved_bytes[action.stage]
+            raise TrainingError(
+                f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}, with "
+                f"{stage.run.in_flight} micro-batch(es) in flight",
+                f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
+                f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}"
+                + (f" or --offload {action.stage}." if stage.lane.device.type == "cuda" else "."),
+            ) from error
+
+    def _compute_last(self, step: StepState, item: _Item) -> None:
+        """The last backward pass of a stage; without samples its gradients are zero, and added to those of others."""
+        index = item.action.stage
+        gradients = self.stages[index].gradients
+        gradients.begin_last(step.flights[index], step.rate)
+        if step.inputs:
+            self._compute(step, item)
+        step.used[index] = gradients.flush()
+
+    def _crossing(self, step: StepState, item: _Item) -> _Crossing:
+        """What an action brings over a border."""
+        action, facts = item.action, step.facts[item.index]
+        assert action.peer is not None
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-        producer = min(action.stage, peer)
-        user = max(action.stage, peer)
-        facts = step.facts[index]
+        producer, user = sorted((action.stage, action.peer))
         names = [name for name in self.borders.names(producer, user) if forward or name in facts.gradients]
-        parts = [facts.parts[name] for name in names]
-        what = f"{'activations' if forward else 'gradients'} of micro-batch {index}"
-        box = self._mailbox.values if forward else self._mailbox.gradients
-        if action.kind in SENDS:
-            sender, lane = self._senders[other]
-            place = f"sending {what} from stage {action.stage} to stage {peer}"
+        return _Crossing(
+            {(name, item.index, user): facts.parts[name] for name in names},
+            sum(facts.bytes_of(name) for name in names),
+            self._mailbox.values if forward else self._mailbox.gradients,
+            f"{'activations' if forward else 'gradients'} of micro-batch {item.index}",
+        )
 
-            def send() -> None:
-                # A gradient that autograd found to be zero everywhere is not there; an activation always is.
-                whole = [
-                    box.pop((name, index, user))
-                    if forward or (name, index, user) in box
-                    else part.empty(self._lanes.device).zero_()
-                    for name, part in zip(names, parts, strict=True)
-                ]
-                lane.keep(*whole)
-                with self._world.named_errors(place, transfer=(self._world.job_rank, other_rank)):
-                    sender.send(whole, parts)
+    def _send(self, step: StepState, item: _Item) -> None:
+        action, crossing, other = item.action, self._crossing(step, item), item.queue[2]
+        forward, box = action.kind is Kind.SEND_FORWARD, crossing.box
+        # A gradient that autograd found to be zero everywhere is not there; an activation always is.
+        tensors = [
+            box.pop(address) if forward or address in box else part.empty(self._lanes.device).zero_()
+            for address, part in crossing.parts.items()
+        ]
+        item.lane.keep(*tensors)
+        doing = f"sending {crossing.what} from stage {action.stage} to stage {action.peer}"
+        with self._world.named_errors(doing, transfer=(self._world.job_rank, self._ranks[other])):
+            self._senders[other][0].send(tensors, list(crossing.parts.values()))
+        step.sent.append(crossing.size)
 
-            step.bytes_sent += sum(facts.bytes_of(name) for name in names)
-            return lane, send
-        receiver, lane = self._receivers[other]
-        place = f"waiting in stage {action.stage} for {what} from stage {peer}"
+    def _receive(self, step: StepState, item: _Item) -> None:
+        action, crossing, other = item.action, self._crossing(step, item), item.queue[2]
+        doing = f"waiting in stage {action.stage} for {crossing.what} from stage {action.peer}"
+        with self._world.named_errors(doing, transfer=(self._ranks[other], self._world.job_rank)):
+            tensors = self._receivers[other][0].receive(list(crossing.parts.values()))
+        crossing.box.update(zip(crossing.parts, tensors, strict=True))
 
-        def receive() -> None:
-            with self._world.named_errors(place, transfer=(other_rank, self._world.job_rank)):
-                tensors = receiver.receive(parts)
-            for name, tensor in zip(names, tensors, strict=True):
-                box[name, index, user] = tensor
+    def _report(self, step: StepState, item: _Item) -> None:
+        """On the lane of a stage: what its forward passes, or its gradients, have come to."""
+        index = item.action.stage
+        if item.index == 0:
+            self._agreement.report_forward(step, index)
+        else:
+            self.stages[index].gradients.measure(step.flights[index])
 
-        return lane, receive
+    def _sum_report(self, step: StepState, item: _Item) -> None:
+        sum_up = self._agreement.sum_forward if item.index == 0 else self._agreement.sum_backward
+        sum_up(step, item.action.stage)
 
-    # ---------------------------------------------------------------- applying
+    def _decide(self, step: StepState, item: _Item) -> None:
+        self._agreement.decide(step)
 
-    def _apply(self, step: StepState, one: _Issue, began: float) -> None:
-        """Step the optimizer of a stage, or roll it back: after its sums, and after the decision where that counts."""
-        index, factor = one.action.stage, step.request.rate_factor
-        stage, flight = self.stages[index], step.flights[index]
-        for action, event in step.events.items():
-            if action.kind is Kind.SYNC and action.stage == index:
-                stage.lane.wait(event)
-        if index in step.shared:
-            stage.lane.wait(step.shared[index])
-        if stage.measured:
-            assert step.decided is not None
-            stage.lane.wait(step.decided)
-        if self._whole:
-            step.waited_ms = (time.perf_counter() - began) * 1e3 if self._world.size > 1 else 0.0
+    def _park(self, step: StepState, item: _Item) -> None:
+        self.stages[item.action.stage].run.park(item.index)
 
-        def apply() -> None:
-            users = step.users.get(index)
-            sums = step.reports[index][HEAD:] if users is not None and stage.batch_norm is not None else None
-            values = step.values if stage.measured else None
-            if values is not None:
-                stage.lane.keep(values)
-                values = values.to(stage.lane.device, non_blocking=True)
-            for report in (sums, users):
-                if report is not None:
-                    stage.lane.keep(report)
-            used, costs = step.used[index], flight.costs
-            bad = stage.apply(values, sums, users, used, factor, costs, on_device=self._on_device)
-            if bad is not None:
-                step.bad.append(bad)
+    def _make_room(self, step: StepState, item: _Item) -> None:
+        stage = self.stages[item.action.stage]
+        stage.run.parked(item.index).make_room(stage.lane.device)
 
-        stage.lane.submit(partial(step.spans.run, one.queue, one.action, one.name, apply))
-        step.ends.append(stage.lane.record())
+    def _fetch(self, step: StepState, item: _Item) -> None:
+        self.stages[item.action.stage].run.parked(item.index).fetch()
+
+    def _apply(self, step: StepState, item: _Item) -> None:
+        """Step the optimizer of a stage, or roll it back."""
+        index = item.action.stage
+        stage, users = self.stages[index], step.users.get(index)
+        sums = step.reports[index][HEAD:] if users is not None and stage.batch_norm is not None else None
+        values = step.values if stage.measured else None
+        if values is not None:
+            stage.lane.keep(values)
+            values = values.to(stage.lane.device, non_blocking=True)
+        for report in (sums, users):
+            if report is not None:
+                stage.lane.keep(report)
+        factor, costs = step.rate, step.flights[index].costs
+        bad = stage.apply(values, sums, users, step.used[index], factor, costs, on_device=self._on_device)
+        if bad is not None:
+            step.bad.append(bad)
 
 
-def _forward(action: Action) -> Action:
-    """The forward pass of an action's stage and micro-batch."""
-    return Action(action.stage, Kind.FORWARD, action.index)
+class _Crossing(NamedTuple):
+    """What crosses a border: its parts by their addresses in the mailbox, their bytes, and what messages call it."""
+
+    parts: dict[tuple[str, int, int], MessagePart]
+    size: int
+    box: dict[tuple[str, int, int], Tensor]
+    what: str
+
+
+def _nothing(step: StepState, item: _Item) -> None:
+    """The reducer does the work."""

@@ -30,7 +30,6 @@ from hybridpar.lanes.base import Constants, start_copy
 from hybridpar.models.state import HeldState, held_state, put_state
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
-from hybridpar.schedule.actions import Kind
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
 from hybridpar.sync.compression import Compression, Decision
@@ -105,6 +104,7 @@ class LocalStage:
         """Install hooks and take over BatchNorm layers, at first and again after `detach`."""
         self.gradients = self._make_gradients()
         self.batch_norm = BatchNormPool(self.module, self._norm_group, self.lane.device) if self._pooled else None
+        self.run.attach(self.batch_norm.fold if self.batch_norm is not None else None, self.state_now, self.seeing)
 
     def detach(self) -> None:
         """Remove hooks and give BatchNorm layers their class back. Safe to call twice."""
@@ -161,11 +161,6 @@ class LocalStage:
             self.batch_norm.discard()
         if self._rollback is not None:
             self._rollback.keep()
-
-    def after_forward(self) -> None:
-        """Add the BatchNorm statistics of a micro-batch to those of the step."""
-        if self.batch_norm is not None:
-            self.batch_norm.fold()
 
     def apply(
         self,
@@ -258,7 +253,7 @@ LOSS, _SAMPLES, _STOP, SAVE, LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 
 
 class Agreement:
-    """Sums the control messages of a worker's stages."""
+    """Sums the control messages of a worker's stages; but for two methods its work is that of its lane."""
 
     def __init__(self, stages: Mapping[int, LocalStage], world: World, lanes: Lanes, *, whole: bool = False) -> None:
         # One worker alone waits for no other.
@@ -295,29 +290,7 @@ class Agreement:
 
         return read
 
-    def share_forward(self, step: StepState, index: int) -> None:
-        """Issue the forward report of a stage; sets `reported` of its flight now and `step.reports` when
-        the lane runs.
-        """
-        stage, flight = self._stages[index], step.flights[index]
-
-        def add() -> None:
-            message = step.reports[index]
-            self.lane.keep(message)
-            self._sum(message, f"exchanging statistics of stage {index}", stage.replicas, step)
-            if self._device.type == "cpu":  # on a GPU it would stall the lane
-                check_layout(message[LAYOUT:HEAD], stage.replicas.size)
-            flight.loss = message[LOSS]
-
-        stage.lane.submit(partial(self._report, step, index))
-        if stage.replicas.control_group is not None:
-            self.lane.wait(stage.lane.record())
-            self.lane.submit(add)
-            flight.reported = self.lane.record()
-            if stage.replica_buffers.shared:
-                self.lane.submit(stage.replica_buffers.exchange)
-
-    def _report(self, step: StepState, index: int) -> None:
+    def report_forward(self, step: StepState, index: int) -> None:
         """On a stage's lane: its forward report; loss and samples are 0 where the loss is another stage's."""
         stage, request = self._stages[index], step.request
         loss, flags, samples = stage.run.loss_sum, request.flags, request.samples
@@ -336,30 +309,25 @@ class Agreement:
         if stage.replica_buffers.shared:
             stage.replica_buffers.look()
 
-    def reach(self, step: StepState) -> None:
-        """Issue the agreement on a step, whose backward passes and sums of gradients have been issued."""
-        for event in step.backward_done.values():
-            self.lane.wait(event)
-        for action, event in step.events.items():
-            if action.kind is Kind.SYNC:
-                self.lane.wait(event)
-        for index, stage in self._stages.items():
-            if stage.replicas.control_group is not None:
-                self.lane.submit(partial(self._share_backward, step, index))
-                step.shared[index] = self.lane.record()
-        self.lane.submit(partial(self._decide, step))
-        step.decided = self.lane.record()
+    def sum_forward(self, step: StepState, index: int) -> None:
+        """Sum the forward report of a stage over its replicas."""
+        stage, message = self._stages[index], step.reports[index]
+        self.lane.keep(message)
+        self._sum(message, f"exchanging statistics of stage {index}", stage.replicas, step)
+        if self._device.type == "cpu":  # on a GPU it would stall the lane
+            check_layout(message[LAYOUT:HEAD], stage.replicas.size)
+        step.flights[index].loss = message[LOSS]
 
-    def _share_backward(self, step: StepState, index: int) -> None:
-        """On the lane: sum the backward report of a stage, the squares of its gradients and who used what."""
-        flight, replicas = step.flights[index], self._stages[index].replicas
+    def sum_backward(self, step: StepState, index: int) -> None:
+        """Sum the backward report of a stage over its replicas: the squares of its gradients and who used what."""
+        flight, stage = step.flights[index], self._stages[index]
         self.lane.keep(flight.squares)
-        message = backward_report(self._stages[index].gradients.squares(flight), step.used[index], self._constants)
-        self._sum(message, f"exchanging who used the parameters of stage {index}", replicas, step)
+        message = backward_report(stage.gradients.squares(flight), step.used[index], self._constants)
+        self._sum(message, f"exchanging who used the parameters of stage {index}", stage.replicas, step)
         step.squares[index], step.users[index] = message[0], message[1:]
 
-    def _decide(self, step: StepState) -> None:
-        """On the lane: add up what the stages know of the step, and decide."""
+    def decide(self, step: StepState) -> None:
+        """Add up what the stages know of the step, and decide."""
         total = torch.zeros(SAVE + 2, dtype=torch.float64, device=self._device)
         for index, stage in self._stages.items():
             if self._is_cut and stage.replicas.rank:  # replicas know the same: the first of them says it
@@ -381,7 +349,7 @@ class Agreement:
         with workers.named_errors(doing):
             workers.control_group.all_reduce(message)
         if step is not None:
-            step.message_bytes.append(all_reduce_bytes(8 * message.numel(), workers.size))
+            step.sent.append(all_reduce_bytes(8 * message.numel(), workers.size))
 
 
 class RefusedStepError(UsageError):

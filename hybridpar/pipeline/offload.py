@@ -1,17 +1,18 @@
 """Moves what a stage saves for its backward pass to the host's memory, and back before that pass.
 
 Autograd hands all that a forward pass saves to a hook (`torch.autograd.graph.saved_tensors_hooks`). `Parked` notes the
-storages behind it, each once however many views of it are saved. What moves when is the executor's affair: after the
-forward pass a copy lane copies the storages to pinned memory, a pass later the stage's lane lets go of them; ahead of
-the backward pass the stage's lane makes room again, and the copy lane fills it. So memory of the device is allocated
-and freed on the stage's own lane only, as the allocator of a GPU wants it, and no lane waits for more than a copy.
+storages behind it, each once however many views of it are saved. What moves when is part of the program (`PARK`,
+`FETCH`): after the forward pass a copy lane copies the storages to pinned memory, and the stage's lane lets go of them
+before a later pass; ahead of the backward pass the stage's lane makes room again, and the copy lane fills it. So memory
+of the device is allocated and freed on the stage's own lane only, as the allocator of a GPU wants it, and no lane waits
+for more than a copy.
 
 What moves comes back bit for bit. Parameters, buffers, what enters and leaves the stage, and small tensors stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,31 +21,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.models.deferred import storage_of
-from hybridpar.schedule.actions import Action, Kind
 
 #: Smaller storages stay: starting a copy takes about as long as copying so many bytes.
 LEAST_BYTES = 64 << 10
-
-#: A micro-batch moves where at least so many other passes of its lane lie between its forward and its backward pass:
-#: one beside which it leaves, one beside which it comes back, and one in which its memory is free.
-LEAST_BETWEEN = 3
-
-
-def moves(
-    lanes: Iterable[Sequence[Action]], stages: Collection[int]
-) -> tuple[dict[Action, Action], dict[Action, Action]]:
-    """What moves to the host's memory, and when."""
-    release: dict[Action, Action] = {}
-    fetch: dict[Action, Action] = {}
-    for passes in lanes:
-        began: dict[tuple[int, int | None], int] = {}
-        for place, one in enumerate(passes):
-            key = one.stage, one.index
-            if one.kind is Kind.FORWARD:
-                began[key] = place
-            elif one.stage in stages and place - (first := began.pop(key, place)) > LEAST_BETWEEN:
-                release[passes[first + 2]] = fetch[passes[place - 1]] = passes[first]
-    return release, fetch
 
 
 class Parked:

@@ -17,6 +17,7 @@ time, for instance to augment the next batch, and neither must change what the o
 
 from __future__ import annotations
 
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -93,7 +94,8 @@ class RandomKeys:
         try:
             yield
         finally:
-            leave_random()  # where the operation failed
+            if _local.leave is not None:  # the operation failed
+                leave_random()
             _local.key = None
 
 
@@ -177,13 +179,28 @@ class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)  # what draws from a generator of the model's does so
-        if any(argument.name == "generator" for argument in func._schema.arguments):
+        if "generator" in _arguments_of(func):
             return func(*args, **{**kwargs, "generator": self._generator})
-        # This operator knows no generator but torch's one, such as `rand_like`.
         seed = int(torch.randint(1 << 62, (), generator=self._generator))
+        if (other := _with_generator(func)) is not None:  # such as `rand_like`
+            return other(*args, **{**kwargs, "generator": torch.Generator().manual_seed(seed)})
+        # This operator knows no generator but torch's.
         with _lock, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return func(*args, **kwargs)
+
+
+def _arguments_of(operator: Any) -> list[str]:
+    return [argument.name for argument in operator._schema.arguments]
+
+
+@functools.cache
+def _with_generator(operator: Any) -> Any | None:
+    """The form of an operator that takes a generator beside the same arguments; None where it has none."""
+    packet = operator.overloadpacket
+    forms = [getattr(packet, name) for name in packet.overloads()]
+    wanted = sorted([*_arguments_of(operator), "generator"])
+    return next((form for form in forms if sorted(_arguments_of(form)) == wanted), None)
 
 
 def _is_random(node: fx.Node, modules: nn.Module) -> bool:
@@ -267,6 +284,7 @@ class StageRun:
         self.stage = stage
         self.module = module_of(stage)
         self.index = stage.index
+        self._inputs, self._output_names = stage.inputs, [border.name for border in stage.outputs]
         self._consumers = consumers
         self._mailbox = mailbox
         self._call: Callable[..., Any] = self.module if forward is None else forward
@@ -274,7 +292,7 @@ class StageRun:
         self._recompute = recompute
         self._keys = keys
         self._context = context
-        self._after_forward: Callable[[], None] = lambda: None
+        self._after_forward: Callable[[], None] | None = None
         self._state_now: Callable[[], Any] = lambda: None
         self._seeing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self._flights: dict[int, _Flight] = {}
@@ -308,7 +326,7 @@ class StageRun:
 
     def attach(
         self,
-        after_forward: Callable[[], None],
+        after_forward: Callable[[], None] | None,
         state_now: Callable[[], Any],
         seeing: Callable[[Any], AbstractContextManager[Any]],
     ) -> None:
@@ -342,14 +360,15 @@ class StageRun:
         """Run the forward pass of a micro-batch."""
         leaves: dict[str, Tensor] = {}
         taken: list[Tensor] = []
-        for border in self.stage.inputs:
+        for border in self._inputs:
             given = inputs.get(border.name)
             value = self._mailbox.values.pop((border.name, index, self.index)) if given is None else given
             taken.append(value)
-            leaf = self._here(value.detach())
+            leaf = value.detach() if self._device is None else self._here(value.detach())
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
         keep(*taken, *leaves.values())
-        flight = self._flights[index] = _Flight(leaves, share=share, target=self._here(target))
+        target = target if self._device is None else self._here(target)
+        flight = self._flights[index] = _Flight(leaves, share=share, target=target)
         if not self._recompute and any(self.buffers):
             self._protect_buffers()
         self.in_flight += 1
@@ -364,7 +383,8 @@ class StageRun:
             nullcontext() if flight.parked is None else flight.parked.hooks(),
         ):
             self._run(flight, index)
-        self._after_forward()
+        if self._after_forward is not None:
+            self._after_forward()
         if flight.loss is not None:
             scaled = flight.loss.detach().double()
             self.loss_sum = scaled if self.loss_sum is None else self.loss_sum + scaled
@@ -403,7 +423,7 @@ class StageRun:
         if loss is not None:
             flight.loss = (loss if self.loss_scale is None else loss.float()) * flight.share()
         else:
-            flight.outputs = dict(zip((border.name for border in self.stage.outputs), result, strict=True))
+            flight.outputs = dict(zip(self._output_names, result, strict=True))
 
     def park(self, index: int) -> None:
         """Start to copy what a forward pass has saved to the host; on a copy lane."""
@@ -432,11 +452,12 @@ class StageRun:
     def _roots(self, flight: _Flight, index: int, keep: Keep) -> list[tuple[Tensor, Tensor | None]]:
         """Where the backward pass starts, with the gradients it starts from."""
         # The graph saved tensors that other lanes made; it needs them until this lane has passed the backward pass.
-        keep(*flight.leaves.values())
+        taken = [*flight.leaves.values()]
         if self._recompute:
             with torch.enable_grad(), self._seeing(flight.seen):
                 self._run(flight, index)
         if flight.loss is not None:
+            keep(*taken)
             return [(flight.loss, self.loss_scale)] if flight.loss.requires_grad else []
         gradients: dict[str, Tensor] = {}
         # The latest user first, as autograd would come to them in a model that is in one piece.
@@ -444,10 +465,12 @@ class StageRun:
             for name in self._consumers[consumer]:
                 gradient = self._mailbox.gradients.pop((name, index, consumer), None)
                 if gradient is not None:
-                    keep(gradient)
-                    gradient = self._here(gradient)
+                    taken.append(gradient)
+                    if self._device is not None:
+                        gradient = self._here(gradient)
                     known = gradients.get(name)
                     gradients[name] = gradient if known is None else known + gradient
+        keep(*taken)
         return [
             (output, gradients[name])
             for name, output in flight.outputs.items()
@@ -455,10 +478,8 @@ class StageRun:
         ]
 
     def _here(self, value: Any) -> Any:
-        """A tensor on the device of the stage's lane."""
-        if self._device is None or not isinstance(value, Tensor) or value.device == self._device:
-            return value
-        return value.to(self._device, non_blocking=True)
+        """A tensor on the device of the stage's lane, which others may not be on."""
+        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _hand_back(self, flight: _Flight, index: int) -> None:
         for name, leaf in flight.leaves.items():

@@ -1,5 +1,5 @@
-"""Records of a training step: what is asked for, what is known while it runs on many lanes, when its actions ran, and
-its outcome.
+"""Records of a training step: the request, what is known while it runs on many lanes, when its actions ran, and its
+outcome.
 
 When an action starts and ends costs two readings of a clock on a CPU. On a GPU it costs two events, so there it is
 recorded only on request.
@@ -12,15 +12,14 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm.flight import noted
 from hybridpar.comm.world import World
 from hybridpar.lanes import Event
 from hybridpar.pipeline.borders import BorderFacts
@@ -36,7 +35,7 @@ from hybridpar.sync.reducer import StepGradients
 #: One name for it, so that tests can put a stand-in here.
 cuda: Any = torch.cuda
 
-#: Place of the decision (1 or 0) and of the squared norm in the values of a step's outcome.
+#: Where `StepValues` has the decision and the squared norm.
 COMMIT, SQUARES = 4, 5
 
 #: Kind of queue, worker, and which one of that kind.
@@ -44,81 +43,34 @@ Queue = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """One micro-batch on this worker.
-
-    Attributes:
-        inputs: The model's inputs by name.
-        target: What the loss compares the output with.
-        samples: How many there are.
-        weight: As many where the loss is their mean; 1 where it is a sum.
-    """
-
-    inputs: Mapping[str, Tensor]
-    target: Any
-    samples: int
-    weight: int
-
-
-@dataclass(frozen=True)
-class StepInput:
+class StepRequest:
     """A replica's share of one global batch, and what the step is to do with it.
 
     Attributes:
         micro_batches: Inputs and targets of each, on the device.
-        samples: Samples of this replica.
+        samples: How many there are in all of these.
         global_samples: Samples of all replicas, or what their losses are sums over; None where each knows only its own.
         rate_factor: What the optimizers' peak learning rates are multiplied with.
         stop: Ask all workers to stop after this step.
         save: Ask all workers for a checkpoint after this step.
         count: What the losses of this replica are sums over; None where each is a mean over its samples.
+        flags: `stop` and `save` as a float64 tensor on the device, in place of what the host says. The step is then to
+            be captured: rates have been set, and the host knows nothing of it but what `Executor.adopt` starts to copy.
     """
 
-    micro_batches: Sequence[tuple[Tensor, Tensor]]
+    micro_batches: Sequence[tuple[Any, Any]]
     samples: int
-    global_samples: float | None
+    global_samples: float | None = None
     rate_factor: float = 1.0
     stop: bool = False
     save: bool = False
     count: float | None = None
+    flags: Tensor | None = None
 
     @property
     def weight(self) -> float:
         """What this replica adds to `global_samples`."""
         return self.samples if self.count is None else self.count
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """What a step is to do.
-
-    Attributes:
-        micro_batches: This replica's share.
-        global_samples: What losses are divided by; a function is asked when the first loss is there, and may wait for
-            other workers (only where the host runs the passes itself).
-        rate_factor: What the optimizers' peak learning rates are multiplied with; None where their rates have been set.
-        stop: This worker wants training to end after this step.
-        save: This worker wants a checkpoint after this step.
-        flags: `stop` and `save` as a float64 tensor on the device, in place of what the host says. The step is then to
-            be captured: the host is told nothing of it but what `Executor.adopt` starts to copy.
-    """
-
-    micro_batches: Sequence[MicroBatch]
-    global_samples: float | Callable[[], float]
-    rate_factor: float | None = 1.0
-    stop: bool = False
-    save: bool = False
-    flags: Tensor | None = None
-
-    @property
-    def samples(self) -> int:
-        """Of all micro-batches."""
-        return sum([batch.samples for batch in self.micro_batches])
-
-    def share(self, weight: int) -> float:
-        """What the loss of a micro-batch is multiplied with: its part of the global batch, where it is a mean."""
-        known = self.global_samples
-        return weight / ((known() if callable(known) else known) or 1)  # a sum over no targets is 0
 
 
 class SpanRecorder:
@@ -132,9 +84,9 @@ class SpanRecorder:
         self._ready: dict[Action, Any] = {}
         self._collected: StepSpans | None = None
 
-    def run(self, queue: Queue, action: Action, name: str, work: Callable[[], None]) -> None:
-        """Do the work of an action, and note its start and its end."""
-        with noted(name):
+    def run(self, queue: Queue, action: Action, note: AbstractContextManager[None], work: Callable[[], object]) -> None:
+        """Do the work of an action within its note, and record its start and its end."""
+        with note:
             if not self.enabled:
                 work()
                 return
@@ -192,6 +144,10 @@ class StepState:
     Attributes:
         number: Of the step, from 1.
         request: What it is to do.
+        total: What losses are divided by; a function is asked when the first loss is there, and may wait for other
+            workers (only where the host runs the passes itself).
+        rate: `rate_factor` of the request; None where rates have been set.
+        inputs: The model's inputs by name, of each micro-batch.
         facts: What crosses the borders between stages.
         spans: Records when actions ran.
         flights: Of the gradients of each stage.
@@ -199,39 +155,60 @@ class StepState:
         reports: Of the forward passes, by stage, summed over the replicas.
         used: For each parameter of a stage whether this worker used it.
         squares: Of the gradients of each stage, summed over the replicas.
-        backward_done: Passed when the last backward pass of a stage is done.
         users: `used`, summed over the replicas.
-        shared: Passed when `reports`, `squares` and `users` of a stage are summed.
-        values: Of the outcome, float64, on the device; None until they are decided.
+        values: Of the outcome, float64, on the device, in the order of `StepValues`; None until they are decided.
         host_values: The same on the host, once they are copied.
-        decided: Passed when `values` are there.
+        decided: Passed when `values` are there; None where the host itself has decided.
         ends: Passed when everything is done, by lane.
         bad: Parameters whose gradient was not finite, where the step was rolled back.
-        waited_ms: For which the host waited for the sync, where it runs the passes itself.
-        bytes_sent: Bytes that this worker sent.
-        message_bytes: Of control messages, by their lane.
+        waited_ms: For which the host waited, where it runs the passes itself.
+        sent: Bytes of each message that this worker sent, but for gradients.
     """
 
     number: int
     request: StepRequest
+    total: float | Callable[[], float]
+    rate: float | None
+    inputs: list[dict[str, Tensor]]
     facts: list[BorderFacts]
     spans: SpanRecorder
+    waited_ms: float | None
     flights: dict[int, StepGradients] = field(default_factory=dict)
     events: dict[Action, Event] = field(default_factory=dict)
     reports: dict[int, Tensor] = field(default_factory=dict)
     used: dict[int, list[bool]] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
-    backward_done: dict[int, Event] = field(default_factory=dict)
     users: dict[int, Tensor] = field(default_factory=dict)
-    shared: dict[int, Event] = field(default_factory=dict)
     values: Tensor | None = None
     host_values: Tensor | None = None
     decided: Event | None = None
     ends: list[Event] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
-    waited_ms: float | None = None
-    bytes_sent: int = 0
-    message_bytes: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+    def share(self, weight: int) -> float:
+        """What the loss of a micro-batch is multiplied with: its part of the global batch, where it is a mean."""
+        return weight / ((self.total() if callable(self.total) else self.total) or 1)  # a sum over no targets is 0
+
+
+class StepValues(NamedTuple):
+    """What all workers know of a step once it is decided.
+
+    Attributes:
+        loss: Mean over the global batch.
+        samples: In the global batch.
+        stop: Above 0 where any worker asked to stop.
+        save: Above 0 where any worker asked for a checkpoint.
+        commit: 1 where the step counts, 0 where it was rolled back.
+        squares: Squared norm of the reduced gradient before clipping; below 0 where it was not taken.
+    """
+
+    loss: float
+    samples: float
+    stop: float
+    save: float
+    commit: float
+    squares: float
 
 
 class StepOutcome(ABC):
@@ -258,39 +235,40 @@ class StepOutcome(ABC):
     def sync(self) -> SyncFigures:
         """What the sync of gradients took on this worker."""
 
+    @property
     @abstractmethod
-    def _value(self, index: int) -> float:
-        """One of: loss, samples, stop, save, commit (1 or 0), squared gradient norm."""
+    def values(self) -> StepValues:
+        """What was decided."""
 
     @property
     def loss(self) -> float:
         """Mean loss over the global batch."""
-        return self._value(0)
+        return self.values.loss
 
     @property
     def samples(self) -> int:
         """Samples in the global batch."""
-        return round(self._value(1))
+        return round(self.values.samples)
 
     @property
     def stop(self) -> bool:
         """Whether any worker asked to stop."""
-        return self._value(2) > 0
+        return self.values.stop > 0
 
     @property
     def save(self) -> bool:
         """Whether any worker asked for a checkpoint."""
-        return self._value(3) > 0
+        return self.values.save > 0
 
     @property
     def committed(self) -> bool:
         """Whether the step counts; False where the guard rolled it back."""
-        return self._value(4) > 0
+        return self.values.commit > 0
 
     @property
     def grad_norm(self) -> float | None:
         """Global norm of the reduced gradient before clipping; None where it was not needed."""
-        squares = self._value(5)
+        squares = self.values.squares
         return None if squares < 0 else math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
@@ -305,7 +283,7 @@ class LateOutcome(StepOutcome):
         self._world = world
         self._recorder = step.spans
         self._bad = step.bad
-        self._values: list[float] | None = None
+        self._values: StepValues | None = None
         self._spans: StepSpans | None = None
         self._waited_ms = step.waited_ms
         self._bytes_sent = 0
@@ -319,11 +297,11 @@ class LateOutcome(StepOutcome):
         for event in step.ends:
             if not event.is_over:
                 self._wait_for(event, "finishing a step")
-        self._read_values(step)
+        self._values = self.values
         for flight in step.flights.values():
             if flight.costs.buckets:  # the stage has replicas
                 self._costs.append(flight.costs)
-        self._bytes_sent = step.bytes_sent + sum(step.message_bytes)
+        self._bytes_sent = sum(step.sent)
         self._step = None
 
     @property
@@ -362,26 +340,22 @@ class LateOutcome(StepOutcome):
         self.wait()
         return self._bad[0] if self._bad else None
 
-    def _read_values(self, step: StepState) -> list[float]:
+    @property
+    def values(self) -> StepValues:
+        """What was decided, as soon as it is known here."""
         if self._values is None:
-            assert step.decided is not None
-            if not step.decided.is_over:
+            step = self._step
+            assert step is not None
+            if step.decided is not None and not step.decided.is_over:
                 self._wait_for(step.decided, "agreeing on the step")
             assert step.host_values is not None
-            self._values = step.host_values.tolist()
+            self._values = StepValues(*step.host_values.tolist())
         return self._values
 
     def _wait_for(self, event: Event, doing: str) -> None:
         """Wait. Work on a CPU has named its errors itself, and one of the model's own is not a peer's."""
         with self._world.named_errors(doing) if event.family.device.type == "cuda" else nullcontext():
             event.synchronize()
-
-    def _value(self, index: int) -> float:
-        if self._values is None:
-            assert self._step is not None
-            self._read_values(self._step)
-        assert self._values is not None
-        return self._values[index]
 
 
 @dataclass(frozen=True)

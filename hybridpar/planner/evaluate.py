@@ -167,7 +167,6 @@ class Evaluator:
             sync_shares_link=True,
             sync_own_link=network.grouping.hosts == 1,
             sync_lanes=inputs.sync_lanes,
-            commit=True,
             # Between two exchanges of an outer loop workers agree on nothing.
             control_ms=network.control_ms() if layout.workers > 1 and not parted else 0.0,
         )

@@ -62,9 +62,7 @@ def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     longest = max(longest, *(head[stage] + forward[stage] + backward[stage] + tail[stage] for stage in stages))
     if costs.replicas > 1:
         longest = max(longest, _links(layout, costs, micro_batches, forward, backward, head))
-    if costs.commit:
-        updates = [costs.compute_ms(stage, Kind.STEP) for stage in stages]
-        longest += costs.control_ms + min(updates)
+    longest += costs.control_ms + min(costs.compute_ms(stage, Kind.STEP) for stage in stages)
     return max(longest, _processors(layout, costs, micro_batches, forward, backward))
 
 

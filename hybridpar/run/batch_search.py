@@ -20,7 +20,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.optim.schedule import Leg, Pace
-from hybridpar.pipeline.step import StepInput
+from hybridpar.pipeline.step import StepRequest
 from hybridpar.train.trainer import Trainer
 
 #: From one size to the next.
@@ -159,7 +159,7 @@ class BatchSelector:
                 if number >= math.ceil(seen / batch_size):
                     break
                 outcome = engine.step(
-                    StepInput(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
+                    StepRequest(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
                 )
                 losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
             return losses / counted

@@ -32,6 +32,13 @@ class Kind(StrEnum):
     RECEIVE_BACKWARD = "RECV_B"
     #: Sum one bucket of a stage's gradients over the replicas.
     SYNC = "SYNC"
+    #: Sum over the replicas what the forward passes of a stage have come to (0), and what its gradients have (1).
+    REPORT = "REPORT"
+    #: All workers agree on the step; once for each of them, by its first stage.
+    DECIDE = "DECIDE"
+    #: What a forward pass has saved moves to the host's memory, and back before the backward pass.
+    PARK = "PARK"
+    FETCH = "FETCH"
     #: The optimizer step of a stage.
     STEP = "STEP"
 
@@ -39,8 +46,12 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+#: What a stage or a worker does once in a step.
+ONCE = frozenset({Kind.DECIDE, Kind.STEP})
 
-_TEXT = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|SYNC|STEP|F|B)(\d{0,6})(?:>(\d{1,6}))?")
+_TEXT = re.compile(
+    r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|SYNC|REPORT|DECIDE|PARK|FETCH|STEP|F|B)(\d{0,6})(?:>(\d{1,6}))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,8 @@ class Action:
     Attributes:
         stage: Whose work it is. A send belongs to the stage that sends, a receive to the stage that receives.
         kind: What it does.
-        index: The micro-batch; for `SYNC` the bucket; None for `STEP`.
+        index: The micro-batch; for `SYNC` the bucket; for `REPORT` 0 after forward passes, 1 after the gradients;
+            None for `DECIDE` and `STEP`.
         peer: For transfers the stage at the other end.
     """
 
@@ -70,10 +82,10 @@ def parse_action(text: str) -> Action:
     """An action from its text."""
     match = _TEXT.fullmatch(text.strip())
     kind = Kind(match[2]) if match else None
-    if match is None or kind is None or (match[3] == "") != (kind is Kind.STEP):
+    if match is None or kind is None or (match[3] == "") != (kind in ONCE):
         raise ScheduleError(
             f"{shortened(repr(text))} is not an action",
-            "An action is a stage, one of F B SEND_F RECV_F SEND_B RECV_B SYNC STEP, then a micro-batch or bucket.",
+            "An action is a stage, a kind such as F, B, SEND_F, RECV_F, SYNC or STEP, then a micro-batch or bucket.",
             "Write 2F0 for the forward pass of micro-batch 0 in stage 2.",
         )
     stage = int(match[1])

@@ -80,8 +80,7 @@ class Costs:
         sync_own_link: Whether that is a wire beside `link`'s, as where the replicas of a stage are on one host and its
             stages on several; all-reduces of a worker then share it with each other.
         sync_lanes: Collectives that a worker runs at one time.
-        commit: Whether optimizers wait for all SYNCs of all workers, because a step commits or rolls back as a whole.
-        control_ms: The message by which they agree on that.
+        control_ms: The messages by which all workers agree on a step.
     """
 
     forward_ms: tuple[float, ...]
@@ -98,7 +97,6 @@ class Costs:
     sync_shares_link: bool = False
     sync_own_link: bool = False
     sync_lanes: int = 1
-    commit: bool = False
     control_ms: float = 0.0
 
     def __post_init__(self) -> None:

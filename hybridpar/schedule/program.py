@@ -15,12 +15,16 @@ is a proof.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from hybridpar.schedule.layout import Layout
+
+#: What a forward pass saves moves to the host's memory where at least so many other passes of its lane lie before its
+#: backward pass: one beside which it leaves, one beside which it comes back, and one in which its memory is free.
+LEAST_BETWEEN = 3
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,25 @@ class Program:
             return ("send" if action.kind in SENDS else "receive", home, layout.home(action.peer))
         if action.kind is Kind.SYNC:
             return ("sync", home, action.index or 0)
-        return ("compute", home, layout.lane_of[action.stage])
+        queue = "compute"
+        if action.kind in (Kind.REPORT, Kind.DECIDE):
+            queue = "control"
+        elif action.kind in (Kind.PARK, Kind.FETCH):
+            queue = "copy"
+        return (queue, home, layout.lane_of[action.stage])
 
 
-def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()) -> dict[Action, tuple[Action, ...]]:
+def dependencies(
+    layout: Layout,
+    schedule: Schedule,
+    buckets: Sequence[int] = (),
+    offload: Collection[int] = (),
+    *,
+    commit: bool = True,
+) -> dict[Action, tuple[Action, ...]]:
     """For every action that a schedule leads to, what it needs beside the order of its own queue."""
     needs: dict[Action, tuple[Action, ...]] = {}
-    last: dict[int, Action] = {}
+    last: dict[int, dict[Kind, Action]] = {}
 
     def arrival(made: Action, stage: int) -> Action:
         """What brings to a stage what another has made: a receive, or between stages of a worker the pass itself."""
@@ -77,15 +93,42 @@ def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()
                 before.append(Action(stage, Kind.FORWARD, index))
                 used = [edge.target for edge in layout.out_of(stage) if edge.gradient_bytes > 0]
                 before += [arrival(Action(target, Kind.BACKWARD, index), stage) for target in used]
-                last[stage] = action
+            last.setdefault(stage, {})[action.kind] = action
             needs[action] = tuple(before)
-    for stage, action in last.items():
+        _move(row, offload, needs)
+    decisions: dict[int, Action] = {}
+    for stage, passes in sorted(last.items()):
+        if len(passes) < len(COMPUTE):
+            continue  # the schedule is not complete
+        backward = passes[Kind.BACKWARD]
         syncs = tuple(
             Action(stage, Kind.SYNC, bucket) for bucket in range(buckets[stage] if stage < len(buckets) else 0)
         )
-        needs.update(dict.fromkeys(syncs, (action,)))
-        needs[Action(stage, Kind.STEP)] = (action, *syncs)
+        needs.update(dict.fromkeys(syncs, (backward,)))
+        reports = Action(stage, Kind.REPORT, 0), Action(stage, Kind.REPORT, 1)
+        needs[reports[0]], needs[reports[1]] = (passes[Kind.FORWARD],), (backward, *syncs)
+        decision = decisions.setdefault(layout.home(stage), Action(stage, Kind.DECIDE))
+        needs[decision] = (*needs.get(decision, ()), reports[1])
+        needs[Action(stage, Kind.STEP)] = (reports[1], decision) if commit else (reports[1],)
     return needs
+
+
+def _move(row: Sequence[Action], offload: Collection[int], needs: dict[Action, tuple[Action, ...]]) -> None:
+    """Let what stages save for their backward passes move to the host's memory, and back, beside passes of their lane.
+
+    It has left, and its memory is free, before the second pass after it; memory to come back to is taken before the
+    last pass ahead of its backward pass.
+    """
+    began: dict[tuple[int, int | None], int] = {}
+    for number, action in enumerate(row):
+        key = action.stage, action.index
+        if action.kind is Kind.FORWARD:
+            began[key] = number
+        elif action.stage in offload and number - (first := began.get(key, number)) > LEAST_BETWEEN:
+            park, fetch = Action(action.stage, Kind.PARK, action.index), Action(action.stage, Kind.FETCH, action.index)
+            needs[park], needs[fetch] = (row[first],), (row[number - 2], park)
+            needs[row[first + 2]] += (park,)
+            needs[action] += (fetch,)
 
 
 def require_own_lanes(schedule: Schedule, layout: Layout) -> None:
@@ -110,19 +153,24 @@ def lower(
     schedule: Schedule,
     layout: Layout,
     buckets: Sequence[int] = (),
+    offload: Collection[int] = (),
     *,
+    commit: bool = True,
     forward_ms: Sequence[float] | None = None,
     backward_ms: Sequence[float] | None = None,
 ) -> Program:
     """The actions of all workers.
 
     Sends are issued as soon as there is something to send, receives as soon as the other end sends; `SYNC` follows
-    the last backward pass of its stage, and every `STEP` the last computation of its worker.
+    the last backward pass of its stage. Last come the reports of all stages on their gradients, the decision, and the
+    optimizer steps.
 
     Args:
         schedule: The order of computation.
         layout: Where stages run.
         buckets: For every stage the number of its gradient buckets.
+        offload: Stages whose activations wait in the host's memory.
+        commit: Whether optimizers wait for the decision, because a step counts or is rolled back as a whole.
         forward_ms: For every stage the time of a forward pass. Transfers of a pair of workers are made in the order in
             which they would be ready; without times a backward pass counts as two forward passes.
         backward_ms: For every stage the time of a backward pass. Both must be the same on all workers.
@@ -132,13 +180,12 @@ def lower(
             circle, or for something that nobody does.
     """
     require_own_lanes(schedule, layout)
-    needs = dependencies(layout, schedule, buckets)
+    needs = dependencies(layout, schedule, buckets, offload, commit=commit)
     done_by: dict[Action, list[Action]] = {}
     for action, before in needs.items():
         for one in before:
             done_by.setdefault(one, []).append(action)
     issued: list[list[Action]] = [[] for _ in range(layout.workers)]
-    steps: list[list[Action]] = [[] for _ in range(layout.workers)]
     finished: dict[Action, float] = {}
     place = [0] * len(schedule.rows)
     clock = [0.0] * len(schedule.rows)
@@ -162,7 +209,7 @@ def lower(
         """Emit an action and everything that follows from it without computing."""
         finished[action] = when
         worker = layout.home(action.stage)
-        (steps if action.kind is Kind.STEP else issued)[worker].append(action)
+        issued[worker].append(action)
         for after in done_by.get(action, ()):
             if after.kind in COMPUTE:
                 lane = layout.lane_of[after.stage]
@@ -191,7 +238,17 @@ def lower(
             f"{first} needs {missing}, which never comes before it.",
             "Look at it with `hybridpar.schedule.check`, which marks the place.",
         )
-    return Program(schedule, layout, tuple((*row, *last) for row, last in zip(issued, steps, strict=True)), needs)
+    return Program(schedule, layout, tuple(tuple(sorted(row, key=_turn)) for row in issued), needs)
+
+
+def _turn(action: Action) -> tuple[int, int]:
+    """The place of an action in the list of its worker; equal ones keep their order.
+
+    The end is in the same order in all replicas, wherever these run their stages, because they meet there.
+    """
+    late = action.kind is Kind.REPORT and action.index == 1
+    turn = 1 if late else {Kind.DECIDE: 2, Kind.STEP: 3}.get(action.kind, 0)
+    return turn, -action.stage if turn else 0
 
 
 class QueueRun:

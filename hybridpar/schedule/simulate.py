@@ -90,18 +90,18 @@ class _Run:
         self.actions = [action for actions in program.workers for action in actions]
         number = {action: place for place, action in enumerate(self.actions)}
         self._control_ms = costs.control_ms
-        #: For every action how many others it waits for; -1 once it has started. The last place is the agreement.
-        self._waits = [0] * (len(self.actions) + 1)
+        #: For every action how many others it waits for; -1 once it has started.
+        self._waits = [0] * len(self.actions)
         self._after: list[list[int]] = [[] for _ in self._waits]
         #: For the last backward pass of a stage: after which part of it which buckets are ready.
         self._marks: dict[int, list[tuple[float, int]]] = {}
-        #: The other end of a transfer.
-        self._twin: dict[int, int] = {}
+        #: What runs as one: both ends of a transfer, and the decision of all workers.
+        self._together: dict[int, list[int]] = {}
         self._make_queues(program, costs.sync_lanes)
         for action, place in number.items():
             self._connect(program, costs, number, action, place)
-        if costs.commit:
-            self._connect_agreement(program, number)
+        decisions = [place for action, place in number.items() if action.kind is Kind.DECIDE]
+        self._together |= dict.fromkeys(decisions, decisions)
         for queue in range(len(self.queues)):
             self._try(queue)
 
@@ -128,7 +128,7 @@ class _Run:
             # A receive does not come after its send: they are the two ends of one transfer.
             (send,) = program.needs[action]
             if send in number:
-                self._twin[place], self._twin[number[send]] = number[send], place
+                self._together |= dict.fromkeys(both := [number[send], place], both)
             return
         for need in program.needs[action]:
             self._waits[place] += 1
@@ -140,43 +140,36 @@ class _Run:
             else:
                 self._after[number[need]].append(place)
 
-    def _connect_agreement(self, program: Program, number: dict[Action, int]) -> None:
-        """Put the agreement of all workers between all that optimizers need and all optimizers."""
-        steps = [place for action, place in number.items() if action.kind is Kind.STEP]
-        before = {need for place in steps for need in program.needs[self.actions[place]]}
-        self._waits[-1] = len(before)
-        self._after[-1] = steps
-        for need in before & number.keys():
-            self._after[number[need]].append(len(self.actions))
-        for place in steps:
-            self._waits[place] += 1
-
     def _try(self, queue: int) -> None:
-        """Start what is at the head of a queue, if all that it waits for is there."""
+        """Start what is at the head of a queue, if all that it waits for is there, and all that it runs with."""
         if not self.queues[queue]:
             return
         place = self.queues[queue][-1]
-        action = self.actions[place]
-        if self._waits[place]:
+        action, together = self.actions[place], self._together.get(place, (place,))
+        if not all(map(self._can_start, together)):
             return
+        marks: list[tuple[float, int]] = []
         if action.kind in COMPUTE or action.kind is Kind.STEP:
-            self._start_compute(place, action)
+            marks = sorted(self._marks.get(place, ()))
+            phases = self.machine.compute(action, [mark for mark, _ in marks])
         elif action.kind is Kind.SYNC:
-            self._start(place, self.machine.sync(action))
-        elif (twin := self._twin.get(place)) is not None:
-            other = self.queues[self._queue_of[twin]]
-            if other and other[-1] == twin and not self._waits[twin]:
-                send = action if action.kind in SENDS else self.actions[twin]
-                self._start(place, self.machine.transfer(send), twin)
+            phases = self.machine.sync(action)
+        elif action.kind is Kind.DECIDE:
+            phases = [Phase(self._control_ms)]
+        elif action.peer is not None:
+            if len(together) == 1:
+                return  # its other end never comes
+            phases = self.machine.transfer(self.actions[together[0]])
+        else:  # as good as no time beside what it waits for; moves to the host's memory are in the times of passes
+            phases = [Phase(0.0)]
+        self._start(together, phases, [bucket for _, bucket in marks])
 
-    def _start_compute(self, place: int, action: Action) -> None:
-        marks = sorted(self._marks.get(place, ()))
-        phases = self.machine.compute(action, [mark for mark, _ in marks])
-        self._start(place, phases, ready=[bucket for _, bucket in marks])
+    def _can_start(self, place: int) -> bool:
+        queue = self.queues[self._queue_of[place]]
+        return bool(queue) and queue[-1] == place and not self._waits[place]
 
-    def _start(self, place: int, phases: list[Phase], twin: int | None = None, ready: Sequence[int] = ()) -> None:
-        """Run an action, for a transfer together with its other end; after phase i the bucket `ready[i]` is ready."""
-        places = (place,) if twin is None else (place, twin)
+    def _start(self, places: Sequence[int], phases: list[Phase], ready: Sequence[int]) -> None:
+        """Run actions as one; after phase i the bucket `ready[i]` is ready."""
         start = self.loop.now
         for one in places:
             self._waits[one] = -1
@@ -202,16 +195,8 @@ class _Run:
     def _release(self, place: int) -> None:
         """One of the things that an action waits for is there."""
         self._waits[place] -= 1
-        if self._waits[place]:
-            return
-        if place == len(self.actions):
-            self.loop.start(Job([Phase(self._control_ms)], self._agree))
-            return
-        self._try(self._queue_of[place])
-
-    def _agree(self, _: int) -> None:
-        for step in self._after[-1]:
-            self._release(step)
+        if not self._waits[place]:
+            self._try(self._queue_of[place])
 
 
 def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.pipeline.local_stage import AfterStep
-from hybridpar.pipeline.step import StepInput, StepOutcome
+from hybridpar.pipeline.step import StepOutcome, StepRequest, StepValues
 from hybridpar.server.link import Servers
 from hybridpar.server.stripes import flat_buffers, piece_views, put_buffers, trained_parameters
 from hybridpar.server.wire import Gradient, Weights
@@ -35,7 +35,7 @@ class ServerGradients(Reducer):
     """Pushes the gradients of a step, and instead of an optimizer's pass puts the weights that come into the model."""
 
     #: What the step under way is to do.
-    given: StepInput
+    given: StepRequest
     #: From worker 0: what learning rates are multiplied with; None for no news.
     lowered: float | None = None
     #: Of shard 0, to the last push.
@@ -143,8 +143,10 @@ class ServedOutcome(StepOutcome):
         """Whether any worker asked for a checkpoint; this one, where each goes at its pace."""
         return self._answer.save or self._step.save
 
-    def _value(self, index: int) -> float:
-        return self._step._value(index)
+    @property
+    def values(self) -> StepValues:
+        """What this worker knows of its step."""
+        return self._step.values
 
 
 class ServedEngine(Engine):
@@ -166,7 +168,7 @@ class ServedEngine(Engine):
         assert isinstance(gradients, ServerGradients)
         return gradients
 
-    def step(self, given: StepInput) -> StepOutcome:
+    def step(self, given: StepRequest) -> StepOutcome:
         """Push the gradient of this worker's share of a batch, and take the weights that come for it."""
         whole = given.global_samples if self._servers.barrier else None
         given = replace(given, global_samples=whole or given.samples)

@@ -21,7 +21,7 @@ from torch import nn
 
 from hybridpar.errors import UsageError
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.pipeline.step import COMMIT, SQUARES, LateOutcome, StepInput, StepOutcome, StepSpans
+from hybridpar.pipeline.step import LateOutcome, StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
 from hybridpar.train.engine import Engine, EngineParts
@@ -61,13 +61,18 @@ class JoinedOutcome(StepOutcome):
         """What the sync of this worker's gradients took, in both halves."""
         return add_up([costs for half in self._halves for costs in half.costs])
 
-    def _value(self, index: int) -> float:
-        values = [half._value(index) for half in self._halves]
-        if index == COMMIT:  # a step of which a half was rolled back was not done
-            return min(values)
-        if index == SQUARES and min(values) < 0:  # not known
-            return -1.0
-        return max(values) if index in (2, 3) else sum(values)
+    @property
+    def values(self) -> StepValues:
+        """Sums over both halves; a step of which a half was rolled back was not done."""
+        first, second = [half.values for half in self._halves]
+        return StepValues(
+            first.loss + second.loss,
+            first.samples + second.samples,
+            max(first.stop, second.stop),
+            max(first.save, second.save),
+            min(first.commit, second.commit),
+            first.squares + second.squares if min(first.squares, second.squares) >= 0 else -1.0,
+        )
 
 
 class DoubleBufferEngine(Engine):
@@ -93,7 +98,7 @@ class DoubleBufferEngine(Engine):
             _check_halves(optimizer)
         return optimizer
 
-    def step(self, given: StepInput) -> StepOutcome:
+    def step(self, given: StepRequest) -> StepOutcome:
         """Train on this worker's share of one global batch, by late gradients."""
         if self._halves and len(given.micro_batches) == 1:
             self.refuse()
@@ -110,7 +115,7 @@ class DoubleBufferEngine(Engine):
         self._staleness = self._age
         return super().step(given)
 
-    def _step_in_halves(self, given: StepInput) -> JoinedOutcome:
+    def _step_in_halves(self, given: StepRequest) -> JoinedOutcome:
         micro_batches = given.micro_batches
         middle = (len(micro_batches) + 1) // 2
         outcomes, ages = [], []

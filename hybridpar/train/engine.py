@@ -5,17 +5,17 @@ the schedule: forward and backward passes of each stage on its lane, transfers b
 replicas while the backward pass still computes, then the agreement of all workers on the step, and each stage's
 optimizer step or rollback. A model that is not cut is a pipeline of one stage, whose passes the calling thread runs.
 
-    step -> PipelineEngine.step -> Executor.issue -> StageRun.forward, StageRun.backward   (passes)
-                                                  -> Reducer                               (sums of gradients)
-                                                  -> Agreement.reach                       (does the step count)
-                                                  -> LocalStage.apply                      (clip, step or roll back)
+    step -> Executor.issue -> StageRun.forward, StageRun.backward   (F, B: passes)
+                           -> Reducer                               (SYNC: sums of gradients)
+                           -> Agreement                             (REPORT, DECIDE: does the step count)
+                           -> LocalStage.apply                      (STEP: clip, step or roll back)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
-from hybridpar.pipeline.step import StepInput, StepOutcome, StepState, whole_options
+from hybridpar.pipeline.step import StepOutcome, StepRequest, StepState, whole_options
 from hybridpar.plan import ResolvedPlan, Sync
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
@@ -265,27 +265,26 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def step(self, given: StepInput) -> StepOutcome:
+    def step(self, request: StepRequest) -> StepOutcome:
         """Train on this replica's share of one global batch."""
         if self._modes:
             check_modes(self._modes)
         self._refuse_joined()
-        if given.global_samples is None and self.pipeline.replicas == 1:
-            given = replace(given, global_samples=given.weight)
-        if self.graph is not None and not self._shares_first and given.count is None:
-            issued = self.graph.step(given)
+        executor, total = self.pipeline.executor, request.global_samples
+        if total is None and self.pipeline.replicas == 1:
+            total = request.weight
+        if self.graph is not None and not self._shares_first and request.count is None:
+            issued = self.graph.step(request, total)
             if issued is not None:
-                return self.pipeline.executor.adopt(issued)
-        counted: float | Callable[[], float] | None = given.global_samples
+                return executor.adopt(issued)
+        counted: float | Callable[[], float] | None = total
         if counted is None:
-            counted = self.pipeline.executor.count_samples(given.weight)
-            # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile. Without samples
-            # there is no pass that would ask.
-            if self._counts_first or not given.micro_batches:
+            counted = executor.count_samples(request.weight)
+            # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile. Without samples there
+            # is no pass that would ask.
+            if self._counts_first or not request.micro_batches:
                 counted = counted()
-        outcome = self.pipeline.step(
-            given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save
-        )
+        outcome = executor.step(request, counted)
         if self._shares_first:  # its forward passes may have registered buffers, which stay if it counts
             self.pipeline.wait()
             self._shares_first = not outcome.committed
@@ -306,7 +305,8 @@ class Engine:
 
     def issue(self, micro_batches: Sequence[tuple[Tensor, Tensor]], global_samples: float, flags: Tensor) -> StepState:
         """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`."""
-        return self.pipeline.issue(micro_batches, global_samples, flags)
+        samples = sum(len(targets) for _, targets in micro_batches)
+        return self.pipeline.executor.issue(StepRequest(micro_batches, samples, flags=flags), global_samples)
 
     def refuse(self) -> None:
         """Tell the other replicas that this one cannot do the step that they begin."""
@@ -348,7 +348,7 @@ class Engine:
 
     def wait(self) -> None:
         """Wait until every step that was issued is done, as far as the host can tell."""
-        self.pipeline.wait()
+        self.pipeline.executor.wait()
 
     @property
     def staleness(self) -> float | None:

@@ -34,7 +34,7 @@ from hybridpar.errors import UsageError
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.step import StepInput, StepOutcome, StepSpans
+from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat, layer_bytes
@@ -82,13 +82,14 @@ class OuterOutcome(StepOutcome):
             return replace(self._party.sync, bytes_before=self._full)
         return replace(add_up([self._result.costs]), bytes_before=self._full, bytes_after=self.bytes_sent)
 
-    def _value(self, index: int) -> float:
+    @property
+    def values(self) -> StepValues:
+        """What all workers know of an exchange; else what is known of the party's step."""
         if self._result is None:
-            known = {1: self._samples, 2: 0.0, 3: 0.0}
-            return known[index] if index in known else self._party._value(index)
+            return self._party.values._replace(samples=self._samples, stop=0.0, save=0.0)
         losses, counted, squares, norms, samples, stop, save = self._result.report
         loss = losses / counted if counted else math.nan
-        return (loss, samples, stop, save, float(self._result.good), squares / norms if norms else -1.0)[index]
+        return StepValues(loss, samples, stop, save, float(self._result.good), squares / norms if norms else -1.0)
 
 
 class OuterEngine(Engine):
@@ -180,7 +181,7 @@ class OuterEngine(Engine):
 
     # ------------------------------------------------------------------ a step
 
-    def step(self, given: StepInput) -> StepOutcome:
+    def step(self, given: StepRequest) -> StepOutcome:
         """Train on this worker's share of a batch; requests to stop or save are agreed on at the next exchange."""
         if not self.parted:
             outcome = super().step(given)
@@ -196,7 +197,7 @@ class OuterEngine(Engine):
         samples = round(given.global_samples or given.samples * self._team.size)
         return OuterOutcome(own, samples, self._full_bytes, result, waited)
 
-    def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[OuterResult | None, float]:
+    def _exchange(self, own: StepOutcome, given: StepRequest) -> tuple[OuterResult | None, float]:
         """Send and take what is due after a step."""
         assert self._round is not None
         result, waited = None, 0.0
@@ -214,12 +215,12 @@ class OuterEngine(Engine):
             waited += (time.perf_counter() - started) * 1e3
         return result, waited
 
-    def _send(self, fragment: int, own: StepOutcome, given: StepInput, *, plain: bool) -> None:
+    def _send(self, fragment: int, own: StepOutcome, given: StepRequest, *, plain: bool) -> None:
         self._read(0)
         trained, self._marks[fragment] = self._trained - self._marks[fragment], self._trained
         # In the order in which `OuterOutcome` reads their sums.
         counted = given.samples if own.committed and math.isfinite(own.loss) else 0
-        squares = own._value(5) if own.committed else -1.0
+        squares = own.values.squares if own.committed else -1.0
         norm = (squares, 1) if squares >= 0 else (0.0, 0)
         report = (own.loss * counted if counted else 0.0, counted, *norm, given.samples, *self._flags)
         self._flags = [False, False]

@@ -43,7 +43,7 @@ from hybridpar.optim.losses import as_sum, ignored_label, make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.local_stage import RefusedStepError
-from hybridpar.pipeline.step import StepInput
+from hybridpar.pipeline.step import StepRequest
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
@@ -346,7 +346,7 @@ class Trainer:
                 placed = self._mixed(placed)
             if self._count is not None:  # on a GPU the host waits for it
                 global_samples, count = None, sum(float(self._count(targets)) for _, targets in placed)
-            outcome = self.engine.step(StepInput(placed, samples, global_samples, factor, stop, save, count))
+            outcome = self.engine.step(StepRequest(placed, samples, global_samples, factor, stop, save, count))
         except Exception as error:
             if self.world.job_size > 1 and not isinstance(error, RefusedStepError):
                 self._left = self._leave(f"left step {self.steps_done + 1}", error)
@@ -714,7 +714,8 @@ def open_trial(model: nn.Module, config: TrainConfig, world: World, example: Ten
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a batch."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    if len(parts) != 2 or not all(isinstance(part, Tensor) and part.ndim for part in parts):
+    have_samples = [isinstance(part, Tensor) and part.ndim for part in parts]
+    if len(parts) != 2 or not all(have_samples):
         raise UsageError(
             f"a batch is {article(batch)}" + (f" of {', '.join(map(article, parts))}" if parts is batch else ""),
             "It must be a pair of tensors, inputs and targets, whose first dimension is the samples.",

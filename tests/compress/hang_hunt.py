@@ -29,6 +29,7 @@ from hybridpar.pipeline.step import WHOLE
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 from tests.lanes.checked import Checker, Lanes
+from tests.pipeline.oracle import run_step
 from tests.ranks import run_ranks
 
 #: Process groups that are made; a hunt uses some of them.
@@ -99,7 +100,7 @@ def chase(world: World, codec: str, seed: int, steps: int, checked: bool = False
         for step in range(steps):
             images, labels = torch.randn(4, 3, 4, 4, generator=draw), torch.randint(0, 3, (4,), generator=draw)
             model.uses_rare = own.random() < 0.3
-            engine.step([(images, labels)], engine.executor.count_samples(4), rate_factor=0.01)
+            run_step(engine, [(images, labels)], engine.executor.count_samples(4), rate_factor=0.01)
             pause(own)
             if step % 50 == 0:
                 assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

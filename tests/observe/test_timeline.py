@@ -98,7 +98,8 @@ def test_everybody_has_a_process_and_every_queue_a_thread():
     assert sorted(processes) == ["predicted worker 0", "predicted worker 2", *(f"worker {rank}" for rank in range(4))]
     of_worker_3 = {args["name"] for (pid, _), args in names["thread_name"].items() if pid == 8}
     assert of_worker_3 == {
-        *("steps", "compute lane 1", "send to worker 1", "receive from worker 1", "sync lane 0", "sync lane 1")
+        *("steps", "compute lane 1", "send to worker 1", "receive from worker 1", "sync lane 0", "sync lane 1"),
+        "control lane 1",
     }
     transfers = 2 * 4  # forward and backward, of four micro-batches
     assert len(flows) == 3 * transfers * (2 + 1), "in each of three steps, of both replicas and of the prediction"

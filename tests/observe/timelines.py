@@ -27,7 +27,6 @@ def a_step(factor: float = 1.0, *, stages: int = 2, micro_batches: int = 4, work
         replicas=2,
         sync_link=Link(0.2, 1e9),
         sync_lanes=2,
-        commit=True,
         control_ms=0.5,
     )
     return simulate(program, costs)

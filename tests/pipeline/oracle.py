@@ -24,6 +24,7 @@ from hybridpar.partition.stage import Stage
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
+from hybridpar.pipeline.step import LateOutcome, StepRequest
 from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
@@ -250,7 +251,7 @@ def train_stages(
                 for batch in batches:
                     share = setting.of_replica(batch, engine.replica)
                     with setting.modes():
-                        outcomes.append(engine.step(share, len(batch[1])))
+                        outcomes.append(run_step(engine, share, len(batch[1])))
                     if not together:
                         engine.wait()
                         run.gradients.append(gradients_of(model))
@@ -266,6 +267,17 @@ def train_stages(
         finally:
             engine.close()
     return run
+
+
+def run_step(
+    engine: PipelineEngine,
+    micro_batches: Sequence[tuple[Any, Any]],
+    total: float | Callable[[], float],
+    **request: Any,
+) -> LateOutcome:
+    """One step on this replica's share of so many samples."""
+    samples = sum(len(targets) for _, targets in micro_batches)
+    return engine.executor.step(StepRequest(micro_batches, samples, **request), total)
 
 
 def compare(

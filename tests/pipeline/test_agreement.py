@@ -21,7 +21,7 @@ from hybridpar.pipeline.local_stage import (
     decide,
     forward_report,
 )
-from hybridpar.pipeline.step import COMMIT, StepOutcome
+from hybridpar.pipeline.step import StepOutcome, StepValues
 from hybridpar.sync.figures import SyncFigures
 from tests.ranks import run_ranks
 
@@ -38,10 +38,11 @@ class Known(StepOutcome):
     sync = SyncFigures()
 
     def __init__(self, values):
-        self.values = values
+        self._values = StepValues(*values.tolist())
 
-    def _value(self, index):
-        return float(self.values[index])
+    @property
+    def values(self):
+        return self._values
 
 
 def outcome(reports, squares=4.0, *, guard=True, measured=True):
@@ -69,7 +70,7 @@ def test_the_wish_of_one_worker_counts_for_all(wish):
 def test_a_gradient_that_is_not_finite_rolls_back_under_the_guard_only(squares):
     guarded = outcome([report()], squares)
     assert not guarded.committed
-    assert float(guarded.values[COMMIT]) == 0.0
+    assert guarded.values.commit == 0.0
     assert guarded.grad_norm == math.inf
     assert outcome([report()], squares, guard=False).committed
 

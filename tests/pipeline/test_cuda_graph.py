@@ -24,7 +24,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.lanes.base import Constants
 from hybridpar.pipeline.cuda_graph import StepGraph, check_capturable
 from hybridpar.pipeline.local_stage import backward_report, forward_report
-from hybridpar.pipeline.step import StepInput
+from hybridpar.pipeline.step import StepRequest
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
 from tests.small_nets import SmallNet
 
@@ -309,7 +309,7 @@ class TestFailure:
         engine: Any = SimpleNamespace()
         graph: StepGraph[Any] = StepGraph(engine, StreamLanes(), [], [])
         for _ in range(2):
-            assert graph.step(StepInput(batches([2]), 2, None)) is None
+            assert graph.step(StepRequest(batches([2]), 2), None) is None
         assert "global_samples" in caplog.text
         assert len(caplog.records) == 1
 

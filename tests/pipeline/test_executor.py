@@ -39,6 +39,7 @@ from tests.pipeline.oracle import (
     cut_evenly,
     images,
     places,
+    run_step,
     seeded,
     state_of,
     train_stages,
@@ -328,7 +329,7 @@ def _with_a_bad_step(
         engine = PipelineEngine(model, parts, World(), lanes, setting.loss, step_of, options, setting.micro_batches)
         for number, batch in enumerate(batches):
             model.bad = number == 2
-            outcome = engine.step(setting.of_replica(batch, 0), len(batch[1]))
+            outcome = run_step(engine, setting.of_replica(batch, 0), len(batch[1]))
             engine.wait()
             run.committed.append(outcome.committed)
             assert (outcome.bad_parameter == "stem.weight") is (number == 2)
@@ -427,13 +428,14 @@ def test_an_activation_that_is_missing_is_no_zero(kind: Kind) -> None:
     facts = SimpleNamespace(parts={"x": part}, gradients=("x",), bytes_of=lambda name: 8)
     lanes = Lanes("cpu")
     executor: Any = SimpleNamespace(
-        program=SimpleNamespace(layout=SimpleNamespace(home=lambda stage: 1)),
         borders=SimpleNamespace(names=lambda producer, user: ["x"]),
         **{"_ranks": [0, 1], "_senders": {1: (sender, lanes.caller)}, "_world": World()},
         **{"_mailbox": Mailbox(), "_lanes": lanes},
     )
-    step: Any = SimpleNamespace(facts=[facts], bytes_sent=0)
-    _, send = Executor._transfer(executor, step, Action(0, kind, 0, 1), 0, 1)
+    executor._crossing = functools.partial(Executor._crossing, executor)
+    step: Any = SimpleNamespace(facts=[facts], sent=[])
+    item: Any = SimpleNamespace(action=Action(0, kind, 0, 1), index=0, queue=("send", 0, 1), lane=lanes.caller)
+    send = functools.partial(Executor._send, executor, step, item)
     with pytest.raises(KeyError) if kind is Kind.SEND_FORWARD else nullcontext():
         send()
     assert [tensor.tolist() for (tensor,) in sent] == ([] if kind is Kind.SEND_FORWARD else [[0.0, 0.0]])

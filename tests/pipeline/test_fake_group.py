@@ -32,6 +32,7 @@ from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 from hybridpar.sync.reducer import Reducer, open_sync_lanes
+from tests.pipeline.oracle import run_step
 from tests.pipeline.tape import StreamLanes, stand_in
 from tests.small_nets import SmallNet
 
@@ -121,7 +122,7 @@ def train(world: World, positions: int, schedule: str, *, batch_norm: bool = Fal
         engine = PipelineEngine(model, stages, world, lanes, F.cross_entropy, optimizer, options, MICRO_BATCHES)
         try:
             for _ in range(2):
-                engine.step(given, SAMPLES * MICRO_BATCHES * world.size // positions)
+                run_step(engine, given, SAMPLES * MICRO_BATCHES * world.size // positions)
             engine.wait()
         finally:
             engine.close()

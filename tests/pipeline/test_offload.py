@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridpar.pipeline import offload
-from hybridpar.pipeline.offload import Parked, moves
-from hybridpar.schedule.actions import Action, Kind, parse_action
+from hybridpar.pipeline.offload import Parked
 from tests.lanes.checked import Checker
 from tests.pipeline.oracle import Residuals, Setting, compare
 
@@ -30,17 +29,6 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(offload, "LEAST_BYTES", 0)
     monkeypatch.setattr(offload._Block, "park", counted)
     return sizes
-
-
-def test_what_waits_long_enough_leaves_and_comes_back_in_time() -> None:
-    passes = [parse_action(text) for text in ["0F0", "0F1", "0F2", "0F3", "0B0", "0B1", "0B2", "0B3"]]
-    release, fetch = moves([passes], {0})
-    first = {index: Action(0, Kind.FORWARD, index) for index in range(4)}
-    assert release == {passes[2]: first[0], passes[3]: first[1], passes[4]: first[2], passes[5]: first[3]}
-    assert fetch == {passes[3]: first[0], passes[4]: first[1], passes[5]: first[2], passes[6]: first[3]}
-    assert moves([passes], {1}) == ({}, {})
-    soon = [parse_action(text) for text in ["1F0", "1F1", "1F2", "1B0", "1B1", "1B2"]]
-    assert moves([soon], {1}) == ({}, {})
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

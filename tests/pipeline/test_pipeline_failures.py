@@ -31,6 +31,7 @@ from tests.pipeline.oracle import (
     cut,
     images,
     places,
+    run_step,
     seeded,
     sgd,
     train_stages,
@@ -99,7 +100,7 @@ def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any
             for batch in batches_of(8, 4):
                 if outcome is not None:
                     model.fault.armed = rank == size - 1  # not in example runs
-                outcome = engine.step(Setting().of_replica(batch, 0), 8 * size // stages)
+                outcome = run_step(engine, Setting().of_replica(batch, 0), 8 * size // stages)
                 outcome.wait()
     except BaseException as error:
         answer = f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", []))
@@ -154,10 +155,10 @@ class TestErrorsOfOneWorker:
                 model, parts, World(), lanes, F.cross_entropy, step_of, PipelineOptions(places(2)), 2
             )
             with pytest.raises(ZeroDivisionError):
-                engine.step(batch, 8).wait()
+                run_step(engine, batch, 8).wait()
             for _ in range(2):
                 with pytest.raises(TrainingError, match="ended by the error of step 1: division by zero"):
-                    engine.step(batch, 8)
+                    run_step(engine, batch, 8)
             with pytest.raises(TrainingError):
                 engine.close()
 
@@ -226,7 +227,7 @@ def test_a_thousand_steps_leave_nothing() -> None:
         )
         seen = []
         for number in range(1, 1001):
-            outcome = engine.step([(x[:3], y[:3]), (x[3:], y[3:])], 6)
+            outcome = run_step(engine, [(x[:3], y[:3]), (x[3:], y[3:])], 6)
             if number in (100, 1000):
                 engine.wait()
                 del outcome
@@ -254,7 +255,7 @@ def test_outcomes_that_are_kept_keep_no_batch() -> None:
         for step in range(4):
             x, y = images(8, seed=step)
             batches.append(weakref.ref(x))
-            outcomes.append(engine.step(list(zip(x.chunk(2), y.chunk(2), strict=True)), 8))
+            outcomes.append(run_step(engine, list(zip(x.chunk(2), y.chunk(2), strict=True)), 8))
         engine.wait()
         del x
         gc.collect()
@@ -291,7 +292,7 @@ def test_closing_waits_for_the_step_that_runs() -> None:
             PipelineOptions(places(2)),
             2,
         )
-        engine.step([(x[:4], y[:4]), (x[4:], y[4:])], 8)
+        run_step(engine, [(x[:4], y[:4]), (x[4:], y[4:])], 8)
         engine.close()
         assert sorted(stepped) == [0, 1]
         engine.close()

@@ -282,3 +282,34 @@ def test_an_operation_that_fails_gives_everything_back() -> None:
         first = stage(torch.ones(2, 3))
     with keys.of(1, 0):
         assert torch.equal(stage(torch.ones(2, 3)), first)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.rand_like,
+        torch.randn_like,
+        lambda like: torch.randint_like(like, 1000),
+        lambda like: torch.randint_like(like, -50, 50),
+        lambda like: torch.rand(like.shape),
+        lambda like: torch.randperm(len(like)),
+    ],
+)
+def test_operators_without_a_generator_leave_the_hosts_alone(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    like = torch.ones(8)
+    with numbers_of_its_own(torch.device("cpu")):
+        first, second = draw(like), draw(like)
+    assert not torch.equal(first, second)
+    seed = int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(0)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        assert torch.equal(draw(like), first)
+
+    def refuse(devices: Any) -> Any:
+        raise AssertionError("another thread may draw meanwhile")
+
+    monkeypatch.setattr(torch.random, "fork_rng", refuse)
+    state = torch.get_rng_state()
+    with numbers_of_its_own(torch.device("cpu")):
+        assert torch.equal(draw(like), first)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import hybridpar.pipeline.step as recorder_module
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.step import SpanRecorder
 from hybridpar.schedule.actions import Action, Kind
-from tests.pipeline.oracle import Residuals, Setting, batches_of, cut, images, places, seeded, train_stages
+from tests.pipeline.oracle import Residuals, Setting, batches_of, cut, images, places, run_step, seeded, train_stages
 
 CPU = torch.device("cpu")
 
@@ -24,7 +25,7 @@ def recorded(*entries: tuple[str, int, Action, float, float]) -> Any:
     for kind, lane, action, start, end in entries:
         times = iter((start / 1e3, end / 1e3))
         recorder._now = lambda times=times: next(times)  # type: ignore[method-assign]
-        recorder.run((kind, 0, lane), action, "work", lambda: None)
+        recorder.run((kind, 0, lane), action, nullcontext(), lambda: None)
     return recorder.collect()
 
 
@@ -70,7 +71,7 @@ def test_nothing_is_nothing() -> None:
 def test_where_it_is_off_work_is_done_and_no_time_is_noted() -> None:
     done: list[str] = []
     recorder = SpanRecorder(CPU, enabled=False)
-    recorder.run(("compute", 0, 0), Action(0, Kind.FORWARD, 0), "work", lambda: done.append("work"))
+    recorder.run(("compute", 0, 0), Action(0, Kind.FORWARD, 0), nullcontext(), lambda: done.append("work"))
     assert done == ["work"]
     assert recorder._notes == []
 
@@ -101,8 +102,8 @@ def test_on_a_gpu_it_takes_events_and_is_done_on_request(monkeypatch: pytest.Mon
     assert not SpanRecorder(device).enabled
     recorder = SpanRecorder(device, enabled=True)
     backward, add = Action(0, Kind.BACKWARD, 0), Action(0, Kind.SYNC, 0)
-    recorder.run(("compute", 0, 0), backward, "work", lambda: recorder.ready(add))
-    recorder.run(("sync", 0, 0), add, "work", lambda: None)
+    recorder.run(("compute", 0, 0), backward, nullcontext(), lambda: recorder.ready(add))
+    recorder.run(("sync", 0, 0), add, nullcontext(), lambda: None)
     first, second = recorder.collect().spans
     assert (first.start_ms, first.end_ms, second.start_ms, second.end_ms) == (0.0, 3.0, 3.5, 6.0)
     assert second.ready_ms == 2.0
@@ -126,7 +127,7 @@ def test_what_the_options_ask_for_reaches_the_recorder(record: bool, monkeypatch
 
 def test_collecting_twice_is_once() -> None:
     recorder = SpanRecorder(CPU)
-    recorder.run(("compute", 0, 0), Action(0, Kind.FORWARD, 0), "work", lambda: None)
+    recorder.run(("compute", 0, 0), Action(0, Kind.FORWARD, 0), nullcontext(), lambda: None)
     assert recorder.collect() is recorder.collect()
 
 
@@ -137,7 +138,7 @@ def test_a_step_has_a_span_for_every_action_of_its_program(kind: str, schedule: 
     parts = cut(model, images(2)[0], stages)
 
     def look(engine: PipelineEngine) -> None:
-        outcome = engine.step(Setting().of_replica(images(8), 0), 8)
+        outcome = run_step(engine, Setting().of_replica(images(8), 0), 8)
         spans = outcome.spans.spans
         program = engine.executor.program
         assert program is not None

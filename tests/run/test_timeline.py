@@ -99,7 +99,8 @@ def test_a_model_that_is_not_cut_has_a_timeline_without_a_prediction(tmp_path):
     timeline = read_timeline(tmp_path / "trace.json")
     assert timeline.steps == [4, 5, 6]
     for row in (row for step in timeline.steps for row in timeline.at(step, predicted=False)):
-        assert {str(span.action) for span in row.spans.spans} == {"0F0", "0B0", "0SYNC0", "0STEP"}
+        done = {"0F0", "0REPORT0", "0B0", "0SYNC0", "0REPORT1", "0DECIDE", "0STEP"}
+        assert {str(span.action) for span in row.spans.spans} == done
     assert not any(row.predicted for row in timeline.rows)
     assert check_run(tmp_path / "run").get("predicted_step_ms") is None
 

@@ -75,7 +75,8 @@ def _require_all(program: Program) -> dict[Action, tuple[Action, ...]]:
     for action in program.needs:
         if action.kind is Kind.SYNC:
             buckets[action.stage] += 1
-    needs = dependencies(layout, program.schedule, buckets)
+    offload = {action.stage for action in program.needs if action.kind is Kind.PARK}
+    needs = dependencies(layout, program.schedule, buckets, offload)
     places = Counter((worker, action) for worker, actions in enumerate(program.workers) for action in actions)
     wanted = Counter((layout.home(action.stage), action) for action in needs)
     for worker, action in wanted - places:
@@ -104,4 +105,4 @@ def _queue_name(program: Program, action: Action) -> str:
         return f"worker {worker}'s way to worker {other}"
     if kind == "receive":
         return f"worker {worker}'s way from worker {other}"
-    return f"lane {other}" if kind == "compute" else f"worker {worker}'s sync lane {other}"
+    return f"lane {other}" if kind == "compute" else f"worker {worker}'s {kind} lane {other}"

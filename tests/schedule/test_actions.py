@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import (
     COMPUTE,
+    ONCE,
     RECEIVES,
     SENDS,
     Action,
@@ -23,7 +24,7 @@ from hybridpar.schedule.actions import (
 def actions(draw):
     kind = draw(st.sampled_from(list(Kind)))
     stage = draw(st.integers(0, 99))
-    index = None if kind is Kind.STEP else draw(st.integers(0, 999))
+    index = None if kind in ONCE else draw(st.integers(0, 999))
     peer = draw(st.integers(0, 99)) if kind in SENDS | RECEIVES else None
     return Action(stage, kind, index, peer)
 
@@ -44,6 +45,7 @@ def test_text_gives_the_action_back(action):
         ("0SEND_F1>2", Action(0, Kind.SEND_FORWARD, 1, 2)),
         (" 3SYNC2 ", Action(3, Kind.SYNC, 2)),
         ("3STEP", Action(3, Kind.STEP)),
+        ("3REPORT1", Action(3, Kind.REPORT, 1)),
     ],
 )
 def test_texts_are_those_of_torch(text, action):
@@ -51,7 +53,7 @@ def test_texts_are_those_of_torch(text, action):
     assert str(action) == text.strip()
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2STEP1", "-1F0", "2F0 3F0", "2F0;rm"])
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2STEP1", "2DECIDE1", "2REPORT", "-1F0", "2F0 3F0", "2F0;rm"])
 def test_other_texts_are_refused(text):
     with pytest.raises(ScheduleError, match="is not an action"):
         parse_action(text)

@@ -26,8 +26,39 @@ def words(actions):
 def test_the_program_of_two_stages():
     layout = Layout.dealt(2, 2)
     program = lower(read_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"), layout, [2, 0])
-    assert words(program.workers[0]) == ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0SYNC0 0SYNC1 0STEP")
-    assert words(program.workers[1]) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1STEP"
+    assert words(program.workers[0]) == (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0REPORT0 0RECV_B0 0B0 0RECV_B1 0B1 0SYNC0 0SYNC1 0REPORT1 0DECIDE 0STEP"
+    )
+    assert words(program.workers[1]) == (
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1REPORT0 1B1 1SEND_B1 1REPORT1 1DECIDE 1STEP"
+    )
+
+
+def test_optimizers_wait_for_the_decision_only_where_it_counts():
+    schedule = read_schedule("0F0,0B0\n1F0,1B0\n")
+    for commit, needs in ((True, "1REPORT1 1DECIDE"), (False, "1REPORT1")):
+        program = lower(schedule, Layout.dealt(2, 2), [0, 2], commit=commit)
+        assert words(program.needs[parse_action("1STEP")]) == needs
+        assert words(program.needs[parse_action("1REPORT1")]) == "1B0 1SYNC0 1SYNC1"
+
+
+def test_what_waits_long_enough_leaves_and_comes_back_in_time():
+    schedule = read_schedule("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n")
+    program = lower(schedule, Layout.dealt(1, 1), offload={0})
+    assert words(program.workers[0]) == (
+        "0F0 0PARK0 0F1 0PARK1 0F2 0FETCH0 0PARK2 0F3 0FETCH1 0PARK3 0REPORT0 0B0 0FETCH2 0B1 0FETCH3 0B2 0B3 "
+        "0REPORT1 0DECIDE 0STEP"
+    )
+    assert words(program.needs[parse_action("0FETCH0")]) == "0F2 0PARK0"
+    assert words(program.needs[parse_action("0F2")]) == "0PARK0", "its memory is free by then"
+    assert words(program.needs[parse_action("0B0")]) == "0F0 0FETCH0 0PARK2"
+    assert program.queue_of(parse_action("0PARK0")) == program.queue_of(parse_action("0FETCH0")) == ("copy", 0, 0)
+    assert not [action for action in lower(schedule, Layout.dealt(1, 1)).needs if action.kind is Kind.PARK]
+
+
+def test_what_is_soon_needed_stays():
+    schedule = read_schedule("0F0,0F1,0F2,0B0,0B1,0B2\n")
+    assert not [action for action in lower(schedule, Layout.dealt(1, 1), offload={0}).needs if action.kind is Kind.PARK]
 
 
 def test_a_tensor_that_skips_a_stage_travels_directly():
@@ -46,12 +77,12 @@ def test_a_tensor_that_skips_a_stage_travels_directly():
 def test_what_needs_no_gradient_gets_none():
     layout = Layout.dealt(2, 2, edges=[Edge(0, 1, 8, 0)])
     program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), layout)
-    assert words(program.workers[0]) == "0F0 0SEND_F0 0B0 0STEP"
+    assert words(program.workers[0]) == "0F0 0SEND_F0 0REPORT0 0B0 0REPORT1 0DECIDE 0STEP"
 
 
 def test_nothing_travels_within_a_worker():
     program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), Layout.dealt(2, 2, workers=1))
-    assert words(program.workers[0]) == "0F0 1F0 1B0 0B0 1STEP 0STEP"
+    assert words(program.workers[0]) == "0F0 0REPORT0 1F0 1REPORT0 1B0 0B0 1REPORT1 0REPORT1 0DECIDE 1STEP 0STEP"
 
 
 @pytest.mark.parametrize(("name", "layout", "count"), LOOKS)

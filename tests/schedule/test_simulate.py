@@ -26,8 +26,9 @@ def stages(count: int, size: int = KIB, lanes: int | None = None, kind: str = "l
     return Layout.dealt(count, lanes or count, kind, edges=edges, **more)
 
 
-def predict(schedule: str, layout: Layout, **costs) -> Simulation:
-    program = lower(read_schedule(schedule), layout, [len(buckets) for buckets in costs.get("buckets", ())])
+def predict(schedule: str, layout: Layout, *, commit: bool = False, **costs) -> Simulation:
+    counts = [len(buckets) for buckets in costs.get("buckets", ())]
+    program = lower(read_schedule(schedule), layout, counts, commit=commit)
     given_costs = {"forward_ms": (1.0,) * layout.stages, "backward_ms": (2.0,) * layout.stages} | costs
     return simulate(program, Costs(**given_costs))
 
@@ -237,7 +238,8 @@ def cases(draw) -> tuple[Program, Costs]:
     name = draw(st.sampled_from(_FITTING[kind]))
     times = st.floats(0.25, 4).map(lambda time: round(time, 3))
     forward, backward = (tuple(draw(times) for _ in range(count)) for _ in range(2))
-    program = lower(make(name, ScheduleRequest(layout, draw(st.integers(1, 5)))), layout, [1] * count)
+    schedule = make(name, ScheduleRequest(layout, draw(st.integers(1, 5))))
+    program = lower(schedule, layout, [1] * count, offload=draw(st.sets(st.integers(0, 5))), commit=draw(st.booleans()))
     costs = Costs(
         forward,
         backward,
@@ -247,7 +249,6 @@ def cases(draw) -> tuple[Program, Costs]:
         replicas=draw(st.integers(1, 3)),
         sync_link=Link(0.1, 1000.0 * KIB),
         sync_shares_link=draw(st.booleans()),
-        commit=draw(st.booleans()),
         control_ms=0.05,
     )
     return program, costs

@@ -22,7 +22,7 @@ from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.lanes import Lanes
 from hybridpar.optim.losses import as_sum
-from hybridpar.pipeline.step import StepInput
+from hybridpar.pipeline.step import StepRequest
 from hybridpar.planner.resolve import resolve
 from hybridpar.server import Rules
 from hybridpar.server.checkpoints import shard_starts
@@ -178,7 +178,7 @@ class Worker:
         assert self.engine is not None
         before = self.servers.traffic
         self.engine.gradients.lowered = lowered
-        given = StepInput([batch], 4, 4 * workers, **more)
+        given = StepRequest([batch], 4, 4 * workers, **more)
         self._thread.submit(self.engine.step, given).result()
         pushed, pulled = (now - then for now, then in zip(self.servers.traffic, before, strict=True))
         answer = vars(self.engine.gradients.answer)
