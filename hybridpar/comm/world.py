@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -41,9 +43,8 @@ _T = TypeVar("_T")
 #: What a worker that leaves without an error says.
 GOOD_ORDER = "left in good order"
 
-
-#: Seconds that workers wait while rank 0 measures, which takes as long as the steps that it measures.
-PATIENCE = 3600.0
+#: Part of the time-out after which workers that are at work say so.
+SIGN_OF_LIFE = 0.25
 
 
 def all_reduce_bytes(payload: int, workers: int) -> int:
@@ -269,24 +270,39 @@ class World:
         with self.named_errors("bringing state to worker 0"):
             return gather_on_first(mine, ranks, self._meeting)
 
-    def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
+    def from_main(self, decide: Callable[[], _T], *, long: bool = False) -> _T:
         """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
 
-        Where that may take long, such as measuring, the others wait for `patience` seconds in place of the time-out.
+        What may take long, such as measuring, is done as `on_all_patiently` does it.
         """
-        patient = None
-        if patience is not None and self._meeting is not None:
-            with self.named_errors("connecting to wait for worker 0"):
-                patient = open_group(self.members, patience, members_only=self.size < dist.get_world_size())
-        usual, self._meeting = self._meeting, patient or self._meeting
-        try:
-            mine = self.on_all(lambda: decide() if self.rank == 0 else None)
-        finally:
-            self._meeting = usual
-            if patient is not None:
-                patient.close()
+        meet = self.on_all_patiently if long else self.on_all
+        mine = meet(lambda: decide() if self.rank == 0 else None)
         decided: _T = self.gather(mine)[0]  # type: ignore[assignment]
         return decided
+
+    def on_all_patiently(self, act: Callable[[], _T]) -> _T:
+        """As `on_all`, for what may take longer than the time-out: workers tell each other that they are at work.
+
+        `act` runs in a thread of its own and meets no other worker.
+        """
+        if self._meeting is None:
+            return self.on_all(act)
+        done: Future[_T] = Future()
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+        def run() -> None:
+            try:
+                with on_device:
+                    done.set_result(act())
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="at work", daemon=True).start()
+        is_over = False
+        while not is_over:
+            wait([done], SIGN_OF_LIFE * self.timeout)
+            is_over = all(self.gather(done.done()))
+        return self.on_all(done.result)
 
     def on_all(self, act: Callable[[], _T]) -> _T:
         """What `act` returns on this worker; the first problem of a worker is everybody's. As `gather`."""

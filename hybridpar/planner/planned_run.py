@@ -403,7 +403,7 @@ def _search(
         found.append((answer, outcomes))
         return (), [plan_of(answer, one).model_copy(update=compute).to_json() for one in outcomes]
 
-    why_not, texts = world.from_main(predict)
+    why_not, texts = world.from_main(predict, long=True)
     if why_not:
         return None, why_not
     plans = [parse_plan(json.loads(text)) for text in texts]

@@ -27,7 +27,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from hybridpar.comm.world import PATIENCE, World
+from hybridpar.comm.world import World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
@@ -322,9 +322,9 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
     def measure() -> ModelProfile:
         job.announce("planning: measuring the layers of the model")
         if job.is_whole:
-            job.world.on_all(_named(profile))
+            job.world.on_all_patiently(_named(profile))
         else:
-            job.world.from_main(_named(profile), PATIENCE)
+            job.world.from_main(_named(profile), long=True)
         of_main: ModelProfile = job.world.gather(found[0] if found else None)[0]  # type: ignore[assignment]
         return of_main if way is None else with_rest(of_main, way)
 

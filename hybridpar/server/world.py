@@ -75,12 +75,12 @@ class ServerWorld(World):
             return [unpack(self._hear(f"{tag}/{rank}")) for rank in range(self.size)]
         return list(self._servers.gather(tag, item).values())
 
-    def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
+    def from_main(self, decide: Callable[[], _T], *, long: bool = False) -> _T:
         """What worker 0 decides, or decided before the worker died that this process replaces."""
         # First all say whether they had a problem, then worker 0 what it decided; it may have died between the two.
         if self._servers is None and self._is_said(f"{self._occasion}/{self._number + 2}/0"):
-            return super().from_main(lambda: None, patience)  # type: ignore[return-value]
-        return super().from_main(decide, patience)
+            return super().from_main(lambda: None, long=long)  # type: ignore[return-value]
+        return super().from_main(decide, long=long)
 
     def _say(self, key: str, data: bytes) -> None:
         if not self._is_said(key):

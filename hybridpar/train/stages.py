@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from hybridpar.comm.world import PATIENCE, World
+from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurements_directory
+from hybridpar.models import autocast
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred, places
 from hybridpar.models.modes import same_modes
 from hybridpar.partition.cost import Problem, Worker
@@ -61,12 +62,13 @@ def cut_model(
                 if memory_format_name(example) == "channels_last":
                     whole.to(memory_format=torch.channels_last)
             measure = not is_deferred(whole)  # unit by unit it would take too long for the start of a run
-            made = partition_model(
-                whole, example, problem, measure=measure, threads=threads, cache=measurements_directory()
-            )
+            with autocast(config.amp, device):
+                made = partition_model(
+                    whole, example, problem, measure=measure, threads=threads, cache=measurements_directory()
+                )
             return made.plan.to_json()
 
-        made = parse_plan(json.loads(world.from_main(make, PATIENCE)))
+        made = parse_plan(json.loads(world.from_main(make, long=True)))
         facts = {"memory_format", "dtype", "seed"}
         measured = (made.measured or plan.measured).model_copy(update=plan.measured.model_dump(include=facts))
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})

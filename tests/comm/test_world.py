@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -197,3 +198,37 @@ def test_every_worker_is_in_one_party(parties):
     with pytest.raises(UsageError) as caught:
         World(rank=1, size=3).split(parties)
     assert "3 workers cannot be divided into" in caught.value.what
+
+
+def at_work(world: World) -> tuple[object, bool]:
+    """What comes of work that ends only after the workers have told each other five times that it goes on."""
+    inner, told, enough = world.gather, [], threading.Event()
+
+    def gather(item: object) -> list[object]:
+        told.append(item)
+        if len(told) == 5:
+            enough.set()
+        return inner(item)
+
+    world.gather = gather  # type: ignore[method-assign]
+    world.timeout = 0.04
+    decided = world.from_main(lambda: (enough.wait(60), "decided"), long=True)
+    return decided, threading.current_thread() is threading.main_thread()
+
+
+def test_who_waits_for_a_worker_at_work_hears_of_it():
+    assert run_ranks(at_work, 2) == [((True, "decided"), True)] * 2
+    assert World().from_main(lambda: 7, long=True) == 7
+
+
+def failing_at_work(world: World) -> str:
+    def fail() -> None:
+        raise UsageError("nothing to measure")
+
+    with pytest.raises(UsageError) as caught:
+        world.from_main(fail, long=True)
+    return caught.value.what
+
+
+def test_a_problem_at_work_is_everybody_s():
+    assert run_ranks(failing_at_work, 2) == ["nothing to measure"] * 2

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from hybridpar import Trainer, partition_model
-from hybridpar.comm import world as comm_world
 from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
@@ -458,32 +457,6 @@ def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted
         train_rank(world, run_dir, "plain", None, options)
     world.barrier()  # rank 0 has more to write at the end
     return read_plan(run_dir / "plan.json")
-
-
-def patient_rank(world: World, cache: str) -> list[float]:
-    """With what time-out workers wait while the first one profiles a model; they go on as before."""
-    os.environ["HYBRIDPAR_CACHE"] = cache
-    opened, usual = [], world._meeting
-    inner, profile = comm_world.open_group, probes.profile_model
-
-    def open_group(ranks: object, timeout: float, **how: object) -> object:
-        opened.append((timeout, inner(ranks, timeout, **how)))
-        return opened[-1][1]
-
-    def looked_at(*given: object, **how: object) -> object:
-        assert world._meeting is opened[-1][1]
-        return profile(*given, **how)
-
-    question = probes.Question("plain", (3, 8, 8), 8)
-    opening = mock.patch.object(comm_world, "open_group", open_group)
-    with opening, mock.patch.object(probes, "profile_model", looked_at):
-        probes.measure_inputs(plain(), question, world, cluster=cluster(2), measure=False)
-    assert world._meeting is usual
-    return [timeout for timeout, _ in opened]
-
-
-def test_workers_are_patient_while_the_first_one_measures(tmp_path):
-    assert run_ranks(patient_rank, 2, str(tmp_path / "cache")) == [[3600.0]] * 2
 
 
 def short_rank(world: World, run_dir: Path, cache: str) -> bool:
