@@ -100,12 +100,12 @@ def with_copies(
     for _, held, name in places(model):
         memo.setdefault(id(held[name]), copy_of(held[name], memo))
     for module, _, held in before:
-        described = MODULE_ATTRIBUTES - {"_parameters", "_buffers"}
-        if isinstance(module, fx.GraphModule):  # its own attributes describe the graph
-            described = described | held.keys() - {"_parameters", "_buffers"}
         for name, value in held.items() if not isinstance(module, torch.jit.ScriptModule) else ():
+            if isinstance(module, fx.GraphModule) and name not in MODULE_ATTRIBUTES:
+                continue  # describes the graph
             with suppress(Exception):  # whatever cannot be copied is used as it is
-                vars(module)[name] = copy.copy(value) if name in described else copy.deepcopy(value, memo)
+                empty = isinstance(value, dict) and not value  # as most of a module's are
+                vars(module)[name] = copy.copy(value) if empty else copy.deepcopy(value, memo)
     try:
         yield memo
     finally:

@@ -90,7 +90,7 @@ def measure_units(
 
     Args:
         units: The model and its units, on the device they will run on.
-        inputs: One micro-batch, at the dtype and memory format of the training.
+        inputs: One micro-batch on that device, at the dtype and memory format of the training.
         passes: Passes over the graph; the minimum counts. At least 2, so that noise can be told.
         threads: Intra-op threads on CPU; None keeps the present number.
         progress: Told after every pass.
@@ -109,8 +109,7 @@ def measure_units(
             "A profile compares two halves of its passes.",
             "Use --passes 5.",
         )
-    device = next((one.device for one in (*units.model.parameters(), *inputs) if not one.is_meta), torch.device("cpu"))
-    clock = Clock(device)
+    clock = Clock(inputs[0].device)
     given = dict(zip((node.name for node in units.train.placeholders), inputs, strict=True))
     say = progress or (lambda done, total: None)
     with untouched(units.model, training=True) as copied, intra_op_threads(threads):

@@ -275,6 +275,23 @@ def test_what_cannot_be_copied_is_used_as_it_is() -> None:
     assert next(numbers) == 1
 
 
+def test_hooks_work_on_the_copies() -> None:
+    class Meter:
+        count = 0
+
+        def add(self, *_: object) -> None:
+            self.count += 1
+
+    model = nn.Linear(6, 6)
+    meter = model.meter = Meter()  # type: ignore[assignment]
+    model.register_forward_hook(model.meter.add)
+    with untouched(model):
+        model(torch.randn(*ROWS))
+        assert model.meter.count == 1
+    assert model.meter is meter
+    assert meter.count == 0
+
+
 def test_copies_share_memory_as_the_model_does() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].weight = nn.Parameter(model[0].weight.data)
