@@ -156,10 +156,10 @@ def _with_folder(path: Path, read: Callable[[], object]) -> None:
 def kinds() -> list[Kind]:
     """All kinds of files but checkpoints."""
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
-    times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 1.0, 0.1, 0.1)
+    times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 0.1)
     profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
     rehearsed = json.dumps({"key": STORE_KEY, "data": {"none": 2.0}}).encode()
-    kept = {"load": 0.1, "cluster": small.cluster().model_dump(mode="json")}
+    kept = small.cluster().model_dump(mode="json")
     link = json.dumps({"key": LINK_KEY, "data": kept}).encode()
     return [
         Kind("plan.json", _plan(), read_plan, _use_plan),
@@ -179,7 +179,7 @@ def kinds() -> list[Kind]:
             rehearsed,
             lambda path: _with_folder(path, lambda: store._figures("rehearsal", STORE_KEY, path)),
         ),
-        Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY, 0.1))),
+        Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY))),
     ]
 
 

@@ -12,9 +12,6 @@ from hybridpar.machine.process import available_cores
 #: Where Linux shows a driver that torch's `cuda` devices need: NVIDIA's, the one of WSL, AMD's.
 _GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
-#: Load per core above which a measurement is not to be trusted.
-BUSY_LOAD = 0.5
-
 
 def gpu_count() -> int:
     """GPUs that torch can use. Torch is imported only on a machine that has a GPU's driver; no GPU is touched."""

@@ -253,7 +253,7 @@ def traceable_only(model: nn.Module) -> Iterator[None]:
 
     def replaced(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         if module in modules:
-            raise OutsideGraphError(f"it puts another tensor in the place of {_dotted(modules[module], name)}")
+            raise OutsideGraphError(f"it puts another tensor in the place of {f'{modules[module]}.{name}'.lstrip('.')}")
 
     hook = register_module_buffer_registration_hook(replaced)
     try:
@@ -268,13 +268,8 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {
-            storage: _dotted(path, name)
-            for path, module in reversed([*model.named_modules()])  # a tensor's first name counts
-            for held in (vars(module), module._buffers, module._parameters)
-            for name, value in reversed(held.items())
-            if (storage := _storage(value)) is not None
-        }
+        # Of several names of a tensor the first counts.
+        self._names = {_storage(held[key]): name for name, held, key in reversed([*places(model)])}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -282,9 +277,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in given if isinstance(given, (list, tuple)) else [given]:
-                    name = self._names.get(storage) if (storage := _storage(tensor)) is not None else None
-                    if name is not None:
-                        self.note(name, func)
+                    storage = _storage(tensor)
+                    if storage is not None and storage in self._names:
+                        self.note(self._names[storage], func)
         return func(*args, **kwargs)
 
     def note(self, name: str, func: Any) -> None:
@@ -313,10 +308,6 @@ class WrittenState(_Writes):  # type: ignore[no-untyped-call]
     def note(self, name: str, func: Any) -> None:
         """Take note of the name."""
         self.names.add(name)
-
-
-def _dotted(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _storage(value: object) -> int | None:

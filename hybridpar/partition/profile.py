@@ -60,18 +60,14 @@ class UnitTimes:
         forward_ms: Forward time of every unit, calibrated.
         backward_ms: Backward time of every unit, calibrated.
         step_ms: Time of a plain step of the unsplit model; the sum of all units where nothing was measured.
-        calibration: Factor from the units' raw times to these.
         noise: Relative difference between two halves of the passes, weighted by time; 0 where nothing was measured.
-        spread: Relative difference between slowest and fastest pass, weighted by time.
         source: `measured` or `analytic`.
     """
 
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
     step_ms: float
-    calibration: float = 1.0
     noise: float = 0.0
-    spread: float = 0.0
     source: Literal["measured", "analytic"] = "measured"
 
     def apply(self, graph: UnitGraph) -> UnitGraph:
@@ -127,8 +123,14 @@ def measure_units(
             rows = torch.tensor(alone, dtype=torch.float64).transpose(0, 1)
             return _summarise(rows, float(rows.amin(dim=0).sum()))
         expect_gradients(units.model)
-        why = "Units are measured in whole forward and backward passes of the model as it is."
-        _first_step(units.model, inputs, clock, why, "Mend the model, or plan without running it: --no-measure.")
+        try:
+            whole_step_ms(units.model, inputs, clock)
+        except Exception as error:  # the model's code, which may raise anything
+            raise UsageError(
+                f"a training step of {type(units.model).__name__} fails: {type(error).__name__}: {error}",
+                "Units are measured in whole forward and backward passes of the model as it is.",
+                "Mend the model, or plan without running it: --no-measure.",
+            ) from error
         step_times(stages, given, clock)
         passed, steps = [], []
         for done in range(passes):
@@ -145,32 +147,13 @@ def _stage_of_each(units: ModelUnits, constants: dict[str, torch.Tensor]) -> lis
     return split_model(replace(units, traced=traced, evaluate=None), range(len(units.graph)), in_place=True)
 
 
-def _first_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock, why: str, fix: str) -> None:
-    """Warm up; whatever the model's own step raises, it raises here."""
-    try:
-        whole_step_ms(model, inputs, clock)
-    except Exception as error:
-        raise UsageError(
-            f"a training step of {type(model).__name__} fails: {type(error).__name__}: {error}", why, fix
-        ) from error
-
-
 def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
     """Reduce passes x units x (forward, backward) to times and noise."""
     best = rows.amin(dim=0)
-    total = float(best.sum())
+    total = float(best.sum()) or 1.0  # a clock may be too coarse to see anything at all
     halves = (rows[0::2].amin(dim=0) - rows[1::2].amin(dim=0)).abs()
-    spread = rows.amax(dim=0) - best
-    calibration = step_ms / total if total > 0 else 1.0
-    total = total or 1.0  # a clock may be too coarse to see anything at all
-    return UnitTimes(
-        tuple((best[:, 0] * calibration).tolist()),
-        tuple((best[:, 1] * calibration).tolist()),
-        step_ms,
-        calibration,
-        float(halves.sum()) / total,
-        float(spread.sum()) / total,
-    )
+    forward, backward = (best * (step_ms / total)).unbind(dim=1)
+    return UnitTimes(tuple(forward.tolist()), tuple(backward.tolist()), step_ms, float(halves.sum()) / total)
 
 
 def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
@@ -181,24 +164,18 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
     """
     if len(tries) < 2:
         return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
-    best = min(tries, key=lambda one: one.noise)
-    ahead, back = (
-        [sorted(times)[:2] for times in zip(*(getattr(one, name) for one in tries), strict=True)]
-        for name in ("forward_ms", "backward_ms")
-    )
-    total = sum(least for least, _ in (*ahead, *back))
-    apart = sum(second - least for least, second in (*ahead, *back)) / total if total > 0 else 0.0
-    return replace(
-        best,
-        forward_ms=tuple(least for least, _ in ahead),
-        backward_ms=tuple(least for least, _ in back),
-        step_ms=min(one.step_ms for one in tries),
-        noise=min(best.noise, apart),
-    )
+    times = torch.tensor([(one.forward_ms, one.backward_ms) for one in tries], dtype=torch.float64)
+    least, second = times.sort(dim=0).values[:2]
+    apart = float((second - least).sum() / least.sum()) if least.any() else 0.0
+    forward, backward = (tuple(each.tolist()) for each in least)
+    noise = min(apart, *(one.noise for one in tries))
+    return UnitTimes(forward, backward, min(one.step_ms for one in tries), noise)
 
 
-def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3) -> float:
-    """How much slower a lane runs while all lanes of its device are busy; see `measure_lanes`.
+def measure_lanes(
+    model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3
+) -> tuple[float, float]:
+    """How much slower a lane runs while all lanes of its device are busy.
 
     Args:
         model: The model, on the device in question.
@@ -206,16 +183,12 @@ def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int,
         lanes: Number of lanes.
         passes: Times both ways are measured.
 
+    Returns:
+        The time of a step beside the others over that of a step alone, and the noise of both.
+
     Raises:
         UsageError: There is no lane.
     """
-    return measure_lanes(model, inputs, lanes, passes=passes)[0]
-
-
-def measure_lanes(
-    model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3
-) -> tuple[float, float]:
-    """How much slower a lane runs while all lanes of its device are busy, and how sure that is."""
     if lanes < 1:
         raise UsageError(f"{lanes} lanes", "A device has at least one lane.", "Use 1 or more.")
     with untouched(model, training=True):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -94,78 +95,52 @@ def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
 def _cut(
     units: ModelUnits, facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool, in_place: bool
 ) -> list[StageGraph]:
-    builders = [_StageBuilder(units.traced, facts, home, index, index == count - 1, in_place) for index in range(count)]
-    takes = [builder.needed() for builder in builders]
-    returns = [builder.sent() for builder in builders]
+    last = count - 1
+    wanted: list[set[fx.Node]] = [set() for _ in range(count)]
+    for node in (*facts.compute, facts.output):
+        index = home.get(node, last)
+        wanted[index].update(source for source in facts.sources(node) if home.get(source, -1) != index)
+    crossing = set[fx.Node]().union(*wanted)
+    takes = [sorted(nodes, key=facts.place.__getitem__) for nodes in wanted]
+    returns = [[node for node in facts.compute if home[node] == index and node in crossing] for index in range(last)]
+    returns.append([])  # the last stage returns what the model does
     if relay:
-        for index in range(count - 1, 0, -1):
+        for index in range(last, 0, -1):
             # Whatever stage `index` takes, the stage before returns, and takes itself unless it makes it.
             returns[index - 1] = list(takes[index])
             passing = [node for node in takes[index] if home.get(node, -1) != index - 1]
             takes[index - 1] = sorted({*takes[index - 1], *passing}, key=facts.place.__getitem__)
         takes[0] = facts.placeholders
-    return [builder.build(takes[index], returns[index]) for index, builder in enumerate(builders)]
+    builders = (_StageBuilder(units.traced, facts, home, index, in_place) for index in range(count))
+    return [builder.build(takes[index], returns[index], last=index == last) for index, builder in enumerate(builders)]
 
 
+@dataclass(eq=False)
 class _StageBuilder:
-    """Copies the nodes of one stage into a graph of their own."""
+    """Copies the nodes of a stage into a new graph."""
 
-    def __init__(
-        self,
-        traced: TracedModel,
-        facts: GraphFacts,
-        home: Mapping[fx.Node, int],
-        index: int,
-        last: bool,
-        in_place: bool,
-    ) -> None:
-        self.traced = traced
-        self.facts = facts
-        self.home = home
-        self.index = index
-        self.last = last
-        self.in_place = in_place
-        self.mine = [node for node in facts.compute if home[node] == index]
-        self.held = {id(tensor) for node in self.mine for tensor in tensors_of(traced, node)}
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, Any] = {}
+    traced: TracedModel
+    facts: GraphFacts
+    home: Mapping[fx.Node, int]
+    index: int
+    in_place: bool
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
 
-    def needed(self) -> list[fx.Node]:
-        """Values that come from outside, in the order of the model's graph."""
-        wanted = {
-            source
-            for node in (*self.mine, *([self.facts.output] if self.last else []))
-            for source in self.facts.sources(node)
-            if self.home.get(source, -1) != self.index
-        }
-        return [node for node in self.facts.graph.nodes if node in wanted]
+    def __post_init__(self) -> None:
+        self.mine = [node for node in self.facts.compute if self.home[node] == self.index]
+        self.held = {id(tensor) for node in self.mine for tensor in tensors_of(self.traced, node)}
 
-    def sent(self) -> list[fx.Node]:
-        """Own values that other stages need; the last stage has none."""
-        if self.last:
-            return []
-        returned = set(self.facts.sources(self.facts.output))
-        used = {
-            source
-            for node in self.facts.compute
-            if self.home[node] != self.index
-            for source in self.facts.sources(node)
-        }
-        return [node for node in self.mine if node in used or node in returned]
-
-    def build(self, takes: Sequence[fx.Node], returns: Sequence[fx.Node]) -> StageGraph:
+    def build(self, takes: Sequence[fx.Node], returns: Sequence[fx.Node], *, last: bool) -> StageGraph:
         inputs = [tensor for node in takes for tensor in self.facts.facts[node].tensors]
         for node in takes:
             self._receive(node)
         foreign = {number for node in (*takes, *returns) for number in self.facts.facts[node].storages}
         for node in self.mine:
             self._copy(node, foreign, returns)
-        if self.last:
-            self.graph.output(fx.map_arg(self.facts.output.args[0], self._load))
-            outputs: list[TensorFacts] = []
-        else:
-            outputs = [tensor for node in returns for tensor in self.facts.facts[node].tensors]
-            self.graph.output(tuple(part for node in returns for part in self._parts(node)))
+        outputs = [tensor for node in returns for tensor in self.facts.facts[node].tensors]
+        parts = tuple(part for node in returns for part in self._parts(node))
+        self.graph.output(fx.map_arg(self.facts.output.args[0], self._load) if last else parts)
         self.graph.lint()
         return StageGraph(self.graph, tuple(inputs), tuple(outputs))
 

@@ -89,9 +89,8 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         UsageError: The model refuses the inputs.
     """
     _require_plain(model)
-    leaf = ModelTracer(frozenset()).is_leaf_module
-    parts = {name: one for name, one in model.named_modules() if name and (_hooks_of(one) or has_extra_state(one))}
-    whole = {name for name, one in parts.items() if not leaf(one, name)}
+    hidden = {path: part for path, part in model.named_modules() if path and (_hooks_of(part) or has_extra_state(part))}
+    whole = {path for path, part in hidden.items() if not _is_leaf(part, path)}
     if not inputs:
         return _trace_both_modes(model, inputs, frozenset(whole))
     check = TraceCheck(model, inputs)
@@ -110,8 +109,14 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     norm = _require_repeatable(model, kept, check.written)
     if is_deferred(model):
         _require_values(traced, inputs[0].device)
-    traced = replace(traced, unrepeatable=check.unrepeatable, remembering=check.remembering, draws=check.draws)
-    return replace(traced, written=check.written, checkpointed_norm=norm)
+    return replace(
+        traced,
+        written=check.written,
+        unrepeatable=check.unrepeatable,
+        remembering=check.remembering,
+        draws=check.draws,
+        checkpointed_norm=norm,
+    )
 
 
 def _require_values(traced: TracedModel, device: torch.device) -> None:
@@ -145,47 +150,34 @@ def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
             "Move what uses it into a sub-module of its own, which is kept whole, or into the training loop, or keep "
             "the model in one piece (--stages 1).",
         )
-    leaf = ModelTracer(frozenset()).is_leaf_module
-    return {path for path in counters if not leaf(model.get_submodule(path), path)}
+    return {path for path in counters if not _is_leaf(model.get_submodule(path), path)}
+
+
+def _is_leaf(module: nn.Module, path: str) -> bool:
+    return ModelTracer(frozenset()).is_leaf_module(module, path)
 
 
 def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
-    """Sub-modules whose traced code computes something else, found by keeping all but some of them whole."""
+    """Sub-modules of classes whose traced code computes something else; none where that is the model's own code."""
+    classes: dict[type[nn.Module], set[str]] = {}
+    for path, module in model.named_modules():
+        if path and not _is_leaf(module, path):
+            classes.setdefault(type(module), set()).add(path)
 
-    def differs(closed: Iterable[str]) -> bool:
+    def differs(closed: Iterable[type[nn.Module]]) -> bool:
         try:
-            return _difference(check, _trace_both_modes(model, inputs, frozenset({*whole, *closed}))) is not None
+            traced = _trace_both_modes(model, inputs, frozenset(whole.union(*(classes[kind] for kind in closed))))
+            return _difference(check, traced) is not None
         except (TraceError, UsageError):
             return True
 
-    around: list[str] = []
-    place = ""
-    while True:
-        parts = _parts(model.get_submodule(place), place)
-        if not parts or differs([*around, *parts]):  # with all that it calls kept whole: its own code
-            break
-        while len(parts) > 1:
-            half = parts[: len(parts) // 2]
-            rest = parts[len(half) :]
-            parts, others = (half, rest) if differs([*around, *rest]) else (rest, half)
-            around += others
-        place = parts[0]
-    kind = type(model.get_submodule(place))
-    if not place or kind.__module__.startswith("torch."):
-        return {place} - {""} - whole
-    return {name for name, module in model.named_modules() if type(module) is kind} - whole
-
-
-def _parts(module: nn.Module, path: str) -> list[str]:
-    """Outermost modules inside a module that are called; lists and dicts of modules are not."""
-    found: list[str] = []
-    for name, child in module.named_children():
-        inside = f"{path}.{name}" if path else name
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _parts(child, inside)
-        else:
-            found.append(inside)
-    return found
+    closed = set(classes)
+    if differs(closed):
+        return set()
+    for kind in classes:  # outer ones first: what they call is still kept whole
+        if not differs(closed - {kind}):
+            closed = closed - {kind}
+    return set[str]().union(*(classes[kind] for kind in closed)) - whole
 
 
 def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceError:

@@ -149,7 +149,7 @@ class TraceCheck:
             with untouched(self.model, training=training) as copied, torch.set_grad_enabled(training):
                 values = copied(dict(constants))
                 if wide:
-                    for tensor in _tensors_of(self.model, values):
+                    for tensor in (*(held[name] for _, held, name in places(self.model)), *values.values()):
                         tensor.data = _double(tensor.data)
                 call = call_of(values)
                 return [_pass(self.model, call, batch, seed) for seed, batch in enumerate(batches)]
@@ -228,7 +228,7 @@ def _loss_of(output: Any) -> torch.Tensor | None:
 
 
 def _results(model: nn.Module, output: Any) -> Outcome:
-    found: Outcome = {_label("output", path): leaf.detach().clone() for path, leaf in tensor_leaves(output)}
+    found: Outcome = {f"output{[*path] or ''}": leaf.detach().clone() for path, leaf in tensor_leaves(output)}
     for parameter in model.parameters():
         parameter.grad = None
     if (loss := _loss_of(output)) is not None:
@@ -300,16 +300,8 @@ def _size(tensor: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _label(kind: str, path: tuple[Any, ...]) -> str:
-    return kind + "".join(f"[{key!r}]" for key in path)
-
-
 def _double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _tensors_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [*(held[name] for _, held, name in places(model)), *constants.values()]
 
 
 def _seed(model: nn.Module, seed: int) -> None:

@@ -10,10 +10,9 @@ from hybridpar.formats.cache import measurements_directory
 from hybridpar.planner.codecs import MARGIN, BucketPrices, planned_codecs, policies_of, proof_lines, stage_buckets
 from hybridpar.planner.inputs import check_fidelity
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import measure_rates
 from hybridpar.planner.network import Network
 from hybridpar.planner.profile import Parameter
-from hybridpar.planner.rates import CodecRate
+from hybridpar.planner.rates import CodecRate, measure_rates
 from hybridpar.schedule.layout import Layout
 
 

@@ -16,7 +16,7 @@ from hybridpar.compress import Collective
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.memory import device_bytes, device_limits, gradient_bytes, least_saved
-from hybridpar.planner.network import PLAIN, Network
+from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import LEAST_MS, shares_by_speed, stage_speeds, stage_throughputs
 from hybridpar.schedule.actions import Schedule
@@ -205,7 +205,7 @@ class Evaluator:
         sent = factor * sum(one.bytes for one in buckets)
         if profile.batch_norm:  # mean and variance of each channel, float64, of which a norm has two parameters
             statistics = 8 * sum(one.count for one in profile.parameters if len(one.shape) == 1)
-            link += statistics * network.exchange([PLAIN])[PLAIN].ms_per_byte
+            link += statistics * network.exchange().ms_per_byte
             sent += factor * statistics
         return codec / choice.every, link / choice.every, sent / choice.every
 
@@ -391,8 +391,7 @@ class Evaluator:
             times = [1e3 * passes * size / speed for size in figures.parameter_bytes]
         if not candidate.sharded:
             return tuple(times)
-        kind = Collective.GATHER, PLAIN[1]
-        hand = self._network(candidate.layout).exchange([kind])[kind]
+        hand = self._network(candidate.layout).exchange(Collective.GATHER)
         return tuple(
             time * part / max(1, whole) + hand.latency_ms + hand.ms_per_byte * part
             for time, part, whole in zip(times, self._owned(candidate), figures.parameter_bytes, strict=True)

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from hybridpar.comm.grid import Grid
@@ -24,7 +25,7 @@ from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
 from hybridpar.formats.cache import load_measurement, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec, Efficiency, Hosts, LinkLevel, in_runs
-from hybridpar.machine.devices import BUSY_LOAD, cpu_name, machine_load
+from hybridpar.machine.devices import cpu_name
 from hybridpar.machine.process import host_identity, usable_memory
 from hybridpar.machine.steady import repeat_until_steady
 from hybridpar.planner.network import log_rounds
@@ -58,8 +59,7 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
     """The hosts and links of a job, measured now or remembered; a collective, all workers get the same answer.
 
     What is remembered holds for these hosts, with so many workers each, and for as long as the link still carries about
-    what it did, which a few messages tell; else all is measured again. So it is as soon as a machine is calmer that was
-    busy then.
+    what it did, which a few messages tell; else all is measured again.
     """
     places: list[_Place] = world.gather(_place(world))  # type: ignore[assignment]
     key = {
@@ -68,9 +68,8 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
         "device": places[0].name,
         "torch": str(torch.__version__),
     }
-    load = machine_load()
     if not fresh:
-        known = world.from_main(lambda: _remembered(key, load))
+        known = world.from_main(lambda: _remembered(key))
         if known is not None and _still_true(known, world, DRIFT):
             return known
 
@@ -93,8 +92,7 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
             CONFIRMED,
         )
     else:
-        data = {"load": load, "cluster": tries[-1].model_dump(mode="json")}
-        world.from_main(lambda: store_measurement(KIND, key, data))
+        world.from_main(lambda: store_measurement(KIND, key, tries[-1].model_dump(mode="json")))
     return tries[-1]
 
 
@@ -155,14 +153,12 @@ def _copy_rate(source: Tensor, target: Tensor, world: World) -> float:
     return source.nbytes / most_of_all(took, world)
 
 
-def _remembered(key: Mapping[str, object], load: float) -> ClusterSpec | None:
-    """What was measured before; nothing that was taken on a much busier machine."""
-    stored: Any = load_measurement(KIND, key)
+def _remembered(key: Mapping[str, object]) -> ClusterSpec | None:
+    """What was measured before."""
     try:
-        spec, before = ClusterSpec.model_validate(stored["cluster"]), float(stored["load"])
-    except (ValueError, KeyError, TypeError):
+        return ClusterSpec.model_validate(load_measurement(KIND, key))
+    except ValidationError:
         return None
-    return spec if before <= BUSY_LOAD or load >= before / 2 else None
 
 
 def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:

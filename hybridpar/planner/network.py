@@ -15,29 +15,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
 
 from hybridpar.compress import Collective
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.schedule.costs import Link
 from hybridpar.schedule.layout import Layout
 
-#: How a message is reduced, and its type.
-Kind = tuple[Collective, torch.dtype]
-
-#: Gradients without a codec.
-PLAIN: Kind = (Collective.SUM, torch.float32)
-
 _FREE = LinkLevel(bandwidth=1e300)
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a collective of one kind costs.
+    """What a collective costs.
 
     Attributes:
         latency_ms: Of an empty message.
@@ -132,33 +124,21 @@ class Network:
         inside, between = log_rounds(max(workers.values())), log_rounds(len(workers))
         return 2 * (inside * self._inside.latency_ms + between * self._between.latency_ms)
 
-    def exchange(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
+    def exchange(self, collective: Collective = Collective.SUM) -> LinkCost:
         """What messages take until they have met, where all workers of a group send their own.
 
-        Of groups on two levels that is right for sums alone; codecs then work between hosts, see `between_hosts`.
+        Of groups on two levels that is right for sums alone; codecs then work between hosts.
         """
-        group = self.grouping
-        if group.two_levels:
-            return {kind: self._two_levels(kind) for kind in kinds}
-        level = self._inside if group.hosts == 1 else self._between
-        sharing = 1 if group.hosts == 1 else group.sharing
-        return {kind: _flat(kind, level, group.workers, sharing) for kind in kinds}
+        inside, between = self.inside_hosts(collective), self.between_hosts(collective)
+        return LinkCost(inside.latency_ms + between.latency_ms, inside.ms_per_byte + between.ms_per_byte)
 
-    def between_hosts(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
-        """What the messages of a codec take between the leaders of hosts, which share the link of their host."""
-        group = self.grouping
-        return {kind: _flat(kind, self._between, group.hosts, group.sharing) for kind in kinds}
+    def between_hosts(self, collective: Collective = Collective.SUM) -> LinkCost:
+        """What messages take between the leaders of hosts, which share the link of their host."""
+        return _cost(collective, self._between, self.grouping.hosts, self.grouping.sharing)
 
-    def inside_cost(self) -> LinkCost:
-        """What a codec between hosts needs inside of them: a sum before it, and one that hands the result out."""
-        once = _flat(PLAIN, self._inside, self.grouping.each, 1)
-        return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
-
-    def _two_levels(self, kind: Kind) -> LinkCost:
-        group = self.grouping
-        inner = _flat(kind, self._inside, group.each, 1)
-        outer = _flat(kind, self._between, group.hosts, group.sharing)
-        return LinkCost(inner.latency_ms + outer.latency_ms, inner.ms_per_byte + outer.ms_per_byte)
+    def inside_hosts(self, collective: Collective = Collective.SUM) -> LinkCost:
+        """What messages take between the workers of a group that are on a host."""
+        return _cost(collective, self._inside, self.grouping.each, 1)
 
     def _sends(self, level: LinkLevel, sharing: int) -> Link:
         speed = level.bandwidth * level.efficiency.send / max(1, sharing)
@@ -170,17 +150,13 @@ def log_rounds(workers: int) -> int:
     return math.ceil(math.log2(workers)) if workers > 1 else 0
 
 
-def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
-    """One level; `sharing` groups use the link beside each other."""
-    collective = kind[0]
-    if workers == 1:
-        return LinkCost(0.0, 0.0)
-    latency = level.latency_ms
+def _cost(collective: Collective, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
+    """What a collective takes on a level whose link so many groups use beside each other."""
     speed = level.bandwidth * level.efficiency.all_reduce / (1e3 * sharing)  # bytes per millisecond
-    part = (workers - 1) / workers
+    part, rounds = (workers - 1) / workers, log_rounds(workers)
     if collective is Collective.SHARD:
         # Stripes go to their owners, and come back merged, of the same size.
-        return LinkCost(((workers - 1) + log_rounds(workers)) * latency, 2 * part / speed)
+        return LinkCost((workers - 1 + rounds) * level.latency_ms, 2 * part / speed)
     if collective is Collective.GATHER:
-        return LinkCost(log_rounds(workers) * latency, (workers - 1) / speed)
-    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / speed)
+        return LinkCost(rounds * level.latency_ms, (workers - 1) / speed)
+    return LinkCost(2 * rounds * level.latency_ms, 2 * part / speed)

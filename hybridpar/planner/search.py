@@ -395,7 +395,7 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
     """
     workers = answer.evaluator.space.workers
     found: dict[tuple[object, ...], Outcome] = {}
-    plain = answer.baselines[DATA_PARALLEL]
+    plain = answer.baselines.get(DATA_PARALLEL)
     for one in (answer.chosen, *([] if plain is None else [plain]), *answer.ranked):
         layout = one.candidate.layout
         if layout.stages > 1 and layout.workers not in (1, workers):

@@ -73,7 +73,7 @@ from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import digest_of, latest_checkpoint, resolve_checkpoint
-from hybridpar.train.trainer import StepResult, Trainer
+from hybridpar.train.trainer import StepResult, Trainer, open_trial
 
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
@@ -218,7 +218,7 @@ class Run(RunLog):
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             decided=decided,
             announce=progress.prepare,
-            measured=deferred is None,
+            open_trial=open_trial if deferred is None else None,
         )
         plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,8 @@ from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
 from hybridpar.plan import Plan
 from hybridpar.planner import choice, planned_run
 from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.measure_run import Question
 from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.planner.probes import Question
 from tests.ranks import run_ranks
 from tests.sync.test_compression import Net, Staged, batch
 from tests.sync.test_meetings import TwoTypes
@@ -85,14 +87,14 @@ def settled(world: World) -> tuple[list[Question], PlannedRun]:
     )
     asked = []
 
-    def search(model: nn.Module, world: World, question: Question, announce: object) -> tuple[Plan, tuple[str, ...]]:
+    def search(model: nn.Module, world: World, question: Question, *_: object) -> tuple[Plan, tuple[str, ...]]:
         asked.append(question)
         return answer, ("plan     the answer",)
 
     config = TrainConfig(plan="none", compress="auto", fidelity="close", stages=2, micro_batches=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned_run, "_search", search)
-        return asked, planned_run.plan_loop(Staged(), config, world, batch(0, 0)[0], 10**6, "net")
+        return asked, planned_run.plan_loop(Staged(), config, world, batch(0, 0)[0], 10**6, "net", None, mock.Mock())
 
 
 def test_with_plan_none_the_search_is_for_the_codec_alone():

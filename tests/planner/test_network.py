@@ -6,7 +6,7 @@ import pytest
 
 from hybridpar.compress import Collective
 from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster
-from hybridpar.planner.network import PLAIN, Network
+from hybridpar.planner.network import Network
 from hybridpar.schedule.layout import Layout
 
 
@@ -25,13 +25,13 @@ def spec(hosts: int, devices: int) -> ClusterSpec:
 
 
 def test_an_all_reduce_between_hosts_is_a_ring_s_bytes_in_logarithmic_rounds():
-    cost = Network(spec(4, 1), Layout.dealt(1, 1, replicas=4)).exchange([PLAIN])[PLAIN]
+    cost = Network(spec(4, 1), Layout.dealt(1, 1, replicas=4)).exchange()
     assert cost.ms_per_byte == pytest.approx(2 * 3 / 4 / (1e6 * 0.8))
     assert cost.latency_ms == pytest.approx(2 * 2 * 0.1)
 
 
 def test_on_two_levels_each_level_adds_its_own():
-    cost = Network(spec(4, 8), Layout.dealt(1, 1, replicas=32)).exchange([PLAIN])[PLAIN]
+    cost = Network(spec(4, 8), Layout.dealt(1, 1, replicas=32)).exchange()
     assert cost.ms_per_byte == pytest.approx(2 * 7 / 8 / 1e7 + 2 * 3 / 4 / (1e6 * 0.8))
     assert cost.latency_ms == pytest.approx(2 * 3 * 0.01 + 2 * 2 * 0.1)
 
@@ -43,16 +43,14 @@ def test_groups_that_share_the_link_of_a_host_divide_it():
     # On hosts of three the second host has the last worker of position 0, and the first ones of position 1.
     mixed = Network(spec(3, 3), Layout.dealt(2, 2, replicas=4)).grouping
     assert mixed.sharing == 2
-    alone, beside = (
-        Network(spec(*shape), Layout.dealt(2, 2, replicas=4)).exchange([PLAIN])[PLAIN] for shape in ((4, 2), (3, 3))
-    )
+    alone, beside = (Network(spec(*shape), Layout.dealt(2, 2, replicas=4)).exchange() for shape in ((4, 2), (3, 3)))
     assert beside.ms_per_byte > alone.ms_per_byte
 
 
 def test_replicas_on_one_host_do_not_use_the_link_between_hosts():
     network = Network(spec(2, 4), Layout.dealt(2, 2, replicas=4))
     assert network.grouping.hosts == 1
-    assert network.exchange([PLAIN])[PLAIN].ms_per_byte == pytest.approx(2 * 3 / 4 / 1e7)
+    assert network.exchange().ms_per_byte == pytest.approx(2 * 3 / 4 / 1e7)
     link, own = network.transfers([(0, 1)], 0)
     assert own == {}, "every replica's second stage is on the other host"
     assert link.bytes_per_second == pytest.approx(1e9 * 0.7 / 4), "four workers send over one link"
@@ -73,13 +71,12 @@ def test_stages_on_one_host_have_wires_of_their_own():
     ],
 )
 def test_other_collectives_move_their_bytes_at_the_speed_of_sums(collective, latency, per_byte):
-    kind = (collective, PLAIN[1])
-    cost = Network(spec(4, 1), Layout.dealt(1, 1, replicas=4)).exchange([kind])[kind]
+    cost = Network(spec(4, 1), Layout.dealt(1, 1, replicas=4)).exchange(collective)
     assert cost.latency_ms == pytest.approx(latency)
     assert cost.ms_per_byte == pytest.approx(per_byte)
 
 
 def test_one_worker_exchanges_nothing():
     network = Network(spec(1, 1), Layout.dealt(1, 1, replicas=1))
-    assert network.exchange([PLAIN])[PLAIN].ms_per_byte == 0
+    assert network.exchange().ms_per_byte == 0
     assert network.control_ms() == 0

@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING
 from hybridpar.commands.doctor.checkup import Finding, check_places, check_software, check_tools
 from hybridpar.errors import HybridparError, LaunchError
 from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.machine.devices import BUSY_LOAD, machine_load
+from hybridpar.machine.devices import machine_load
 from hybridpar.machine.probe import Programs, program_of
 from hybridpar.machine.process import available_cores, describe, usable_memory, worker_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+#: Load per core above which a measurement is not to be trusted.
+BUSY_LOAD = 0.5
 
 #: How a status is shown: on a Unicode screen, elsewhere, and its colour.
 _MARKS = {

@@ -30,7 +30,7 @@ from hybridpar.plan import Plan, parse_plan, read_plan
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure_run import Question, measure_inputs
+from hybridpar.planner.probes import Question, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.scaling import Point, scaling_curve
 from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verdicts, verified
@@ -137,26 +137,27 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
         cache=request.cache,
         announce=bar.announce,
         progress=bar.advance,
-    )
+    ).inputs
 
 
 def _run(
     plans: Sequence[Plan], model: nn.Module, request: PlanRequest, world: World, bar: ProgressBar
 ) -> list[list[float]]:
     """Milliseconds of the steps of plans, all of which are open at the same time and take turns; a collective."""
-    from hybridpar.commands.plan.trials import FIRST_STEPS, Trial, random_batch, time_plans
+    from hybridpar.planner.trials import FIRST_STEPS, random_batch, time_in_turns
+    from hybridpar.train.trainer import open_trial
 
-    images, targets = random_batch(parse_shape(request.input), request.batch_size, request.classes, world.device)
-    trials: list[Trial] = []
+    images = random_batch(parse_shape(request.input), request.batch_size, world.device)
+    trials = []
     try:
         for place, plan in enumerate(plans):
             bar.announce(f"starting finalist {place + 1} of {len(plans)}")
-            trials.append(Trial(plan, model, images, targets, world, TrainConfig()))
+            trials.append(open_trial(model, TrainConfig(), world, images, plan))
             for _ in range(FIRST_STEPS):
                 trials[-1].step()
         bar.announce("running the finalists in turns")
         steps = {str(place): trial.step for place, trial in enumerate(trials)}
-        times = time_plans(steps, world, rounds=ROUNDS, seconds=request.verify_seconds)
+        times = time_in_turns(steps, world, rounds=ROUNDS, seconds=request.verify_seconds)
         return [times[str(place)] for place in range(len(trials))]
     finally:
         for trial in trials:
