@@ -7,8 +7,8 @@ what cannot be written is said at its end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from hybridpar.comm.clocks import gather_spans
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.formats.output_files import check_writable
@@ -17,6 +17,9 @@ from hybridpar.observe.timeline import Timeline, add_prediction
 from hybridpar.plan import Plan
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hybridpar.comm.clocks import Recording
 
 #: Steps that a timeline shows, where the run has so many after the first ones.
 TIMELINE_STEPS = 3
@@ -54,7 +57,7 @@ class StageWatch:
         self._show_after = min(self._show_from + TIMELINE_STEPS, total)
         self._recorded: dict[int, StepSpans] = {}
         #: How far this worker's clock is ahead of rank 0's, in seconds.
-        self.ahead = gather_spans(trainer.world, {}).ahead if self._is_staged else 0.0
+        self.ahead = self._gather({}).ahead if self._is_staged else 0.0
         #: What could not be written, for the end of the run.
         self.problem: str | None = None
 
@@ -78,7 +81,7 @@ class StageWatch:
             self.problem = "there is no timeline: in this way to train the passes of a step are not recorded"
             return
         shown = {step: spans for step, spans in self._recorded.items() if step > self._show_from}
-        recording = gather_spans(self._world, shown or self._recorded)
+        recording = self._gather(shown or self._recorded)
         if not self._world.is_main:
             return
         from hybridpar.run.plan_step import step_of_plan
@@ -97,6 +100,11 @@ class StageWatch:
             steps = timeline.steps
             shown_steps = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
             say(f"timeline of {shown_steps} written to {path}; `hybridpar show {path}` prints it")
+
+    def _gather(self, recorded: dict[int, StepSpans]) -> Recording:
+        from hybridpar.comm.clocks import gather_spans  # most runs have neither stages nor a timeline
+
+        return gather_spans(self._world, recorded)
 
     def _facts(self, clocks: int) -> dict[str, object]:
         pipeline = self._plan.pipeline
