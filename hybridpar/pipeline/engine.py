@@ -104,7 +104,7 @@ class PipelineEngine:
             }
         # Before anything is exchanged: a schedule that cannot be is refused alike on all workers.
         for replica in layout.kinds:
-            options.order(layout.replica(replica, _plain_edges(stages)), micro_batches)
+            lower(options.order(replica, micro_batches), layout.replica(replica, _plain_edges(stages)))
         if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
             raise ScheduleError(
                 f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",
@@ -441,7 +441,7 @@ class PipelineEngine:
         options = self.options
         layout = options.layout.replica(self.replica, edges)
         return lower(
-            options.order(layout, micro_batches),
+            options.order(self.replica, micro_batches),
             layout,
             [buckets.get(index, 0) for index in range(layout.stages)],
             forward_ms=options.forward_ms,
