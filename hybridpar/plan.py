@@ -162,6 +162,22 @@ class Sync(_Section):
         return self.lanes + (self.batch_norm == "sync") + self.shard_optimizer
 
 
+class Compute(_Section):
+    """How a step is computed, in the words of the options of a run."""
+
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    kernels: str = Field("off", description="`off`, `auto`, or the file of a database of tuned kernels")
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    compile: bool = False
+    cuda_graph: bool = False
+    threads: int | None = Field(None, ge=1, description="of a worker on a CPU; without it as many as it was given")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a run by which it is computed so."""
+        return self.model_dump(exclude={"threads"})
+
+
 class KernelChoice(_Section):
     """What one operation of one layer runs on; `batch_norm_act` is a norm with its activation, both ways."""
 
@@ -173,7 +189,7 @@ class KernelChoice(_Section):
 class Kernels(_Section):
     """Kernel choices per layer and direction; what is not named is stock."""
 
-    database: str | None = None
+    database: str | None = Field(None, description="what decided")
     choices: tuple[KernelChoice, ...] = ()
 
 
@@ -220,6 +236,7 @@ class Plan(_Section):
     placement: Placement | None = None
     pipeline: Pipeline | None = None
     sync: Sync | None = None
+    compute: Compute | None = None
     kernels: Kernels | None = None
     measured: Measured | None = None
     predicted: Predicted | None = None
@@ -375,6 +392,7 @@ class ResolvedPlan(Plan):
     placement: Placement
     pipeline: Pipeline
     sync: Sync
+    compute: Compute
     measured: Measured
 
     @property
@@ -385,7 +403,7 @@ class ResolvedPlan(Plan):
     @property
     def channels_last(self) -> bool:
         """Whether images and activations are in channels_last."""
-        return self.measured.memory_format == "channels_last"
+        return self.compute.memory_format == "channels_last"
 
     def with_rows(self) -> ResolvedPlan:
         """The plan with the passes of every lane, where they have yet to be made."""

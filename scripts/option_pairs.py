@@ -149,7 +149,9 @@ def main() -> int:
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # for the model
     os.environ["PYTHONPATH"] = str(ROOT)  # and in workers
-    vars(supervise)["subprocess"] = types.SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    vars(supervise)["subprocess"] = types.SimpleNamespace(
+        Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=subprocess.DEVNULL
+    )
     for module in IMPORTED:
         importlib.import_module(module)
     names = {option: option.split()[0] for option in OPTIONS}

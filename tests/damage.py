@@ -36,7 +36,6 @@ from hybridpar.config import TrainConfig
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
-from hybridpar.machine.cluster import Cluster, Device, Link, read_cluster
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.observe import plots
 from hybridpar.observe.curves import charts_of
@@ -52,7 +51,6 @@ from hybridpar.partition.profile_cache import load_profile
 from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
 from hybridpar.planner import links, store
 from hybridpar.planner.inputs import inputs_of_plan
-from hybridpar.planner.link_ways import WAYS
 from hybridpar.run import directory as rundir
 from hybridpar.run.page_data import page_data
 from hybridpar.schedule.actions import read_schedule
@@ -97,7 +95,6 @@ class Kind:
 PROFILE_KEY = {"model": "m", "units": ["a", "b"]}
 STORE_KEY = {"model": "m", "link": 3}
 LINK_KEY: dict[str, object] = {"hosts": ["a"]}
-HOST = {"host": "a"}
 
 
 def _plan() -> bytes:
@@ -148,12 +145,6 @@ def _database() -> bytes:
     return "".join(f"{record.line()}\n" for record in records).encode()
 
 
-def _measured() -> Cluster:
-    device = Device(kind="cpu", name="a", memory_bytes=1 << 30, cores=2, threads=2, bytes_per_second=1e9)
-    link = Link(backend="gloo", world_size=2, latency_ms=0.1, bytes_per_second=1e9)
-    return Cluster(host=HOST, measured_at=1.0, load=0.1, devices=(device,), links=(link,))
-
-
 def _with_folder(path: Path, read: Callable[[], object]) -> None:
     with (
         mock.patch.object(cache, "measurements_directory", return_value=path.parent),
@@ -165,12 +156,11 @@ def _with_folder(path: Path, read: Callable[[], object]) -> None:
 def kinds() -> list[Kind]:
     """All kinds of files but checkpoints."""
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
-    times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 1.0, 0.1, 0.1)
+    times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 0.1)
     profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
     rehearsed = json.dumps({"key": STORE_KEY, "data": {"none": 2.0}}).encode()
-    kept = {"load": 0.1, "cluster": small.cluster().model_dump(mode="json")}
-    link = json.dumps({"key": {**LINK_KEY, "ways": sorted(WAYS)}, "data": kept}).encode()
-    measured = json.dumps({"key": HOST, "data": _measured().model_dump(mode="json")}).encode()
+    kept = small.cluster().model_dump(mode="json")
+    link = json.dumps({"key": LINK_KEY, "data": kept}).encode()
     return [
         Kind("plan.json", _plan(), read_plan, _use_plan),
         Kind("cluster.toml", CLUSTER.encode(), read_cluster_file, _use_cluster),
@@ -189,8 +179,7 @@ def kinds() -> list[Kind]:
             rehearsed,
             lambda path: _with_folder(path, lambda: store._figures("rehearsal", STORE_KEY, path)),
         ),
-        Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY, WAYS, 0.1))),
-        Kind("cluster-1.json", measured, lambda path: _with_folder(path, lambda: read_cluster(HOST))),
+        Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY))),
     ]
 
 

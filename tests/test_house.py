@@ -45,7 +45,7 @@ WITHOUT_TORCH = (
         "commands",
         "machine.process",
         "machine.launch",
-        "machine.cluster",
+        "machine.devices",
         "observe",
         "plan",
         "run.page_data",

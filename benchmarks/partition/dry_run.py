@@ -16,7 +16,7 @@ from torch import nn
 from hybridpar.models.state import untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage
-from hybridpar.partition.unit_runner import Clock
+from hybridpar.partition.unit_runner import Clock, expect_gradients, step_times
 
 
 class StageRunner:
@@ -119,7 +119,7 @@ class StageTimes:
 
 
 def dry_run_partitions(
-    partitions: Sequence[Sequence[Stage]], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
+    partitions: Sequence[Sequence[Stage]], inputs: Sequence[torch.Tensor], *, passes: int = 5
 ) -> list[list[StageTimes]]:
     """Measure several partitions of one model in turns, so that whatever else the machine does hits all of them.
 
@@ -127,44 +127,25 @@ def dry_run_partitions(
         partitions: For every partition its stages; their state is put back afterwards.
         inputs: One micro-batch.
         passes: Passes over all stages of each; the minimum counts.
-        own_time: As for `Clock`.
 
     Returns:
         For every partition times and sizes of its stages.
     """
-    clock = Clock(inputs[0].device, own_time=own_time)
+    clock = Clock(inputs[0].device)
+    given = dict(zip(partitions[0][0].model_inputs, inputs, strict=True))
     together = nn.ModuleList(stage for stages in partitions for stage in stages)
-    rows: list[list[list[list[float]]]] = [[] for _ in partitions]
+    rows: list[list[list[tuple[float, float]]]] = [[] for _ in partitions]
     with untouched(together, training=True):
-        for parameter in together.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        expect_gradients(together)
         saved = [_saved_bytes(stages, inputs) for stages in partitions]
         for _ in range(passes):
             for stages, times in zip(partitions, rows, strict=True):
-                times.append(_one_pass(stages, inputs, clock))
+                times.append(step_times(stages, given, clock))
     results = []
     for times, sizes in zip(rows, saved, strict=True):
         best = torch.tensor(times, dtype=torch.float64).amin(dim=0).tolist()
         results.append([StageTimes(ahead, back, size) for (ahead, back), size in zip(best, sizes, strict=True)])
     return results
-
-
-def _one_pass(stages: Sequence[Stage], inputs: Sequence[torch.Tensor], clock: Clock) -> list[list[float]]:
-    runner = StageRunner(stages)
-    runner.start(*inputs)
-    forward, backward = [], []
-    for index in range(len(stages)):
-        start = clock.mark()
-        runner.forward(index)
-        forward.append((start, clock.mark()))
-    for index in reversed(range(len(stages))):
-        start = clock.mark()
-        runner.backward(index)
-        backward.append((start, clock.mark()))
-    clock.wait()
-    return [
-        [clock.between(*ahead), clock.between(*back)] for ahead, back in zip(forward, reversed(backward), strict=True)
-    ]
 
 
 def _saved_bytes(stages: Sequence[Stage], inputs: Sequence[torch.Tensor]) -> list[int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,6 @@ from hybridpar.lanes import Lanes
 from hybridpar.partition.planning import stages_from_plan
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.local_stage import LocalStage
-from hybridpar.pipeline.predict import fit_link
 from hybridpar.pipeline.stage_module import consumers_of
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.plan import Plan
@@ -158,15 +158,11 @@ class Channel:
 
     Attributes:
         link: Latency and speed.
-        send_cpu: Core time of the sender, seconds per byte.
-        receive_cpu: Core time of the receiver, seconds per byte.
         submit_ms: Of a lane for one piece of work that does nothing.
         control_ms: Agreement of all workers, with its hand-overs.
     """
 
     link: Link
-    send_cpu: float
-    receive_cpu: float
     submit_ms: float
     control_ms: float
 
@@ -185,40 +181,32 @@ def probe_channel(grid: Grid, world: World, sizes: list[int], rounds: int = 8) -
     sizes = sorted({*sizes, max(4096, min(sizes) // 2 // 4 * 4)})
     first = grid.position == 0
     samples: list[tuple[float, float]] = []
-    cpu = {"send": 0.0, "receive": 0.0}
-    moved = 0
     for size in sizes:
         message = torch.zeros(size // 4)
         part = [MessagePart((size // 4,))]
         for number in range(rounds + 1):
             dist.barrier()
             time.sleep(0.02)  # as in a step, where computation lies between two messages and a shaper's bucket refills
-            begin, before = time.perf_counter(), time.process_time()
+            begin = time.perf_counter()
             if first:
                 sender.send([message], part)
             else:
                 receiver.receive(part)
-            used = time.process_time() - before
             # The receiver's clock counts from the moment when both have come.
             took = (time.perf_counter() - begin) * 1e3
-            if number:
-                cpu["send" if first else "receive"] += used
-                moved += size
-                if not first:
-                    samples.append((float(size), took))
+            if number and not first:
+                samples.append((float(size), took))
     hop, submit = _hand_over()
     begin = time.perf_counter()
     for _ in range(50):
         if world.control_group is not None:
             world.control_group.all_reduce(torch.zeros(5, dtype=torch.float64))
     agree = (time.perf_counter() - begin) * 1e3 / 50
-    mine = (samples, cpu["send"] / moved, cpu["receive"] / moved, hop, submit, agree)
-    gathered: list[Any] = world.gather(mine)
-    send_cpu, (samples, _, receive_cpu, *_) = gathered[0][1], gathered[1]
-    found = fit_link(samples)
+    gathered: list[Any] = world.gather(samples)
+    found = fit_link(gathered[1])
     # Activations go from the compute lane to the sender's and from the receiver's to the compute lane.
     link = Link(found.latency_ms + 2 * hop, found.bytes_per_second)
-    return Channel(link, send_cpu, receive_cpu, submit, agree + 2 * hop)
+    return Channel(link, submit, agree + 2 * hop)
 
 
 def _hand_over(count: int = 200) -> tuple[float, float]:
@@ -243,3 +231,33 @@ def _hand_over(count: int = 200) -> tuple[float, float]:
 
 def _nothing() -> None:
     """Work that does nothing."""
+
+
+def fit_link(samples: Iterable[tuple[float, float]]) -> Link:
+    """The link on which transfers take the times that were measured.
+
+    A line through the medians of every size, by least squares, with neither latency nor speed below zero. Transfers of
+    a single size say nothing about latency: it is then a part of the speed.
+    """
+    by_size: dict[float, list[float]] = defaultdict(list)
+    for size, ms in samples:
+        if size > 0:
+            by_size[size].append(ms)
+    points = [(size, statistics.median(times)) for size, times in sorted(by_size.items())]
+    if not points:
+        return Link()
+    slope, latency = _line(points)
+    if latency < 0:
+        latency = 0.0
+        slope = sum(size * ms for size, ms in points) / sum(size * size for size, _ in points)
+    elif slope < 0:
+        slope, latency = 0.0, statistics.mean(ms for _, ms in points)
+    return Link(latency, 1e3 / slope if slope > 0 else None)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Slope and intercept of the line through points, by least squares; through the origin where there is one size."""
+    if len(points) == 1:
+        return points[0][1] / points[0][0], 0.0
+    line = statistics.linear_regression([size for size, _ in points], [ms for _, ms in points])
+    return line.slope, line.intercept

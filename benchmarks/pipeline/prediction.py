@@ -188,9 +188,6 @@ def make_costs(program: Program, times: dict[tuple[int, str], float], channel: C
         step_ms=of(Kind.STEP),
         overhead_ms=channel.submit_ms,
         link=channel.link,
-        cores=1.0,
-        send_cpu=channel.send_cpu,
-        receive_cpu=channel.receive_cpu,
         commit=True,
         control_ms=channel.control_ms,
     )

@@ -12,23 +12,21 @@ from torch import nn
 from benchmarks.rig import load
 from benchmarks.rig.paired import FOREIGN_LOAD
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import Trial, random_batch
 from hybridpar.config import TrainConfig
-from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
-from hybridpar.plan import Plan
-from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
+from hybridpar.plan import Compute, Plan
+from hybridpar.planner.codecs import planned_codecs
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import describe
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import measure_rates, profile_model
-from hybridpar.planner.profile import ModelProfile
+from hybridpar.planner.probes import Measured, Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.rehearse import Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.search import find_plan
-from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
+from hybridpar.planner.trials import random_batch
+from hybridpar.train.trainer import open_trial
+from hybridpar.train.trial import Trial
 
 CLASSES = 10
 RATE = 1e-3
@@ -102,45 +100,18 @@ RUN_STEPS = 230
 QUICK = Setting("benchmarks.planner.common:tiny_net", 16, 16)
 
 
-def planner_inputs(
-    setting: Setting, world: World, cluster: ClusterSpec, fidelity: Fidelity
-) -> tuple[PlannerInputs, tuple[Rehearsal, ...]]:
-    """What a search reads, measured by the workers that will run it, and what ran for that; a collective.
+def measured_inputs(setting: Setting, world: World, fidelity: Fidelity) -> Measured:
+    """What a search reads, and the way to compute a step, measured by the workers that will run it; a collective.
 
     Args:
         setting: What is trained.
         world: All workers of the job.
-        cluster: Its hosts and links, see `measure_cluster`.
         fidelity: What the search may change.
     """
-    model, shape = setting.build(), (3, setting.side, setting.side)
-    each = setting.batch // world.size
-    images = random_batch(shape, each, CLASSES, world.device)[0]
-    crowd = measure_crowd(model, images, world)
-
-    def profile() -> ModelProfile:
-        return profile_model(
-            model,
-            [images[:size] for size in sorted({max(2, each // 16), max(2, each // 4), each})],
-            name=setting.name,
-            formats=("contiguous", "channels_last"),
-            optimizer_copies=1,
-            crowd=crowd,
-        )
-
-    found = world.from_main(profile)
-    codecs = dict.fromkeys((*planned_codecs("lossy"), *OUTER_CODECS))
-    rates = measure_rates(tuple(codecs), found.parameters, world.size, world.device, world=world)
-    overhead = world.from_main(lambda: measure_hand_over(world.device))
-    took = measure_rehearsal(model, images, world, cluster) or ()
-    most = max(1, min(32, setting.batch // (2 * world.size)))  # as in a run: each part of a step has two samples
-    inputs = PlannerInputs(
-        *(found, cluster, setting.batch, fidelity, rates),
-        overhead_ms=overhead,
-        most_micro_batches=most,
-        run_steps=RUN_STEPS,
-    )
-    return rehearsed(inputs, took), took
+    config = TrainConfig(batch_size=setting.batch, fidelity=fidelity)
+    shape, decided = (3, setting.side, setting.side), frozenset({"amp"})  # one way for plans of all fidelities
+    asked = Question.of_run(config, Fixed(workers=world.size), setting.name, shape, RUN_STEPS, decided)
+    return measure_inputs(setting.build(), asked, world, cache=False, open_trial=open_trial)
 
 
 class Reference:
@@ -157,7 +128,7 @@ class Reference:
     def __init__(self, setting: Setting, world: World) -> None:
         self._model, self._world = setting.build(), world
         each = setting.batch // world.size
-        self._images = random_batch((3, setting.side, setting.side), each, CLASSES, world.device)[0]
+        self._images = random_batch((3, setting.side, setting.side), each, world.device)
         self._first = self._step_ms()
 
     def _step_ms(self) -> float:
@@ -174,8 +145,10 @@ class Reference:
 
 def make_trial(setting: Setting, plan: Plan, world: World) -> Trial:
     """A plan of a setting, ready to take steps; a collective."""
-    images, targets = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
-    return Trial(plan, setting.build(), images, targets, world, TrainConfig(lr=RATE, weight_decay=0.0))
+    images = random_batch((3, setting.side, setting.side), setting.batch, world.device)
+    assert plan.compute is not None
+    options = TrainConfig(batch_size=setting.batch, **plan.compute.options)
+    return open_trial(setting.build(), options, world, images, plan)
 
 
 @dataclass(frozen=True)
@@ -199,7 +172,9 @@ class Drawn:
     fidelities: tuple[str, ...]
 
 
-def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[str, str]]:
+def drawn_plans(
+    inputs: PlannerInputs, count: int, compute: Compute | None = None
+) -> tuple[list[Drawn], dict[str, str]]:
     """Plans over the whole predicted range: those chosen, the first five, all baselines, and others evenly between.
 
     Baselines are one device, data parallelism with gradients as they are and with each codec for all layers, and the
@@ -208,6 +183,7 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
     Args:
         inputs: Of the search, with fidelity `lossy`.
         count: How many plans, at least.
+        compute: How their steps are computed.
 
     Returns:
         The plans, and for each fidelity the name of the one that the planner chooses.
@@ -237,7 +213,8 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
         one = outcomes[name]
         codec = codec_choices[one.candidate.codec]
         allowed = tuple(fidelity for fidelity in answers if set(codec.codecs.values()) <= set(planned_codecs(fidelity)))
-        drawn.append(Drawn(name, plan_of(answer, one), one.step_ms, places[one.candidate], codec.steps, allowed))
+        plan = plan_of(answer, one).model_copy(update={"compute": compute})
+        drawn.append(Drawn(name, plan, one.step_ms, places[one.candidate], codec.steps, allowed))
     return drawn, chosen
 
 
@@ -245,11 +222,6 @@ def _can_run(outcome: Outcome, workers: int) -> bool:
     """Whether a plan can be tried in a job of so many workers: a pipeline on a part of them cannot."""
     layout = outcome.candidate.layout
     return layout.stages == 1 or layout.workers in (1, workers)
-
-
-def cluster_of(world: World) -> ClusterSpec:
-    """Hosts and links of the job, measured."""
-    return measure_cluster(world, fresh=True)
 
 
 class ForeignLoad:

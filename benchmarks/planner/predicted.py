@@ -27,22 +27,21 @@ from benchmarks.planner.common import (
     ForeignLoad,
     Reference,
     Setting,
-    cluster_of,
     drawn_plans,
     make_trial,
-    planner_inputs,
+    measured_inputs,
 )
 from benchmarks.planner.regret import regret_rows
 from benchmarks.rig.rank import link, process_group
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import FIRST_STEPS, Trial, random_batch
-from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.rehearse import CODEC
+from hybridpar.config import TrainConfig
+from hybridpar.planner.probes import Measured
+from hybridpar.planner.trials import FIRST_STEPS, random_batch
+from hybridpar.planner.ways import compute_of_way
 from hybridpar.run.memory import give_back_memory
+from hybridpar.train.trial import Trial
 
 DDP = "torch's DDP"
-#: The plan that ran before anything was predicted, by its codec; see `hybridpar.planner.rehearse`.
-REHEARSED = {"none": "data parallel over 2 devices", CODEC: f"data parallel over 2 devices, {CODEC}"}
 #: Visits of every plan, and seconds of one after its first steps.
 LEAST_VISITS, MOST_VISITS, VISIT_SECONDS = 2, 4, 2.5
 
@@ -67,15 +66,12 @@ def measure(
     """
     with process_group(timeout=900) as (rank, _):
         world = World.join(lanes=2, timeout=900)
-        cluster = cluster_of(world)
-        if rank == 0:
-            print(cluster.model_dump_json(indent=2, exclude_none=True), flush=True)
         for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
             reference = Reference(setting, world)
-            inputs, took = planner_inputs(setting, world, cluster, "lossy")
+            found = measured_inputs(setting, world, "lossy")
 
-            def draw(inputs: PlannerInputs = inputs) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
-                drawn, chosen = drawn_plans(inputs, plans)
+            def draw(found: Measured = found) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
+                drawn, chosen = drawn_plans(found.inputs, plans, compute_of_way(TrainConfig(), found.way))
                 return [astuple(one) for one in drawn], chosen
 
             told, chosen = world.from_main(draw)
@@ -83,14 +79,10 @@ def measure(
             with ForeignLoad(world) as load:
                 times, slower = measured(setting, drawn, world, rounds, seconds, reference)
             if rank == 0:
-                ran = {REHEARSED[one.codec] for one in took}
-                rows = [
-                    error_row(setting, one, times[one.name], load.told, slower[one.name], one.name in ran)
-                    for one in drawn
-                ]
+                rows = [error_row(setting, one, times[one.name], load.told, slower[one.name]) for one in drawn]
                 write_checks(rows, tables["predicted"], "predicted")
-                found = regret_rows(setting, drawn, chosen, times, times[DDP], load.told)
-                write_checks(found, tables["regret"], "regret")
+                regrets = regret_rows(setting, drawn, chosen, times, times[DDP], load.told)
+                write_checks(regrets, tables["regret"], "regret")
         world.close()
 
 
@@ -140,7 +132,7 @@ class Running:
 
 def planned(trial: Trial) -> Running:
     """A plan that is tried."""
-    return Running(trial.step, trial.close, trial.trainer.plan.sync.outer or 1 if trial.trainer is not None else 1)
+    return Running(trial.step, trial.close, trial.interval)
 
 
 def in_turns(
@@ -201,7 +193,8 @@ def _visit(running: Running, world: World, rounds: int) -> float:
 
 def _ddp(setting: Setting, world: World) -> Callable[[], None]:
     """A step of DDP in float32, as its documentation sets it up."""
-    images, targets = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
+    images = random_batch((3, setting.side, setting.side), setting.batch, world.device)
+    targets = torch.arange(setting.batch, device=world.device) % CLASSES
     mine = images.tensor_split(world.size)[world.rank], targets.tensor_split(world.size)[world.rank]
     model = DistributedDataParallel(setting.build())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, fused=True)
@@ -214,9 +207,7 @@ def _ddp(setting: Setting, world: World) -> Callable[[], None]:
     return step
 
 
-def error_row(
-    setting: Setting, one: Drawn, times: list[float], load: str, slower: float | None = None, rehearsed: bool = False
-) -> Check:
+def error_row(setting: Setting, one: Drawn, times: list[float], load: str, slower: float | None = None) -> Check:
     """The error of a plan: what was predicted over the median that was measured, less one.
 
     Args:
@@ -226,7 +217,6 @@ def error_row(
         load: How busy the machine was otherwise, in words.
         slower: How much slower the machine was than when it was measured for the prediction; told, and not corrected
             for. None where it was not measured.
-        rehearsed: It ran before anything was predicted.
     """
     real = statistics.median(times)
     speed = "" if slower is None else f"machine {slower:.3f} times as slow; "
@@ -234,7 +224,7 @@ def error_row(
     return Check(
         setting=str(setting),
         link=link(),
-        what=f"error of the {'rehearsed' if rehearsed else 'predicted'} step: {one.name}",
+        what=f"error of the predicted step: {one.name}",
         value=one.predicted_ms / real - 1,
         low=errors[0],
         high=errors[-1],

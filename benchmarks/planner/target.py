@@ -35,21 +35,15 @@ from benchmarks.rig.network import LOOPBACK
 from benchmarks.rig.rank import link, process_group
 from benchmarks.sync.methods import Setting, Workplace, make_method
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import random_batch
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, TestBatches, TrainBatches, load_dataset
 from hybridpar.models import seed_everything
 from hybridpar.plan import Plan, parse_plan
-from hybridpar.planner.explain import describe
-from hybridpar.planner.fixed import fixed_by
-from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.measure_run import Question, measure_inputs
-from hybridpar.planner.planned_run import PlannedRun
-from hybridpar.planner.record import plan_of
+from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.planner.resolve import resolve
-from hybridpar.planner.search import find_plan
+from hybridpar.planner.trials import random_batch
 from hybridpar.run.plan import sync_of
-from hybridpar.train.trainer import MicroBatches, Trainer
+from hybridpar.train.trainer import MicroBatches, Trainer, open_trial
 
 TARGET = 0.97
 #: Learning rates, and those of PowerSGD's hooks, which get to the target at none of the larger ones.
@@ -202,18 +196,15 @@ def _plan(call: Call) -> None:
     setting = Setting(rate=RATES[0])
     config = TrainConfig(data="digits", batch_size=setting.batch * call.ranks, fidelity="lossy")
     model = setting.build()
-    names = [name for name, _ in model.named_parameters()]
-    # One device is the right answer somewhere, but then there is nothing that DDP could be compared with.
-    fixed = fixed_by(config, (), world.size, names)
     shape = (3, setting.side, setting.side)
     steps = MOST_EPOCHS * (len(load_dataset(config).train) // config.batch_size)
 
     def planned() -> dict[str, Any]:
         world.barrier()
         began = time.perf_counter()
-        measured = measure_inputs(model, Question.of_run(config, fixed, "resnet18", shape, steps), world)
-        noted: dict[str, Any] = world.from_main(lambda: _decide(measured))
-        return {**noted, "seconds": time.perf_counter() - began}
+        found = plan_run(model, config, world, sample_shape=shape, steps=steps, name="resnet18", open_trial=open_trial)
+        seconds = time.perf_counter() - began
+        return {"plan": json.loads(found.plan.to_json()), "told": found.lines[0], "seconds": seconds}
 
     noted = planned()
     noted["again"] = planned()["seconds"]
@@ -221,13 +212,6 @@ def _plan(call: Call) -> None:
         call.noted(link()).write_text(json.dumps(noted))
         print(f"{link()}: {noted['told']}, {noted['seconds']:.1f} s, again {noted['again']:.1f} s", flush=True)
     world.close()
-
-
-def _decide(measured: PlannerInputs | None) -> dict[str, Any]:
-    assert measured is not None
-    answer = find_plan(measured)
-    plan = plan_of(answer, answer.chosen)
-    return {"plan": json.loads(plan.to_json()), "told": describe(answer.chosen.candidate, answer)}
 
 
 def _train_all(call: Call) -> None:
@@ -273,7 +257,8 @@ def _running(name: str, call: Call, starts: list[float]) -> Running:
     place = Workplace(Setting(rate=RATES[0]), call.rank, call.ranks)
     method = call.made(name, place)
     every = place.setting.batch * call.ranks
-    images, labels = random_batch((3, place.setting.side, place.setting.side), every, CLASSES, torch.device("cpu"))
+    images = random_batch((3, place.setting.side, place.setting.side), every, torch.device("cpu"))
+    labels = torch.arange(every) % CLASSES
     own = (
         whole.tensor_split(method.parts)[method.part].tensor_split(method.micro_batches) for whole in (images, labels)
     )

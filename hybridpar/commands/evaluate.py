@@ -85,7 +85,7 @@ def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
 
 def _workers() -> int:
     """One per GPU, else one: what a CPU computes alone is divided among its cores by torch."""
-    from hybridpar.machine.cluster import gpu_count, has_gpu_driver
+    from hybridpar.machine.devices import gpu_count, has_gpu_driver
 
     return (gpu_count() if has_gpu_driver() else 0) or 1
 

@@ -77,7 +77,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         check_names(command)
         if command.hosts is not None or command.slurm is not None or command.launch != "print":
             return _on_several_machines(command, arguments)
-        from hybridpar.machine.cluster import default_workers, has_gpu_driver
+        from hybridpar.machine.devices import default_workers, has_gpu_driver
         from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
 
         with before_the_start():
@@ -123,7 +123,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
 
 def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
     """Print or start what trains on the machines of a hosts file, or write the script for Slurm."""
-    from hybridpar.machine.cluster import default_workers, gpu_count
+    from hybridpar.machine.devices import default_workers, gpu_count
     from hybridpar.machine.nodes import launch_by_ssh, read_hosts, slurm_script, torchrun_lines
 
     unnamed = command.hosts is None and command.launch != "print"

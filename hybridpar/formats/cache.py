@@ -74,15 +74,6 @@ def store_measurement(kind: str, key: Mapping[str, Any], data: object, directory
         )
 
 
-def forget_measurement(kind: str, key: Mapping[str, Any]) -> bool:
-    """Delete what was kept under a key."""
-    try:
-        measurement_file(kind, key).unlink()
-    except OSError:
-        return False
-    return True
-
-
 def _entry(path: Path) -> dict[str, Any] | None:
     """What a file holds; None where that is no entry."""
     try:

@@ -19,9 +19,9 @@ TOML file:
     [between]                   # between hosts; its bandwidth is that of a host, in each direction
     bandwidth = "1Gbit/s"
     latency_ms = 0.1
-    efficiency = { all_reduce = 0.9, all_to_all = 0.8, all_gather = 0.9, send = 0.95 }
+    efficiency = { all_reduce = 0.9, send = 0.95 }
 
-What was measured can be read as a description too, so that the planner knows one kind of cluster only.
+What was measured, and what is remembered of it, is a `ClusterSpec` too: nothing else says what machines are like.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -40,10 +39,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from hybridpar.errors import UsageError, nearest, shortened
 from hybridpar.formats.file_reader import first_problem, read_toml
-from hybridpar.machine.cluster import Cluster
-
-#: Bytes per second that a CPU core moves through gloo where nothing was measured.
-CORE_BANDWIDTH = 2e9
 
 #: Devices of the largest cluster.
 MOST_WORKERS = 1 << 17
@@ -52,7 +47,7 @@ MOST_WORKERS = 1 << 17
 MOST_BYTES = 1e18
 
 #: What is compared of hosts.
-_COMPARED = ("devices", "kind", "name", "memory", "memory_bandwidth", "core_bandwidth")
+_COMPARED = ("devices", "kind", "name", "memory")
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmgt]?)(b|bit)?(/s)?")
@@ -85,41 +80,11 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-#: What a way of using a link is like, where nobody said what it reaches itself.
-_LIKE = {"half_sum": "all_reduce", "integer_sum": "all_reduce"}
-
-
-class _Ways(_Part):
-    def of(self, way: str) -> float:
-        """The number of a way, or, where nobody said, of the way that it is like."""
-        found: float | None = getattr(self, way)
-        return self.of(_LIKE[way]) if found is None else found
-
-
-class Efficiency(_Ways):
-    """What part of a link's bandwidth each way of using it reaches."""
+class Efficiency(_Part):
+    """What part of a link's bandwidth each way of using it reaches: collectives, and messages to another stage."""
 
     all_reduce: _Share = 1.0
-    all_to_all: _Share = 1.0
-    all_gather: _Share = 1.0
     send: _Share = 1.0
-    half_sum: _Share | None = Field(default=None, description="of 16-bit numbers; without it, as `all_reduce`")
-    integer_sum: _Share | None = Field(default=None, description="of integers; without it, as `all_reduce`")
-
-
-_Use = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class CoreUse(_Ways):
-    """How many cores of a worker each way of using a link keeps busy while bytes move; measured beside computing."""
-
-    all_reduce: _Use = 0.0
-    all_to_all: _Use = 0.0
-    all_gather: _Use = 0.0
-    send: _Use = 0.0
-    receive: _Use = 0.0
-    half_sum: _Use | None = None
-    integer_sum: _Use | None = None
 
 
 class LinkLevel(_Part):
@@ -128,15 +93,6 @@ class LinkLevel(_Part):
     bandwidth: _Rate = Field(description="bytes per second in each direction")
     latency_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="of an empty message, one way")
     efficiency: Efficiency = Efficiency()
-    cores: CoreUse | None = Field(default=None, description="kept busy by bytes; without it, as `core_bandwidth` says")
-
-    def faster(self, factor: float) -> LinkLevel:
-        """The same link with so many times the bandwidth; a byte takes a core as long as before."""
-        update: dict[str, object] = {"bandwidth": self.bandwidth * factor}
-        if self.cores is not None:
-            uses = self.cores.model_dump(exclude_none=True)
-            update["cores"] = CoreUse(**{name: factor * use for name, use in uses.items()})
-        return self.model_copy(update=update)
 
 
 class Hosts(_Part):
@@ -149,20 +105,9 @@ class Hosts(_Part):
     memory: _Bytes | None = Field(default=None, description="bytes of each device; without it there is no limit")
     throughput: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="over the device of the profile")
     memory_bandwidth: _Rate | None = Field(default=None, description="for the optimizer, where it was not timed")
-    communication_cores: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="beside those that compute, of each worker"
-    )
-    core_bandwidth: _Rate | None = Field(default=None, description="bytes per second that a core moves")
     host_link: _Rate | None = Field(
         default=None, description="between a device and its host's memory, each way; without it nothing waits there"
     )
-
-    @property
-    def bytes_per_core_second(self) -> float | None:
-        """What moving bytes costs in time of a core; None where a device does it without."""
-        if self.core_bandwidth is not None:
-            return self.core_bandwidth
-        return CORE_BANDWIDTH if self.kind == "cpu" else None
 
 
 def in_runs(hosts: Iterable[Hosts]) -> tuple[Hosts, ...]:
@@ -198,16 +143,9 @@ class ClusterSpec(_Part):
 
     @property
     def by_worker(self) -> tuple[tuple[int, Hosts], ...]:
-        """For every worker the number of its host and what that is: the fastest first, then most memory."""
-        ordered = sorted(
-            self.hosts, key=lambda one: (-one.throughput, -math.inf if one.memory is None else -one.memory)
-        )
-        number, placed = 0, []
-        for host in ordered:
-            for _ in range(host.count):
-                placed += [(number, host)] * host.devices
-                number += 1
-        return tuple(placed)
+        """For every worker, in the order of ranks, the number of its host and what that is."""
+        each = (host for host in self.hosts for _ in range(host.count))
+        return tuple((number, host) for number, host in enumerate(each) for _ in range(host.devices))
 
     @property
     def key(self) -> str:
@@ -239,18 +177,13 @@ class ClusterSpec(_Part):
         """Whether hosts differ in speed."""
         return len({host.throughput for host in self.hosts}) > 1
 
-    def at_speeds(self, places: Sequence[str], speeds: Sequence[float]) -> ClusterSpec | None:
-        """The same hosts, in the workers' order, as fast as these were; None where ranks are in another order."""
-        devices, throughput = Counter(places), dict(zip(places, speeds, strict=True))
-        each = [host.model_copy(update={"count": 1}) for host in self.hosts for _ in range(host.count)]
-        found = [
-            host.model_copy(update={"devices": devices[one], "throughput": throughput[one]})
-            for host, one in zip(each, devices, strict=True)
-        ]
-        spec = self.model_copy(update={"hosts": in_runs(found)})
-        order = [list(devices).index(one) for one in places]
-        placed = [(number, host.throughput) for number, host in spec.by_worker]
-        return spec if placed == list(zip(order, speeds, strict=True)) else None
+    def at_speeds(self, speeds: Sequence[float]) -> ClusterSpec:
+        """The same hosts, as fast as the slowest of their workers, whose speeds are in the order of ranks."""
+        hosts = []
+        for _, workers in groupby(zip(self.by_worker, speeds, strict=True), key=lambda worker: worker[0][0]):
+            (_, host), throughput = min(workers, key=lambda worker: worker[1])
+            hosts.append(host.model_copy(update={"count": 1, "throughput": throughput}))
+        return self.model_copy(update={"hosts": in_runs(hosts)})
 
     def without(self, host: Hosts) -> ClusterSpec | None:
         """The cluster without hosts of one kind; None where there are no others."""
@@ -271,7 +204,7 @@ class ClusterSpec(_Part):
             return self
         slowest = min(speeds, key=lambda name: speeds[name])
         link: LinkLevel = getattr(self, slowest)
-        return self.model_copy(update={slowest: link.faster(factor)})
+        return self.model_copy(update={slowest: link.model_copy(update={"bandwidth": factor * link.bandwidth})})
 
     def with_another(self) -> ClusterSpec | None:
         """The same cluster with a device more, or where there are several hosts with one more of these.
@@ -326,7 +259,7 @@ def read_cluster_file(path: Path) -> ClusterSpec:
 
 
 def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
-    """Check and type a description that was read from somewhere.
+    """Check and type a description that was read from somewhere; the fastest hosts are used first, then most memory.
 
     Args:
         data: What a parser of TOML or JSON returned.
@@ -339,7 +272,7 @@ def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
         UsageError: As for `read_cluster_file`.
     """
     try:
-        return ClusterSpec.model_validate(data)
+        spec = ClusterSpec.model_validate(data)
     except ValidationError as error:
         where, problem = first_problem(error)
         first = error.errors(include_url=False, include_context=False)[0] if where else None
@@ -353,42 +286,13 @@ def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
             "A cluster is hosts with devices, and the links inside and between them.",
             "Correct this value; docs/planner.md has an example.",
         ) from error
-
-
-def spec_of_measured(cluster: Cluster, workers: int, backend: str) -> ClusterSpec:
-    """What was measured on this machine, as a description."""
-    kind: Literal["cpu", "cuda"] = "cuda" if backend == "nccl" else "cpu"
-    devices = cluster.of_kind(kind)
-    link = cluster.link(backend)
-    if workers > 1 and link is None:
-        found = "; ".join(cluster.problems) or "this machine has too few devices or cores for two workers"
-        raise UsageError(
-            f"the link between {workers} workers over {backend} was not measured: {found}",
-            "What gradients and activations cost depends on it.",
-            "Mend what `hybridpar doctor` shows, or describe the cluster with --cluster FILE.",
-        )
-    share = workers if kind == "cpu" else 1
-    hosts = Hosts(
-        devices=workers,
-        kind=kind,
-        name=devices[0].name,
-        memory=min(device.memory_bytes for device in devices) // share,
-        memory_bandwidth=min(device.bytes_per_second for device in devices) / share,
-        core_bandwidth=link.bytes_per_second if link is not None and kind == "cpu" else None,
-        host_link=min((one.host_bytes_per_second for one in devices if one.host_bytes_per_second), default=None),
-    )
-    # The latency that was measured is of an all-reduce: there and back again for two, as a tree for more.
-    level = None
-    if link is not None:
-        rounds = 2 * math.ceil(math.log2(link.world_size))
-        level = LinkLevel(bandwidth=link.bytes_per_second, latency_ms=link.latency_ms / rounds)
-    return ClusterSpec(name="this machine", hosts=(hosts,), inside=level)
+    order = sorted(spec.hosts, key=lambda host: (-host.throughput, -math.inf if host.memory is None else -host.memory))
+    return spec.model_copy(update={"hosts": tuple(order)})
 
 
 def _keys(place: tuple[int | str, ...]) -> list[str]:
-    """The keys that are known where an unknown one was found."""
+    """The keys that are known where an unknown key stands."""
     tables: dict[str, type[BaseModel]] = {"hosts": Hosts, "inside": LinkLevel, "between": LinkLevel}
-    for name, part in (("efficiency", Efficiency), ("cores", CoreUse)):
-        if name in place[:-1]:
-            return list(part.model_fields)
+    if "efficiency" in place[:-1]:
+        return list(Efficiency.model_fields)
     return list(tables.get(str(place[0]), ClusterSpec).model_fields if len(place) > 1 else ClusterSpec.model_fields)

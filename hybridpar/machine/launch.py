@@ -51,9 +51,9 @@ def note_orderly_end() -> None:
 
 def prepare_worker(tune: bool) -> None:
     """Set up this process as a worker, before it imports torch: allocator, threads, and its end with the launcher's."""
-    from hybridpar.machine.cluster import has_gpu
+    from hybridpar.machine.devices import gpu_count
 
-    if tune and not has_gpu():
+    if tune and not gpu_count():
         tune_this_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if VERDICT_VARIABLE in os.environ and sys.platform == "linux":
         # The system sends SIGTERM when the main thread of our launcher ends, which started this worker.

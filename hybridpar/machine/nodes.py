@@ -6,8 +6,8 @@ A line of the hosts file is a host as ssh names it, and perhaps `slots=N`, `addr
     me@gpu-b slots=4 address=10.0.0.2
 
 torchrun gives the first ranks to the host whose address comes first in alphabetical order, so hosts are used in that
-order, and the first one also serves the rendezvous. With ssh each host runs `hybridpar.machine.node`, which starts
-torchrun there and ends it when it is told to, or when the connection breaks.
+order, and workers meet on the first one. With ssh each host runs an agent (`hybridpar.machine.supervise`), which starts
+its workers; this process watches the agents as a launcher watches workers.
 """
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from hybridpar.errors import UsageError, shortened
-from hybridpar.machine.node import VERDICT_MARK
-from hybridpar.machine.supervise import LEAVE_SECONDS, STOP_SECONDS, TOKEN_VARIABLE, new_token
+from hybridpar.machine.supervise import (
+    LEAVE_SECONDS,
+    LOST_WORKER,
+    RESTARTS,
+    TOKEN_VARIABLE,
+    VERDICT_MARK,
+    Job,
+    new_job,
+    new_token,
+    supervise,
+)
 
 PORT = 29500
-#: How often torchrun starts the workers again.
-RESTARTS = 3
 #: Variables of this shell that the workers of other hosts get, too.
 _PASSED_ON = ("HYBRIDPAR_", "NCCL_", "GLOO_", "TORCH_", "OMP_NUM_THREADS", "PYTHONPATH")
 #: So that a host that is down, or dies, is noticed, and nothing asks for a password.
@@ -53,7 +59,7 @@ class Host:
         name: As ssh is to be told it.
         address: By which the other hosts reach it.
         slots: Workers on it; None where nobody said.
-        port: Of the rendezvous, where it is the first host.
+        port: At which workers meet, where it is the first host.
     """
 
     name: str
@@ -127,11 +133,6 @@ def torchrun_lines(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) 
     return "\n".join(lines)
 
 
-def new_job() -> str:
-    """A name that no other job has."""
-    return f"hybridpar-{secrets.token_hex(4)}"
-
-
 def slurm_script(name: str, workers: int | None, arguments: Sequence[str], *, servers: bool = False) -> str:
     """A batch script for Slurm, with a torchrun per node."""
     python, secret = (
@@ -171,18 +172,13 @@ def slurm_script(name: str, workers: int | None, arguments: Sequence[str], *, se
 # ----------------------------------------------------------------------------------------------------------------- ssh
 
 
-class _Remote:
-    """A host on which a part of the run goes on, behind an ssh of our own."""
+class _Agent(subprocess.Popen[str]):
+    """An agent on another host, behind an ssh of our own."""
 
-    def __init__(self, host: Host, command: str, order: Mapping[str, object], alone: bool) -> None:
-        self.host = host
-        #: What a worker there has said about an error that would only come again.
-        self.verdict = ""
-        #: Whether what it says is of no interest: it is stopped because another host has failed.
-        self.is_quiet = False
-        self._alone = alone
+    def __init__(self, host: Host, command: str, order: dict[str, object], verdict: Path, alone: bool) -> None:
+        self._mark, self._verdict, self._quiet = "" if alone else f"[{host.name}] ", verdict, False
         try:
-            self.process = subprocess.Popen(
+            super().__init__(
                 [*_SSH, host.name, command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -196,113 +192,107 @@ class _Remote:
                 f"--launch ssh: cannot run ssh: {error.strerror}",
                 fix="Install it, or leave --launch away and start the lines yourself.",
             ) from error
-        self.say(json.dumps(order))
-        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self._say(json.dumps(order))
+        streams = ((self.stdout, sys.stdout), (self.stderr, sys.stderr))
         self._readers = [threading.Thread(target=self._pass_on, args=pair, daemon=True) for pair in streams]
         for reader in self._readers:
             reader.start()
 
-    def say(self, word: str) -> None:
-        """Tell the host something."""
-        assert self.process.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended
-            self.process.stdin.write(word + "\n")
-            self.process.stdin.flush()
-
-    def end(self, patience: float) -> None:
-        """Wait for its end, at most so long; then break the connection, which ends all that runs there."""
-        assert self.process.stdin is not None
-        for seconds, give_up in ((patience, self.process.stdin.close), (LEAVE_SECONDS, self.process.kill)):
-            try:
-                self.process.wait(seconds)
-                break
-            except subprocess.TimeoutExpired:
-                with suppress(OSError):
-                    give_up()
-        self.process.wait()
-        for reader in self._readers:
+    def poll(self) -> int | None:
+        """Whether it has ended; its last words come first."""
+        code = super().poll()
+        for reader in self._readers if code is not None else ():
             reader.join(1.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Hand a signal on; SIGKILL breaks the connection, which ends all that runs there."""
+        assert self.stdin is not None
+        if number != signal.SIGKILL:
+            self._say(signal.Signals(number).name.removeprefix("SIG"))
+            return
+        self._quiet = True
+        with suppress(OSError):
+            self.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(LEAVE_SECONDS)
+        super().send_signal(number)  # an ssh that goes on all the same
+
+    def _say(self, line: str) -> None:
+        assert self.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended
+            self.stdin.write(line + "\n")
+            self.stdin.flush()
 
     def _pass_on(self, source: IO[str], sink: IO[str]) -> None:
         """What the first rank reports is shown as it is; messages begin with the name of their host."""
-        mark = f"[{self.host.name}] " if sink is sys.stderr and not self._alone else ""
         for line in source:
             if line.startswith(VERDICT_MARK):
-                self.verdict = json.loads(line.removeprefix(VERDICT_MARK))
-            elif not self.is_quiet:
-                print(f"{mark}{line}", end="", file=sink, flush=True)
+                with suppress(FileExistsError), self._verdict.open("x", encoding="utf-8") as file:  # the first stands
+                    file.write(line.removeprefix(VERDICT_MARK))
+            elif not self._quiet:
+                print(f"{self._mark if sink is sys.stderr else ''}{line}", end="", file=sink, flush=True)
 
 
-def launch_by_ssh(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) -> int:
-    """Start torchrun on all hosts, show what it says, and stop all when one fails or at Ctrl-C.
+@dataclass(kw_only=True)
+class _JobOnHosts(Job):
+    """A job whose processes are agents, one on each host."""
 
-    The same directory and the same Python are used on every host.
-    """
-    job, environment = new_job(), {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-    environment.setdefault(TOKEN_VARIABLE, new_token())
-    # What the interpreter itself needs; the rest follows by the input.
-    path = shlex.quote(f"PYTHONPATH={environment.get('PYTHONPATH', '')}")
-    python = f"{shlex.quote(sys.executable)} -m hybridpar.machine.node"
-    command = f"cd {shlex.quote(str(Path.cwd()))} && exec env {path} {python}"
-    stops: list[int] = []
-    before = {
-        kind: signal.signal(kind, lambda number, _: stops.append(number)) for kind in (signal.SIGINT, signal.SIGTERM)
+    hosts: Sequence[Host]
+    slots: int
+    verdict: Path
+
+    def begin(self, index: int, joins: int = 0) -> _Agent:
+        """Start the agent of a host, in the same directory and with the same Python as here."""
+        counts = [host.slots or self.slots for host in self.hosts]
+        order = {
+            "program": self.program,
+            "environment": self.environment,
+            "workers": counts[index],
+            "first": sum(counts[:index]),
+            "size": sum(counts),
+            "attempt": self.attempt,
+        }
+        # What the interpreter itself needs; the rest follows by the input.
+        path = shlex.quote(f"PYTHONPATH={self.environment.get('PYTHONPATH', '')}")
+        python = f"{shlex.quote(sys.executable)} -m hybridpar.machine.supervise"
+        command = f"cd {shlex.quote(str(Path.cwd()))} && exec env {path} {python}"
+        return _Agent(self.hosts[index], command, order, self.verdict, len(self.hosts) == 1)
+
+    def failure(self, index: int) -> tuple[str, str]:
+        """Which host failed and how; only the loss of a worker is worth a restart."""
+        code, name = self.processes[index].returncode or 0, self.hosts[index].name
+        others = "; the other hosts were stopped" if len(self.hosts) > 1 else ""
+        if code == LOST_WORKER:
+            return f"{name} has lost a worker", ""
+        if code == _NO_CONNECTION:
+            fix = f"Try `ssh {name} true`: it must work without a password.\n"
+            return f"{name} cannot be reached by ssh, or the connection broke{others}", fix
+        fix = f"{Path.cwd()} and {sys.executable} must be there too.\n"
+        return f"{name} ended with {code}{others}", fix
+
+
+def launch_by_ssh(
+    hosts: Sequence[Host], slots: int, arguments: Sequence[str], program: Sequence[str] = ("-m", "hybridpar")
+) -> int:
+    """Start a job on all hosts, show what it says, and stop all when a host fails or at Ctrl-C."""
+    environment = {
+        TOKEN_VARIABLE: new_token(),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each worker that has lost the store shows a stack of C++
+        **{name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)},
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": str(hosts[0].port),
+        "GROUP_WORLD_SIZE": str(len(hosts)),
+        "TORCHELASTIC_RUN_ID": new_job(),
     }
-    remotes: list[_Remote] = []
-    try:
-        for place, host in enumerate(hosts):
-            order = {"arguments": torchrun_arguments(hosts, place, slots, job, arguments), "environment": environment}
-            remotes.append(_Remote(host, command, order, alone=len(hosts) == 1))
-        failed = _follow(remotes, stops)
-    finally:
-        for remote in remotes:
-            remote.is_quiet = True
-            remote.say("TERM")
-        for remote in remotes:
-            remote.end(LEAVE_SECONDS)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if stops:
-        print(f"stopped on {len(hosts)} host{'' if len(hosts) == 1 else 's'}", file=sys.stderr)
-        return 128 + stops[0]
-    return 0 if failed is None else _tell_failure(remotes, failed)
-
-
-def _follow(remotes: Sequence[_Remote], stops: list[int]) -> _Remote | None:
-    """Wait until all hosts are done, one has failed, or a signal has ended the run; the one that failed."""
-    told, deadline = 0, float("inf")
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        codes = [remote.process.poll() for remote in remotes]
-        if len(stops) > told:
-            told = len(stops)
-            deadline = time.monotonic() + (STOP_SECONDS if told == 1 else LEAVE_SECONDS)
-            for remote in remotes:
-                remote.say("INT" if told == 1 else "TERM")
-        failed = next((place for place, code in enumerate(codes) if code), None)
-        if failed is not None and not stops:
-            remotes[failed].end(1.0)  # its last words come first
-            return remotes[failed]
-        if None not in codes:
-            break
-    return None
-
-
-def _tell_failure(remotes: Sequence[_Remote], failed: _Remote) -> int:
-    """Say why the run has ended, once for all hosts; the exit code."""
-    code, name = failed.process.returncode, failed.host.name
-    if failed.verdict:
-        same = len({remote.verdict for remote in remotes}) == 1
-        print(
-            failed.verdict if same else f"{failed.verdict}\n({name} says so; all hosts were stopped)", file=sys.stderr
+    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
+        verdict = Path(directory) / "verdict.json"
+        job = _JobOnHosts(
+            workers=len(hosts),
+            hosts=hosts,
+            slots=slots,
+            program=(*program, *arguments),
+            verdict=verdict,
+            environment=environment,
         )
-        return code
-    if code == _NO_CONNECTION:
-        what = "cannot be reached by ssh, or the connection broke"
-        fix = f"Try `ssh {name} true`: it must work without a password."
-    else:
-        what = f"ended with {code}" if code > 0 else f"was lost: ssh was killed by signal {-code}"
-        fix = f"Its messages are above; {Path.cwd()} and {sys.executable} must be there too."
-    others = "; the other hosts were stopped" if len(remotes) > 1 else ""
-    print(f"error: {name} {what}{others}\n{fix}", file=sys.stderr)
-    return code if 0 < code < _NO_CONNECTION else 1
+        return supervise(job, verdict)

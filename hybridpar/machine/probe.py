@@ -1,14 +1,12 @@
-"""Measures devices and links in separate processes, which this module starts and supervises.
+"""Looks at an installation from separate processes, which this module starts and supervises.
 
-The parent never imports torch for it, keeps no CUDA context, and survives a driver that crashes or a link that hangs:
-every probe has a time limit, and all its processes are stopped when one fails. What runs in those processes is
-`hybridpar.machine.probe_worker`.
+The process that asks imports no torch for it, has no CUDA context, and survives a driver that crashes or a link that
+hangs: every probe has a time limit, and all its processes are stopped when one fails.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -17,16 +15,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hybridpar.errors import LaunchError
-from hybridpar.machine.cluster import Cluster, Device, Link, host_fingerprint, machine_load, read_cluster, write_cluster
 from hybridpar.machine.process import available_cores, worker_environment
-from hybridpar.machine.steady import MOST_NOISE
-
-_log = logging.getLogger(__name__)
-
-#: Seconds that one quantity is measured for; a whole probe takes a few times as long.
-PROBE_SECONDS = 0.4
 
 #: Seconds after which a probe that has not answered is stopped. Covers a cold import of torch from a slow disk.
 PROBE_TIMEOUT = 120.0
@@ -34,81 +26,65 @@ PROBE_TIMEOUT = 120.0
 _FIX = "Run `hybridpar doctor`: it shows what is broken, and what mends it."
 
 
-def probe_cluster(*, fresh: bool = False) -> Cluster:
-    """What this machine can do, from the cache or measured now, which takes about ten seconds."""
-    host, load = host_fingerprint(), machine_load()
-    known = None if fresh else read_cluster(host)
-    # Rates that were measured beside other programs are measured again as soon as the machine is calmer.
-    if known is not None and not (known.busy and load < known.load / 2):
-        return known
-    devices, problems = probe_devices()
-    gpus = sum(device.kind == "cuda" for device in devices)
-    wanted = [("gloo", 2)] if len(available_cores()) > 1 else []
-    if gpus > 1:
-        wanted.append(("nccl", gpus))
-    links = []
-    for backend, world_size in wanted:
-        try:
-            links.append(probe_link(world_size, backend))
-        except LaunchError as error:
-            problems.append(error.what)
-    found = Cluster(
-        host=host,
-        measured_at=time.time(),
-        load=load,
-        devices=tuple(devices),
-        links=tuple(links),
-        problems=tuple(problems),
-    )
-    if found.noise > MOST_NOISE:
-        _log.warning(
-            "measurements of this machine lie %.0f %% apart, however often they are repeated: they are used now and "
-            "not kept; run `hybridpar doctor` when nothing else runs",
-            100 * found.noise,
-        )
-    # A problem may be gone the next time, so an answer with problems is not kept.
-    elif not problems:
-        write_cluster(found)
-    return found
-
-
-def probe_devices(seconds: float = PROBE_SECONDS) -> tuple[list[Device], list[str]]:
-    """Measure the CPU and every GPU that torch can use."""
-    program = _worker_program("devices", seconds=seconds)
-    with Programs([program], "measuring the devices", workers=1) as probe:
-        answer = json.loads(probe.answer())
-    return [Device.model_validate(device) for device in answer["devices"]], list(answer["problems"])
-
-
-def probe_link(world_size: int = 2, backend: str = "gloo", seconds: float = PROBE_SECONDS) -> Link:
-    """Measure the link between fresh local workers, over the loopback interface or, with NCCL, between the GPUs."""
-    if world_size < 2:
-        raise ValueError(f"a link needs two workers, not {world_size}")
-    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
-        store = str(Path(directory) / "store")
-        told = {"backend": backend, "store": store, "seconds": seconds, "timeout": PROBE_TIMEOUT}
-        programs = [_worker_program("link", rank=rank, world_size=world_size, **told) for rank in range(world_size)]
-        what = f"measuring the link between {world_size} workers over {backend}"
-        with Programs(programs, what, workers=world_size) as probe:
-            return Link.model_validate_json(probe.answer())
-
-
-def start_torch_probe() -> Programs:
-    """Begin to ask the installed torch what it can do; answers with `hybridpar.machine.probe_worker.torch_facts`."""
-    return Programs([_worker_program("torch_facts")], "importing torch", workers=1)
-
-
-def _worker_program(function: str, **arguments: object) -> str:
-    """A Python program for `Programs` that answers with what a function of `hybridpar.machine.probe_worker` returns."""
-    # The package is looked for last of all, where this process found it: it need not be installed, and its directory
+def program_of(module: str, function: str, **arguments: object) -> str:
+    """A Python program for `Programs` that answers with what a function of a module of the package returns."""
+    # The package is looked for last of all, where this process has it: it need not be installed, and its directory
     # must not hide another package. `-m` would search the current directory first.
-    place = str(Path(__file__).resolve().parents[2])
+    directory = str(Path(__file__).resolve().parents[2])
     call = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return (
-        f"import sys; sys.path.append({place!r}); from hybridpar.machine import probe_worker\n"
-        f"answer = probe_worker.{function}({call})\n"
+        f"import sys; sys.path.append({directory!r}); from {module} import {function}\n"
+        f"answer = {function}({call})\n"
         "open(sys.argv[1], 'w', encoding='utf-8').write(answer)"
     )
+
+
+def torch_facts() -> str:
+    """What the installed torch can do, as JSON.
+
+    Keys: `torch` and `torchvision` (versions; None where torchvision cannot be imported), `cuda_build` (version of the
+    CUDA toolkit torch was built with, or None), `cuda_error` (why CUDA cannot be used, or None), `gpus` (name of each,
+    and why it cannot be used, or None), `backends` (name to whether torch.distributed has it).
+    """
+    import torch
+    import torch.distributed as dist
+
+    available = dist.is_available()
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "torchvision": _torchvision_version(),
+        "cuda_build": torch.version.cuda,
+        "cuda_error": None if torch.version.cuda is None else _cuda_error("cuda"),
+        "gpus": [
+            (torch.cuda.get_device_name(index), _cuda_error(f"cuda:{index}"))
+            for index in range(torch.cuda.device_count())
+        ],
+        "backends": {
+            "gloo": available and dist.is_gloo_available(),
+            "nccl": available and dist.is_nccl_available(),
+            "mpi": available and dist.is_mpi_available(),
+        },
+    }
+    return json.dumps(facts)
+
+
+def _cuda_error(device: str) -> str | None:
+    """Why nothing can be computed on a device: no memory left, no kernels for it, no driver."""
+    import torch
+
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def _torchvision_version() -> str | None:
+    try:
+        import torchvision
+    except Exception:  # a build for another torch fails with RuntimeError, a missing one with ImportError
+        return None
+    return str(torchvision.__version__)
 
 
 class Programs:

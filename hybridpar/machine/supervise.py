@@ -8,11 +8,18 @@ This process hosts the store at which the workers find each other, and watches t
 
 An error that would only come again is not worth a restart: the worker leaves a *verdict*, a file with the message and
 the exit code (`hybridpar.machine.launch.record_failure`), all workers end, and this process reports it once.
+
+A job on several machines has two levels of the same. The processes that its launcher watches are agents, one on each
+machine (`hybridpar.machine.nodes`): `python -m hybridpar.machine.supervise` starts the workers there and watches them
+until one dies, which ends the agent. The first line of its standard input is JSON and says what to start, so that no
+secret is on a command line. Each further line is the name of a signal; the end of the input, which is the end of the
+connection, ends everything.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import secrets
 import signal
@@ -20,11 +27,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hybridpar.errors import UsageError
 from hybridpar.machine.launch import VERDICT_VARIABLE, StopRequest, report_verdict, tell_interrupted
@@ -42,54 +51,85 @@ LEAST_BYTES = 150 << 20
 STOP_SECONDS, LEAVE_SECONDS = 60, 5
 #: Seconds that workers have after a second Ctrl-C.
 KILL_SECONDS = 1
+#: Signals that end everything at once.
+_AT_ONCE = 3
 #: Seconds that processes have to leave, or to be found to have failed first, once one has failed.
 _SETTLE_SECONDS = 2.0
 
+#: How often the processes of a job are started again.
+RESTARTS = 3
+#: What an agent ends with that has lost a worker: all are worth a restart.
+LOST_WORKER = 75
+#: What to do after a failure that has no other explanation.
+_LOOK = "Look at the messages above; `dmesg` tells whether the system ran out of memory."
+#: Begins the line on standard error by which an agent hands its verdict on.
+VERDICT_MARK = "hybridpar verdict "
 
-@dataclass
-class _Job:
-    """All processes of a run.
+
+@dataclass(kw_only=True)
+class Job:
+    """The processes that a launcher starts and watches: all of a run, or those of a machine from a rank on.
 
     Attributes:
         program: What the interpreter runs.
+        environment: Of all processes.
         workers: Number of workers, the first processes.
         servers: Number of servers, the others.
         patient: Whether an update waits for every worker.
-        environment: Of all of them.
+        restarts: How often processes are started again.
+        patience: Seconds that workers have after a signal.
+        door: The socket of the store that this process hosts, until it is opened; else process 0 hosts it.
+        first: Rank of the first process.
+        size: Processes on all machines; None for those of this one.
+        attempt: How often all were started again.
+        joined: How often a worker was started again alone.
     """
 
     program: Sequence[str]
-    workers: int
-    servers: int
-    patient: bool
-    restarts: int
-    patience: float
     environment: dict[str, str]
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    workers: int
+    servers: int = 0
+    patient: bool = True
+    restarts: int = RESTARTS
+    patience: float = STOP_SECONDS
+    door: socket.socket | None = None
+    first: int = 0
+    size: int | None = None
     attempt: int = 0
     joined: int = 0
+    processes: dict[int, subprocess.Popen[Any]] = field(default_factory=dict)
 
-    def start(self, rank: int, joins: int = 0) -> None:
+    def begin(self, index: int, joins: int = 0) -> subprocess.Popen[Any]:
         """Start a process, for the `joins`-th time again while the others go on."""
+        # Each with torch's default, all cores, they would be in each other's way; also where they do not tune
+        # themselves.
+        threads = {"OMP_NUM_THREADS": str(threads_per_worker(self.workers, available_cores()))}
         own = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.workers + self.servers),
+            "RANK": str(self.first + index),
+            "LOCAL_RANK": str(index),
+            "WORLD_SIZE": str(self.size or self.workers + self.servers),
             "LOCAL_WORLD_SIZE": str(self.workers),
             "HYBRIDPAR_ATTEMPT": str(self.attempt),
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt + joins),
             "HYBRIDPAR_JOINS": "1" if joins else "0",
         }
-        self.processes[rank] = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, *self.program],
-            env={**os.environ, **self.environment, **own},
+            env={**threads, **os.environ, **self.environment, **own},
+            stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C comes from us, once, and to workers only
         )
 
+    def failure(self, index: int) -> tuple[str, str]:
+        """Which process failed and how, and what to do where that would only come again."""
+        name = f"worker {self.first + index}" if index < self.workers else f"server {index - self.workers}"
+        code = self.processes[index].returncode or 0
+        return f"{name} was killed by signal {-code}" if code < 0 else f"{name} exited with {code}", ""
+
     def signal(self, number: int, *, servers: bool) -> None:
         """Send a signal to all that run."""
-        for rank, process in self.processes.items():
-            if process.poll() is None and (servers or rank < self.workers):
+        for index, process in self.processes.items():
+            if process.poll() is None and (servers or index < self.workers):
                 process.send_signal(number)
 
     def end(self) -> None:
@@ -100,10 +140,6 @@ class _Job:
         for process in self.processes.values():
             process.wait()
 
-    def name(self, rank: int) -> str:
-        """What to call a process."""
-        return f"worker {rank}" if rank < self.workers else f"server {rank - self.workers}"
-
 
 class _Signals(StopRequest):
     """Remembers the first signal, and counts."""
@@ -113,6 +149,12 @@ class _Signals(StopRequest):
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
         self.count += number == signal.SIGINT or self.count == 0
+
+    def listen(self) -> None:
+        """Take the lines of standard input for signals, and its end for one that ends everything at once."""
+        for line in sys.stdin:
+            self._note(signal.Signals[f"SIG{line.strip()}"], None)
+        self.signal, self.count = self.signal or signal.SIGTERM, _AT_ONCE
 
 
 def new_token() -> str:
@@ -142,34 +184,41 @@ def launch_workers(
     servers: int = 0,
     *,
     patient: bool = True,
-    restarts: int = 3,
+    restarts: int = RESTARTS,
     patience: int = STOP_SECONDS,
     program: Sequence[str] = ("-m", "hybridpar"),
 ) -> int:
     """Run `python -m hybridpar ARGUMENTS` as workers, and as servers, on this machine until they end."""
     check_processes(workers, servers)
-    # Each with torch's default, all cores, they would be in each other's way; also where they do not tune themselves.
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers, available_cores())))
     # A socket of our own, because a store left to itself listens on all interfaces. It becomes the store's.
     door = socket.create_server(("127.0.0.1", 0))
+    environment = {
+        TOKEN_VARIABLE: new_token(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(door.getsockname()[1]),
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": new_job(),
+    }
+    job = Job(
+        workers=workers,
+        servers=servers,
+        patient=patient,
+        restarts=restarts,
+        patience=patience,
+        program=(*program, *arguments),
+        environment=environment,
+        door=door,
+    )
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
         verdict = Path(directory) / "verdict.json"
-        environment = {
-            VERDICT_VARIABLE: str(verdict),
-            TOKEN_VARIABLE: new_token(),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(door.getsockname()[1]),
-            "GROUP_WORLD_SIZE": "1",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": f"hybridpar-{os.getpid()}-{os.urandom(4).hex()}",
-        }
-        job = _Job((*program, *arguments), workers, servers, patient, restarts, patience, environment)
-        signals = _Signals()
-        try:
-            return _watch(job, door, signals, verdict)
-        finally:
-            job.end()
-            signals.release()
+        environment[VERDICT_VARIABLE] = str(verdict)
+        return supervise(job, verdict)
+
+
+def new_job() -> str:
+    """A name that no other job has."""
+    return f"hybridpar-{secrets.token_hex(8)}"
 
 
 def _open_store(door: socket.socket) -> object:
@@ -185,38 +234,44 @@ def _open_store(door: socket.socket) -> object:
     )
 
 
-def _watch(job: _Job, door: socket.socket, signals: _Signals, verdict: Path) -> int:
+def supervise(job: Job, verdict: Path) -> int:
     """Start everything, and do what the module's header says until it ends."""
-    store: object | None = None
-    while True:
-        for rank in range(job.workers + job.servers):
-            job.start(rank)
-        # Workers wait at the door while torch is imported here, as they import it at the same time.
-        store = store or _open_store(door)
-        failed = _until_something_fails(job, signals, verdict)
-        if verdict.exists():
-            return report_verdict(verdict)
-        if signals.signal is not None:
-            tell_interrupted(verdict)
-            return 128 + signals.signal
-        if failed is None:
-            return 0
-        cause = _cause(job.processes[failed].returncode)
+    signals, store = _Signals(), None
+    try:
+        while True:
+            _start(job)
+            if job.door is not None and store is None:
+                # Workers wait at the door while torch is imported here, as they import it at the same time.
+                store = _open_store(job.door)
+            failed = _until_something_fails(job, signals, verdict)
+            if verdict.exists():
+                return report_verdict(verdict)
+            if signals.signal is not None:
+                tell_interrupted(verdict)
+                return 128 + signals.signal
+            if failed is None:
+                return 0
+            cause, fix = job.failure(failed)
+            job.end()
+            if fix or job.attempt + job.joined >= job.restarts:
+                if not fix and job.restarts:
+                    cause += f", and {job.restarts} restarts are used up"
+                    fix = "Every restart went on from the last whole checkpoint.\n"
+                print(f"error: {cause}\n{fix}{_LOOK}", file=sys.stderr)
+                return 1
+            print(f"{cause}; all processes start again from the last checkpoint", file=sys.stderr)
+            job.attempt += 1
+    finally:
         job.end()
-        if job.attempt + job.joined >= job.restarts:
-            used_up = ", and {} restarts are used up\nEvery restart went on from the last whole checkpoint."
-            used_up = used_up.format(job.restarts) if job.restarts else ""
-            print(
-                f"error: {job.name(failed)} {cause}{used_up}\n"
-                "Look at the messages above; `dmesg` tells whether the system ran out of memory.",
-                file=sys.stderr,
-            )
-            return 1
-        print(f"{job.name(failed)} {cause}; all processes start again from the last checkpoint", file=sys.stderr)
-        job.attempt += 1
+        signals.release()
 
 
-def _until_something_fails(job: _Job, signals: _Signals, verdict: Path) -> int | None:
+def _start(job: Job) -> None:
+    for index in range(job.workers + job.servers):
+        job.processes[index] = job.begin(index)
+
+
+def _until_something_fails(job: Job, signals: _Signals, verdict: Path) -> int | None:
     """Watch until all is done, or a process has failed that cannot be replaced alone."""
     passed_on, deadline = 0, float("inf")
     while True:
@@ -225,10 +280,10 @@ def _until_something_fails(job: _Job, signals: _Signals, verdict: Path) -> int |
             passed_on = signals.count
             job.signal(signals.signal if passed_on == 1 else signal.SIGINT, servers=False)
             deadline = time.monotonic() + (job.patience if passed_on == 1 else KILL_SECONDS)
-        if time.monotonic() > deadline or passed_on > 2:
+        if time.monotonic() > deadline or passed_on >= _AT_ONCE:
             return None
-        codes = {rank: process.poll() for rank, process in job.processes.items()}
-        of_workers = [codes[rank] for rank in range(job.workers)]
+        codes = {index: process.poll() for index, process in job.processes.items()}
+        of_workers = [codes[index] for index in range(job.workers)]
         if verdict.exists():
             deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
             if None not in codes.values():
@@ -236,46 +291,73 @@ def _until_something_fails(job: _Job, signals: _Signals, verdict: Path) -> int |
             continue
         if not any(of_workers) and None not in of_workers:
             return _servers_end(job)
-        bad = [rank for rank, code in codes.items() if code not in (None, 0)]
+        bad = [index for index, code in codes.items() if code not in (None, 0)]
         if not bad:
             continue
         if signals.wanted:
             if None not in of_workers:
                 return bad[0]
             continue
-        replaceable = [rank for rank in bad if rank < job.workers and (codes[rank] or 0) < 0]
+        replaceable = [index for index in bad if index < job.workers and (codes[index] or 0) < 0]
         alone = len(bad) == len(replaceable) and not job.patient and not verdict.exists()
         if alone and job.attempt + job.joined < job.restarts:
-            for rank in replaceable:
+            for index in replaceable:
                 job.joined += 1
-                print(f"{job.name(rank)} {_cause(codes[rank])}; the others go on, and it joins again", file=sys.stderr)
-                job.start(rank, job.joined)
+                print(f"{job.failure(index)[0]}; the others go on, and it joins again", file=sys.stderr)
+                job.processes[index] = job.begin(index, job.joined)
             continue
         return _first_failure(job, bad)
 
 
-def _servers_end(job: _Job) -> int | None:
+def _servers_end(job: Job) -> int | None:
     """All workers have ended well: servers end by themselves."""
     limit = time.monotonic() + STOP_SECONDS
-    for rank in range(job.workers, job.workers + job.servers):
+    for index in range(job.workers, job.workers + job.servers):
         try:
-            job.processes[rank].wait(max(0.1, limit - time.monotonic()))
+            job.processes[index].wait(max(0.1, limit - time.monotonic()))
         except subprocess.TimeoutExpired:
-            job.processes[rank].kill()
+            job.processes[index].send_signal(signal.SIGKILL)
     return None
 
 
-def _first_failure(job: _Job, bad: Sequence[int]) -> int:
+def _first_failure(job: Job, bad: Sequence[int]) -> int:
     """Who failed first: those that were killed before those that noticed."""
     deadline = time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < deadline:
-        found = [rank for rank, process in job.processes.items() if (process.poll() or 0) < 0]
-        if found:
-            return found[0]
+        killed = [index for index, process in job.processes.items() if (process.poll() or 0) < 0]
+        if killed:
+            return killed[0]
         time.sleep(0.05)
     return bad[0]
 
 
-def _cause(code: int | None) -> str:
-    code = code or 0
-    return f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+# --------------------------------------------------------------------------------------------------------------- agent
+
+
+def agent() -> int:
+    """Start what standard input says on this machine, and watch it until it ends, or loses a worker."""
+    order, signals = json.loads(sys.stdin.readline()), _Signals()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # words come by the input
+    threading.Thread(target=signals.listen, daemon=True).start()
+    job = Job(**order)
+    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
+        verdict = Path(directory) / "verdict.json"
+        job.environment[VERDICT_VARIABLE] = str(verdict)
+        try:
+            _start(job)
+            failed = _until_something_fails(job, signals, verdict)
+        finally:
+            job.end()
+        if verdict.exists():
+            print(VERDICT_MARK + verdict.read_text(encoding="utf-8"), file=sys.stderr, flush=True)
+            return 1
+        if signals.signal is not None:
+            return 128 + signals.signal
+        if failed is None:
+            return 0
+        print(job.failure(failed)[0], file=sys.stderr, flush=True)
+        return LOST_WORKER
+
+
+if __name__ == "__main__":
+    sys.exit(agent())

@@ -1,9 +1,9 @@
-"""Contexts that restore a model's state after it was measured.
+"""Contexts in which a model runs and is as before afterwards.
 
 Running a model in training mode moves BatchNorm statistics, draws random numbers, makes gradients, and does whatever
-else `forward` does: it counts in Python numbers, appends to lists, fills caches. What is run here is run inside
-`untouched`, which puts all of it back, also after an error. Tracing runs the model's Python as well, but what it runs
-is not in the graph: `traceable_only` stops that before it happens.
+else `forward` does: it counts in Python numbers, appends to lists, fills caches. Inside `untouched` all of that happens
+to copies. Tracing runs the model's Python as well, but what it runs is not in the graph: `traceable_only` stops that
+before it happens.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: What objects of these packages and of Python's own hold is left alone, but for tensors: `forward` does not count in
-#: them.
+from hybridpar.models.deferred import like_tensor, places, storage_of
+from hybridpar.models.random_state import same_random
+
+#: `forward` does not count in objects of these packages, and of Python's own.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})
 
 #: What every module has.
@@ -33,6 +33,9 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 #: Buffers and attributes of modules: where they are held, and what by which name.
 HeldState = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+_T = TypeVar("_T")
 
 
 class OutsideGraphError(Exception):
@@ -49,46 +52,76 @@ def twin_of(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
 
 @contextmanager
-def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[None]:
-    """Restore a model and all random states on exit.
+def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Callable[[_T], _T]]:
+    """Let a model hold copies of all that it has; on exit, also after an error, they are thrown away.
 
-    Restored are parameters, buffers, gradients, training flags, hooks, and Python attributes of the modules: numbers,
-    tensors, arrays, random generators, and what lists, dicts, sets and objects of the user's own classes hold. Not
-    restored is what Python cannot rewind: an iterator that `forward` advances, an open file, a global variable.
+    Parameters, buffers, gradients, Python attributes, hooks and modes are then what they were, and random generators go
+    on from where they were. An attribute that Python cannot copy, such as an iterator or an open file, is used as it
+    is, and so are global variables.
 
     With `training` the model is as it trains, which is as it is if it is in training mode, or in evaluation mode.
+
+    Yields a function that copies something else, whose tensors share memory with the copies as they did with the model.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    tensors = [one for module in scripted for one in (*module.parameters(False), *module.buffers(False))]
+    values = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    with _restored(model, values=True), torch.random.fork_rng(devices=devices):
-        for parameter, _ in gradients:
-            parameter.grad = None
+    with same_random(devices), with_copies(model, _copy_of) as memo:
         if training is not None and not (training and model.training):
             model.train(training)
         try:
-            yield
+            yield lambda value: copy.deepcopy(value, memo)
         finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            for tensor, value, gradient in values:  # a scripted module holds no other tensors than its own
+                tensor.detach().copy_(value)
+                tensor.grad = gradient
 
 
 @contextmanager
 def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore what `untouched` restores but for the values of tensors; for code that does not run on tensors."""
-    with _restored(model, values=False):
-        yield
+    """As `untouched`, for code that computes nothing: copies of tensors share memory, and torch's generators go on."""
+    drawn = random.getstate(), np.random.get_state()
+    with with_copies(model, lambda tensor, memo: like_tensor(tensor, tensor.detach())):
+        try:
+            yield
+        finally:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
 
 
 @contextmanager
-def _restored(model: nn.Module, values: bool) -> Iterator[None]:
-    drawn, state = python_random_state(), _State(values)
-    for module in model.modules():
-        state.keep_module(module)
+def with_copies(
+    model: nn.Module, copy_of: Callable[[torch.Tensor, dict[int, Any]], torch.Tensor]
+) -> Iterator[dict[int, Any]]:
+    """Let a model hold copies of its attributes, of tensors made by a function; yields the memo of `copy.deepcopy`."""
+    before = [(module, module.training, dict(vars(module))) for module in model.modules()]
+    memo: dict[int, Any] = {id(module): module for module, *_ in before}
+    for _, held, name in places(model):
+        memo.setdefault(id(held[name]), copy_of(held[name], memo))
+    for module, _, held in before:
+        described = MODULE_ATTRIBUTES - {"_parameters", "_buffers"}
+        if isinstance(module, fx.GraphModule):  # its own attributes describe the graph
+            described = described | held.keys() - {"_parameters", "_buffers"}
+        for name, value in held.items() if not isinstance(module, torch.jit.ScriptModule) else ():
+            with suppress(Exception):  # whatever cannot be copied is used as it is
+                vars(module)[name] = copy.copy(value) if name in described else copy.deepcopy(value, memo)
     try:
-        yield
+        yield memo
     finally:
-        state.restore()
-        _set_python_random_state(drawn)
+        for module, flag, _ in before:
+            if isinstance(module, (fx.GraphModule, torch.jit.ScriptModule)) and module.training != flag:
+                module.train(flag)  # a stage has a graph for each mode
+        for module, _, held in before:
+            vars(module).clear()
+            vars(module).update(held)
+
+
+def _copy_of(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A copy that shares memory with the copies of what the tensor shares memory with."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return copy.deepcopy(tensor, memo)
+    return like_tensor(tensor, copy.deepcopy(tensor.detach(), memo))
 
 
 def held_state(model: nn.Module, spared: Iterable[nn.Module] = ()) -> HeldState:
@@ -123,13 +156,6 @@ def python_random_state() -> tuple[Any, ...]:
     """The states of Python's and NumPy's global random generators, which can be compared."""
     name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return random.getstate(), (name, keys.tobytes(), *rest)
-
-
-def _set_python_random_state(state: tuple[Any, ...]) -> None:
-    if state != python_random_state():
-        random.setstate(state[0])
-        name, keys, *rest = state[1]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
 
 
 def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -203,122 +229,6 @@ def _is_users_object(value: Any) -> bool:
     return not known and hasattr(value, "__dict__")
 
 
-class _State:
-    """Values of everything that can be reached from modules, and how to put them back."""
-
-    def __init__(self, values: bool) -> None:
-        self._values = values
-        self._seen: dict[int, object] = {}
-        self._undo: list[Callable[[], object]] = []
-
-    def restore(self) -> None:
-        """Put back what has changed, containers before what they hold."""
-        for undo in self._undo:
-            undo()
-
-    def keep_module(self, module: nn.Module) -> None:
-        """Remember a module, without its sub-modules."""
-        if isinstance(module, (fx.GraphModule, torch.jit.ScriptModule)):
-            # Its attributes describe the graph; forward changes at most its tensors.
-            flag = module.training
-            # A stage has a graph for each mode.
-            self._undo.append(lambda: None if module.training == flag else module.train(flag))
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                self._keep(tensor)
-            return
-        held = vars(module)
-        self._keep_items(held, lambda: list(held.items()), held.update)
-        library = type(module).__module__.partition(".")[0] in _LIBRARIES
-        empty = []
-        for name, value in held.items():
-            if name in MODULE_ATTRIBUTES and value == {}:
-                empty.append(value)  # most of a module's dictionaries are
-            elif not library or name in ("_parameters", "_buffers"):
-                self._keep(value)
-
-        def clear() -> None:
-            for one in empty:
-                if one:
-                    one.clear()
-
-        self._undo.append(clear)
-
-    def _keep(self, value: Any) -> None:
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type, nn.Module)):
-            return
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value  # alive, so that no other object gets its number
-        if isinstance(value, torch.Tensor):
-            self._keep_tensor(value)
-        elif isinstance(value, dict):
-            self._keep_items(value, lambda: list(value.items()), value.update)
-            for item in list(value.values()):
-                self._keep(item)
-        elif isinstance(value, (list, deque)):
-            self._keep_items(value, lambda: list(value), value.extend)
-            for item in list(value):
-                self._keep(item)
-        elif isinstance(value, set):
-            self._keep_items(value, lambda: list(value), value.update)
-        elif isinstance(value, tuple):
-            for item in value:
-                self._keep(item)
-        elif isinstance(value, np.ndarray):
-            copied = value.copy()
-            self._undo.append(lambda: None if np.array_equal(value, copied) else np.copyto(value, copied))
-        elif (state := _generator_state(value)) is not None:
-            self._undo.append(lambda: _set_generator_state(value, state))
-        elif _is_users_object(value):
-            self._keep(vars(value))
-
-    def _keep_items(self, value: Any, read: Callable[[], list[Any]], fill: Callable[[list[Any]], None]) -> None:
-        """A container keeps its identity: hooks' handles and other objects refer to it."""
-        before = read()
-
-        def undo() -> None:
-            if not _same(read(), before):
-                value.clear()
-                fill(before)
-
-        self._undo.append(undo)
-
-    def _keep_tensor(self, tensor: torch.Tensor) -> None:
-        if is_lazy(tensor) or tensor.is_meta or tensor.is_inference() or tensor.layout != torch.strided:
-            return
-        memory, was_leaf = tensor.data, tensor.is_leaf
-        if isinstance(memory, FakeTensor):  # nothing is computed, so nothing changes
-            return
-        copied = memory.clone() if self._values else None
-
-        def undo() -> None:
-            with torch.no_grad():
-                # Something that needs a gradient was written into it.
-                if was_leaf and not tensor.is_leaf and not tensor._is_view():
-                    tensor.detach_()
-                if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != (
-                    memory.data_ptr(),
-                    memory.dtype,
-                    memory.shape,
-                    memory.stride(),
-                ):
-                    tensor.data = memory
-                if copied is not None and not torch.equal(memory, copied):
-                    tensor.copy_(copied)
-
-        self._undo.append(undo)
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    """Whether two lists hold the same objects; items of dicts are pairs of which both are compared."""
-    if len(one) != len(other):
-        return False
-    return all(
-        a is b or (type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2 and a[0] is b[0] and a[1] is b[1])
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def _generator_state(value: Any) -> Any:
     """The state of a random generator that a model has of its own; None where it is none."""
     if isinstance(value, random.Random):
@@ -332,15 +242,6 @@ def _generator_state(value: Any) -> Any:
     return None
 
 
-def _set_generator_state(value: Any, state: Any) -> None:
-    if isinstance(value, random.Random):
-        value.setstate(state)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = state
-    else:
-        value.set_state(state)
-
-
 @contextmanager
 def traceable_only(model: nn.Module) -> Iterator[None]:
     """Refuse what no node of a graph would do again: changes of the model's tensors, and random numbers.
@@ -352,7 +253,7 @@ def traceable_only(model: nn.Module) -> Iterator[None]:
 
     def replaced(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         if module in modules:
-            raise OutsideGraphError(f"it puts another tensor in the place of {_dotted(modules[module], name)}")
+            raise OutsideGraphError(f"it puts another tensor in the place of {f'{modules[module]}.{name}'.lstrip('.')}")
 
     hook = register_module_buffer_registration_hook(replaced)
     try:
@@ -367,13 +268,8 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {
-            storage: _dotted(path, name)
-            for path, module in reversed([*model.named_modules()])  # a tensor's first name counts
-            for held in (vars(module), module._buffers, module._parameters)
-            for name, value in reversed(held.items())
-            if (storage := _storage(value)) is not None
-        }
+        # Of several names of a tensor the first counts.
+        self._names = {_storage(held[key]): name for name, held, key in reversed([*places(model)])}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -381,9 +277,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in given if isinstance(given, (list, tuple)) else [given]:
-                    name = self._names.get(storage) if (storage := _storage(tensor)) is not None else None
-                    if name is not None:
-                        self.note(name, func)
+                    storage = _storage(tensor)
+                    if storage is not None and storage in self._names:
+                        self.note(self._names[storage], func)
         return func(*args, **kwargs)
 
     def note(self, name: str, func: Any) -> None:
@@ -414,12 +310,8 @@ class WrittenState(_Writes):  # type: ignore[no-untyped-call]
         self.names.add(name)
 
 
-def _dotted(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _storage(value: object) -> int | None:
-    """What tells one storage from another, also where it has no address: on the meta device, or empty."""
+    """The storage of a tensor, if it has one."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
-    return int(value.untyped_storage()._cdata)
+    return storage_of(value)

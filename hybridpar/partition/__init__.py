@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hybridpar.partition.planning import partition_model as partition_model
     from hybridpar.partition.planning import stages_from_plan as stages_from_plan
     from hybridpar.partition.profile import Roofline as Roofline
-    from hybridpar.partition.profile import measure_co_run as measure_co_run
+    from hybridpar.partition.profile import measure_lanes as measure_lanes
     from hybridpar.partition.profile import measure_units as measure_units
     from hybridpar.partition.split import split_model as split_model
     from hybridpar.partition.stage import Stage as Stage

@@ -1,22 +1,96 @@
 """Draws a partition: where the model is cut, what crosses, and the load of each stage.
 
 Each stage is a row, its blocks drawn as wide as they take, so the row is the stage's bar of load; arcs above it are
-residual and dense branches. Lines between rows are the tensors that are sent, with their bytes.
+residual and dense branches. Lines between rows are the tensors that are sent, with their bytes. A block is a run of
+units that only feed each other, so that what is left is the shape of the model: blocks, branches, joins.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridpar.formats.output_files import require_matplotlib, save_picture
 from hybridpar.partition.graph import UnitGraph
-from hybridpar.partition.layout import Block, Layout, Wire, lay_out, readable_bytes
+from hybridpar.partition.table import readable_bytes, where
 from hybridpar.plan import Plan
 
 _ROW = 3.0  # height of a row, in units of the height of a block
 _MOST_LABELS = 5
 _UPRIGHT = 12  # characters that fit into the height of a block
+
+
+@dataclass
+class Block:
+    """A run of units drawn as a box; `left` and `width` are milliseconds."""
+
+    stage: int
+    units: list[int]
+    left: float
+    width: float = 0.0
+    label: str = ""
+
+    @property
+    def center(self) -> float:
+        """Middle on the time axis."""
+        return self.left + self.width / 2
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A value drawn from a block to another, by their indices; `source` is None for an input of the model."""
+
+    source: int | None
+    target: int
+    bytes: int
+
+
+def lay_out(graph: UnitGraph, stage_of: list[int]) -> tuple[list[Block], list[Wire], list[Wire]]:
+    """Blocks by stage and from left to right, wires inside of stages, and wires between them.
+
+    Wires between neighbours in a row are left out: the boxes touch.
+    """
+    feeds, needs = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+    for before, after in graph.edges():
+        feeds[before].add(after)
+        needs[after].add(before)
+    blocks: list[Block] = []
+    block_of: dict[int, int] = {}
+    for unit in sorted(range(len(graph)), key=stage_of.__getitem__):  # in each stage in their order
+        last = blocks[-1] if blocks and blocks[-1].stage == stage_of[unit] else None
+        if last is None or needs[unit] != {last.units[-1]} or feeds[last.units[-1]] != {unit}:
+            blocks.append(Block(stage_of[unit], [], 0.0 if last is None else last.left + last.width))
+        blocks[-1].units.append(unit)
+        blocks[-1].width += graph.units[unit].ms
+        block_of[unit] = len(blocks) - 1
+    for block in blocks:
+        block.label = _label(graph, block)
+    inner, cut = [], []
+    for value in graph.values:
+        source, home = block_of.get(value.producer), stage_of[value.producer] if value.producer >= 0 else 0
+        crossed = {home}
+        for consumer in value.consumers:
+            wire = Wire(source, block_of[consumer], value.bytes)
+            # A tensor is sent once per stage, to the block that first needs it.
+            if stage_of[consumer] not in crossed:
+                crossed.add(stage_of[consumer])
+                cut.append(wire)
+            elif stage_of[consumer] == home and source is not None and wire.target > source + 1:
+                inner.append(wire)
+    return blocks, inner, cut
+
+
+def _label(graph: UnitGraph, block: Block) -> str:
+    units = [graph.units[index] for index in block.units]
+    first = units[0].module or units[0].operation
+    if len(units) == 1:
+        return first
+    levels = zip(*(unit.module.split(".") for unit in units), strict=False)
+    shared = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
+    return ".".join(shared) if len(shared) > 1 else ".".join(first.split(".")[: len(shared) + 1]) + " ..."
 
 
 def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
@@ -37,23 +111,21 @@ def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "hybridpar"
     stages = plan.partition.stages
     position = {unit: index for index, stage in enumerate(stages) for unit in stage.units}
-    layout = lay_out(graph, [position[unit.name] for unit in graph.units])
     figure = Figure(figsize=(16, 1.6 + 1.7 * len(stages)), layout="constrained")
     axes, bars = figure.subplots(1, 2, width_ratios=(4.6, 1), sharey=True)
     figure.suptitle(_title(plan), fontsize=12, x=0.01, ha="left")
-    _draw_rows(axes, layout, plan)
+    _draw_rows(axes, plan, *lay_out(graph, [position[unit.name] for unit in graph.units]))
     _draw_bars(bars, plan)
     save_picture(figure, Path(path))
 
 
 def _title(plan: Plan) -> str:
-    part = plan.partition
-    noise = plan.measured.noise if plan.measured is not None else None
-    source = plan.measured.profile if plan.measured is not None else None
+    part, measured = plan.partition, plan.measured
+    noise = f", noise {measured.noise * 100:.0f} %" if measured is not None and measured.noise else ""
+    source = measured.profile if measured is not None else None
     return (
         f"{plan.model.name} in {len(part.stages)} stages    micro-batch {part.micro_batch}    "
-        f"largest/mean {part.balance:.3f}    {readable_bytes(part.cut_bytes or 0)} cross    times {source}"
-        + (f", noise {noise * 100:.0f} %" if noise else "")
+        f"largest/mean {part.balance:.3f}    {readable_bytes(part.cut_bytes or 0)} cross    times {source}{noise}"
     )
 
 
@@ -67,24 +139,23 @@ def _base(stage: int) -> float:
     return -_ROW * stage
 
 
-def _draw_rows(axes: Any, layout: Layout, plan: Plan) -> None:
-    from matplotlib.patches import Rectangle
-
+def _draw_rows(axes: Any, plan: Plan, blocks: list[Block], inner: list[Wire], cut: list[Wire]) -> None:
     stages = plan.partition.stages
-    longest = max(sum(block.width for block in layout.blocks if block.stage == row) for row in range(len(stages)))
-    longest = longest or 1.0
-    for index, block in enumerate(layout.blocks):
+    longest = max(block.left + block.width for block in blocks) or 1.0
+    for index, block in enumerate(blocks):
         color = (*_color(block.stage)[:3], 0.85 if index % 2 else 0.6)
-        axes.add_patch(
-            Rectangle(
-                (block.left, _base(block.stage)), block.width, 1, facecolor=color, edgecolor="white", linewidth=0.6
-            )
-        )
+        middle = _base(block.stage) + 0.5
+        axes.barh(middle, block.width, 1, left=block.left, color=[color], edgecolor="white", linewidth=0.6)
         _write_label(axes, block, longest)
-    strength = min(0.55, 20 / max(len(layout.inner), 1) + 0.12)  # many arcs must not turn black
-    for wire in layout.inner:
-        _draw_arc(axes, layout, wire, longest, strength)
-    _draw_cuts(axes, layout, longest)
+    strength = min(0.55, 20 / max(len(inner), 1) + 0.12)  # many arcs must not turn black
+    for wire in inner:
+        assert wire.source is not None
+        start, end = blocks[wire.source], blocks[wire.target]
+        left, base = start.left + start.width, _base(start.stage) + 1
+        height = 0.15 + 0.75 * min(1.0, abs(end.left - left) / (0.35 * longest))
+        style = {"mutation_scale": 5, "color": "0.3", "alpha": strength, "linewidth": 0.8, "zorder": 1}
+        _draw_arrow(axes, (left, base), (end.left, base), (height, height), style)
+    _draw_cuts(axes, blocks, cut, longest)
     mean = sum(stage.ms or 0 for stage in stages) / len(stages)
     top, bottom = 2.2, _base(len(stages) - 1) - 0.9
     label = f"mean {mean:,.1f} ms"
@@ -92,141 +163,70 @@ def _draw_rows(axes: Any, layout: Layout, plan: Plan) -> None:
     axes.legend(loc="lower right", fontsize=8, framealpha=1, edgecolor="none", ncols=2)
     axes.set_xlim(-0.01 * longest, 1.02 * longest)
     axes.set_ylim(bottom, top)
-    axes.set_yticks(
-        [_base(row) + 0.5 for row in range(len(stages))], [_row_name(plan, row) for row in range(len(stages))]
-    )
-    axes.set_xlabel("milliseconds per micro-batch, forward and backward; a box is one block of the model")
+    names = [f"stage {row}" + (f"\nworker {where(plan, row)}" if plan.placement else "") for row in range(len(stages))]
+    axes.set_yticks([_base(row) + 0.5 for row in range(len(stages))], names)
+    axes.set_xlabel("milliseconds per micro-batch, forward and backward; a box is a block of the model")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-def _row_name(plan: Plan, row: int) -> str:
-    name = f"stage {row}"
-    if plan.placement is not None:
-        worker, lane = plan.layout.replica().rows[0][row]
-        name += f"\nworker {worker}\n{plan.placement.device}" + (f" lane {lane}" if lane else "")
-    return name
 
 
 def _write_label(axes: Any, block: Block, longest: float) -> None:
     share = block.width / longest
     if share < 0.009 or not block.label:
         return
-    flat = share > 0.0075 * len(block.label)
-    upright = block.label if len(block.label) <= _UPRIGHT else block.label.removesuffix(" ...").rpartition(".")[2]
-    axes.text(
-        block.center,
-        _base(block.stage) + 0.5,
-        block.label if flat else upright[:_UPRIGHT],
-        rotation=0 if flat else 90,
-        fontsize=8 if flat else 6.5,
-        ha="center",
-        va="center",
-        color="black",
-        clip_on=True,
-    )
+    text, flat = block.label, share > 0.0075 * len(block.label)
+    if not flat:
+        text = (text if len(text) <= _UPRIGHT else text.removesuffix(" ...").rpartition(".")[2])[:_UPRIGHT]
+    look = {"rotation": 0 if flat else 90, "fontsize": 8 if flat else 6.5, "color": "black", "clip_on": True}
+    axes.text(block.center, _base(block.stage) + 0.5, text, ha="center", va="center", **look)
 
 
-def _draw_arc(axes: Any, layout: Layout, wire: Wire, longest: float, strength: float) -> None:
+def _draw_arrow(
+    axes: Any, start: tuple[float, float], end: tuple[float, float], up: tuple[float, float], style: dict[str, Any]
+) -> None:
+    """A curve that leaves and arrives upright; `up` is how far above its ends it bends."""
     from matplotlib.patches import FancyArrowPatch
-
-    assert wire.source is not None
-    start, end = layout.blocks[wire.source], layout.blocks[wire.target]
-    base = _base(start.stage) + 1
-    left, right = start.left + start.width, end.left
-    height = 0.15 + 0.75 * min(1.0, abs(right - left) / (0.35 * longest))
-    axes.add_patch(
-        FancyArrowPatch(
-            path=_curve([(left, base), (left, base + height), (right, base + height), (right, base)]),
-            arrowstyle="-|>",
-            mutation_scale=5,
-            color="0.3",
-            alpha=strength,
-            linewidth=0.8,
-            zorder=1,
-        )
-    )
-
-
-def _draw_cuts(axes: Any, layout: Layout, longest: float) -> None:
-    from matplotlib.patches import FancyArrowPatch
-
-    groups: dict[tuple[int, int], list[Wire]] = {}
-    for wire in layout.cut:
-        home = layout.blocks[wire.source].stage if wire.source is not None else 0
-        groups.setdefault((home, layout.blocks[wire.target].stage), []).append(wire)
-    for (home, away), wires in sorted(groups.items()):
-        for wire in wires:
-            start = layout.blocks[wire.source].center if wire.source is not None else 0.0
-            end = layout.blocks[wire.target]
-            top, low = _base(home), _base(away) + 1
-            axes.add_patch(
-                FancyArrowPatch(
-                    path=_curve([(start, top), (start, top - 0.9), (end.center, low + 0.9), (end.center, low)]),
-                    arrowstyle="-|>",
-                    mutation_scale=7,
-                    color=_color(home),
-                    alpha=0.75 if len(wires) <= _MOST_LABELS else 0.4,
-                    linewidth=1.3,
-                    linestyle="-" if away == home + 1 else (0, (4, 2)),
-                    zorder=2,
-                )
-            )
-        _label_cut(axes, home, away, wires, longest)
-
-
-def _label_cut(axes: Any, home: int, away: int, wires: list[Wire], longest: float) -> None:
-    """One label per pair of stages, in the gap above the later one; skips are listed below one another."""
-    total = readable_bytes(sum(wire.bytes for wire in wires))
-    if len(wires) == 1:
-        text = total
-    elif len(wires) <= _MOST_LABELS:
-        text = " + ".join(readable_bytes(wire.bytes) for wire in wires) + f" = {total}"
-    else:
-        text = f"{len(wires)} tensors, {total}"
-    skips = away - home - 1
-    axes.text(
-        (0.42 + 0.17 * skips) * longest,
-        _base(away) + 1.62 - 0.26 * (skips % 2),
-        f"{home} → {away}: {text}",
-        fontsize=8,
-        ha="center",
-        va="center",
-        color=_color(home),
-        bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": _color(home), "linewidth": 0.6},
-        zorder=3,
-    )
-
-
-def _curve(points: list[tuple[float, float]]) -> Any:
     from matplotlib.path import Path as Curve
 
-    return Curve(points, [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4])
+    points = [start, (start[0], start[1] + up[0]), (end[0], end[1] + up[1]), end]
+    curve = Curve(points, [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4])
+    axes.add_patch(FancyArrowPatch(path=curve, arrowstyle="-|>", **style))
+
+
+def _draw_cuts(axes: Any, blocks: list[Block], cut: list[Wire], longest: float) -> None:
+    """Lines for what is sent, and a label per pair of stages, in the gap above the later; skips are dashed."""
+    groups: dict[tuple[int, int], list[Wire]] = defaultdict(list)
+    for wire in cut:
+        groups[blocks[wire.source].stage if wire.source is not None else 0, blocks[wire.target].stage].append(wire)
+    for (home, away), wires in sorted(groups.items()):
+        color, skips, few = _color(home), away - home - 1, len(wires) <= _MOST_LABELS
+        style = {"mutation_scale": 7, "color": color, "alpha": 0.75 if few else 0.4, "linewidth": 1.3, "zorder": 2}
+        style["linestyle"] = (0, (4, 2)) if skips else "-"
+        for wire in wires:
+            start = blocks[wire.source].center if wire.source is not None else 0.0
+            end = blocks[wire.target].center
+            _draw_arrow(axes, (start, _base(home)), (end, _base(away) + 1), (-0.9, 0.9), style)
+        total = readable_bytes(sum(wire.bytes for wire in wires))
+        parts = " + ".join(readable_bytes(wire.bytes) for wire in wires)
+        text = total if len(wires) == 1 else f"{parts} = {total}" if few else f"{len(wires)} tensors, {total}"
+        left, height = (0.42 + 0.17 * skips) * longest, _base(away) + 1.62 - 0.26 * (skips % 2)
+        frame = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": color, "linewidth": 0.6}
+        look = {"fontsize": 8, "ha": "center", "va": "center", "color": color, "bbox": frame, "zorder": 3}
+        axes.text(left, height, f"{home} → {away}: {text}", **look)
 
 
 def _draw_bars(axes: Any, plan: Plan) -> None:
-    """Memory beside time: what is even in one is not even in the other."""
+    """Memory beside time: what is even in the first is not even in the second."""
     stages = plan.partition.stages
     most = max((stage.parameter_bytes + (stage.saved_bytes or 0) for stage in stages), default=1) or 1
     for row, stage in enumerate(stages):
-        saved = stage.saved_bytes or 0
-        middle = _base(row) + 0.5
+        saved, middle = stage.saved_bytes or 0, _base(row) + 0.5
         axes.barh(middle, stage.parameter_bytes / most, 0.5, color=_color(row), alpha=0.95)
         axes.barh(middle, saved / most, 0.5, left=stage.parameter_bytes / most, color=_color(row), alpha=0.4)
-        axes.text(
-            0,
-            middle + 0.38,
-            f"forward {stage.forward_ms or 0:,.1f} ms, backward {stage.backward_ms or 0:,.1f} ms",
-            fontsize=8,
-            va="bottom",
-        )
-        axes.text(
-            0,
-            middle - 0.38,
-            f"parameters {readable_bytes(stage.parameter_bytes)}, saved {readable_bytes(saved)}",
-            fontsize=8,
-            va="top",
-        )
+        times = f"forward {stage.forward_ms or 0:,.1f} ms, backward {stage.backward_ms or 0:,.1f} ms"
+        sizes = f"parameters {readable_bytes(stage.parameter_bytes)}, saved {readable_bytes(saved)}"
+        axes.text(0, middle + 0.38, times, fontsize=8, va="bottom")
+        axes.text(0, middle - 0.38, sizes, fontsize=8, va="top")
     axes.set_xlim(0, 1.15)
     axes.set_xlabel("parameters (dark), saved for\nbackward per micro-batch (light)")
     axes.set_xticks([])

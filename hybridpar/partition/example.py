@@ -7,41 +7,22 @@ decides where a cut is legal, and what it costs in bytes, comes from this run.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import imagined, is_deferred, storage_of
 from hybridpar.models.state import python_random_state, untouched
-from hybridpar.partition.nest import Path, can_cross, skeleton, tensor_leaves
+from hybridpar.partition.nest import TensorFacts, can_cross, map_tensors, tensor_leaves
 
 _NUMBERS = (int, float, tuple, torch.dtype, torch.device, torch.layout)
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """One tensor that a node returned.
-
-    Attributes:
-        path: Keys that lead to it in the node's value; empty where it is the value.
-        shape: Its shape.
-        dtype: Its element type.
-        bytes: Its size.
-        requires_grad: Whether a gradient flows back through it.
-    """
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    requires_grad: bool
 
 
 @dataclass
@@ -50,9 +31,8 @@ class NodeFacts:
 
     Attributes:
         tensors: Every tensor in the node's value.
-        is_tensor: The value is one tensor, not a container.
-        crosses: The value is made of tensors and plain containers, so it may be sent to another stage.
-        shape: Skeleton of a container value.
+        shape: The value with facts for its tensors, if it may be sent to another stage: if it is made of tensors and
+            plain containers. Else None.
         number: The value where it is a number, a type, or a tuple of such.
         storages: Numbers of the storages that the value lives in.
         changes: Arguments that the node changed in place.
@@ -62,8 +42,6 @@ class NodeFacts:
     """
 
     tensors: tuple[TensorFacts, ...] = ()
-    is_tensor: bool = False
-    crosses: bool = True
     shape: Any = None
     number: Any = None
     storages: frozenset[int] = frozenset()
@@ -71,6 +49,11 @@ class NodeFacts:
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     flops: int = 0
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor, not a container."""
+        return isinstance(self.shape, TensorFacts)
 
     @property
     def bytes(self) -> int:
@@ -83,50 +66,29 @@ class NodeFacts:
         return sum(tensor.bytes for tensor in self.tensors if tensor.requires_grad)
 
 
-class _Storages:
-    """Numbers for storages. One that is freed may be replaced by another, so a number ends with its last holder."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[int, int] = {}
-        self.holders: Counter[int] = Counter()
-        self.next = 0
-
-    def number(self, tensor: torch.Tensor) -> int | None:
-        if tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
-            return None
-        address = storage_of(tensor)
-        if address not in self.numbers:
-            self.numbers[address] = self.next
-            self.next += 1
-        return self.numbers[address]
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        if (number := self.number(tensor)) is not None:
-            self.holders[number] += 1
-
-    def release(self, tensor: torch.Tensor) -> None:
-        number = self.number(tensor)
-        if number is None:
-            return
-        self.holders[number] -= 1
-        if self.holders[number] <= 0:
-            del self.numbers[storage_of(tensor)]
-
-
 def run_example(
     model: nn.Module,
     graph: fx.Graph,
-    resolve: Callable[[str], Any],
+    constants: Mapping[str, torch.Tensor],
     inputs: Sequence[torch.Tensor],
     *,
     training: bool = True,
 ) -> dict[fx.Node, NodeFacts]:
     """Run a graph once and note the facts of every node."""
-    with untouched(model, training=training), torch.set_grad_enabled(training):
+    placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(inputs):
+        raise UsageError(
+            f"the model takes {len(placeholders)} input(s), {len(inputs)} given",
+            f"Its inputs are {', '.join(placeholders)}.",
+            "Give one tensor for each.",
+        )
+    with untouched(model, training=training) as copied, torch.set_grad_enabled(training):
         if not is_deferred(model):
-            return _Run(model, graph, resolve).run(inputs)
+            return _Example(model, graph, copied(dict(constants))).facts_of(inputs)
         with imagined(model, inputs[0].device) as mode:
-            return _Run(model, graph, resolve, imagined=True).run([mode.from_tensor(item) for item in inputs])
+            return _Example(model, graph, constants, imagined=True).facts_of(
+                [mode.from_tensor(item) for item in inputs]
+            )
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -139,96 +101,78 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Run:
-    def __init__(
-        self, model: nn.Module, graph: fx.Graph, resolve: Callable[[str], Any], *, imagined: bool = False
-    ) -> None:
-        self.graph = graph
-        self.imagined = imagined
-        self.resolve = resolve
-        self.storages = _Storages()
-        self.permanent = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self.values: dict[fx.Node, Any] = {}
-        self.facts: dict[fx.Node, NodeFacts] = {}
-        device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-        self.cuda = device if device.type == "cuda" else None
+class _Example(fx.Interpreter):
+    """Runs a graph node by node, and notes the facts of each."""
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, NodeFacts]:
-        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        if len(placeholders) != len(inputs):
-            raise UsageError(
-                f"the model takes {len(placeholders)} input(s), {len(inputs)} given",
-                f"Its inputs are {', '.join(node.name for node in placeholders)}.",
-                "Give one tensor for each.",
-            )
-        last_use = {argument: node for node in self.graph.nodes for argument in node.all_input_nodes}
-        dying: dict[fx.Node, list[fx.Node]] = {}
-        for argument, user in last_use.items():
-            dying.setdefault(user, []).append(argument)
-        given = iter(inputs)
+    def __init__(
+        self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, torch.Tensor], *, imagined: bool = False
+    ) -> None:
+        super().__init__(model, graph=graph)
+        self.extra_traceback = False
+        self.constants = constants
+        self.imagined = imagined
+        self.facts: dict[fx.Node, NodeFacts] = {}
+        #: Numbers of storages. A weak reference leaves the memory free to go, and its address to no other storage.
+        self.numbers: dict[StorageWeakRef, int] = {}
+        state = (*model.parameters(), *model.buffers())
+        self.permanent = {storage_of(tensor) for tensor in state}
+        self.cuda = next((tensor.device for tensor in state if tensor.device.type == "cuda"), None)
+
+    def facts_of(self, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, NodeFacts]:
+        """Run the graph."""
         from torch.utils.flop_counter import FlopCounterMode  # which imports triton
 
-        counter = FlopCounterMode(display=False)
-        with counter:
-            for node in self.graph.nodes:
-                if node.op == "output":
-                    continue
-                flops = counter.get_total_flops()
-                self._run_node(node, given)
-                self.facts[node].flops = counter.get_total_flops() - flops
-                for _, tensor in tensor_leaves(self.values[node]):
-                    self.storages.hold(tensor)
-                for argument in dying.get(node, ()):
-                    for _, tensor in tensor_leaves(self.values.pop(argument)):
-                        self.storages.release(tensor)
-        self.values.clear()  # the hooks of what is left hold this run, and it the model
+        with FlopCounterMode(display=False) as self.counter:
+            self.run(*inputs)
         return self.facts
 
-    def _run_node(self, node: fx.Node, given: Iterator[torch.Tensor]) -> None:
-        facts = self.facts[node] = NodeFacts()
-        if node.op == "placeholder":
-            value: Any = next(given)
-        elif node.op == "get_attr":
-            value = self.resolve(str(node.target))
-        else:
-            value = self._call(node, facts)
-        self.values[node] = value
-        facts.tensors = tuple(
-            TensorFacts(
-                path, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.element_size(), tensor.requires_grad
-            )
-            for path, tensor in tensor_leaves(value)
-        )
-        facts.is_tensor = isinstance(value, torch.Tensor)
-        facts.crosses = bool(facts.tensors) and can_cross(value)
-        facts.shape = None if facts.is_tensor else skeleton(value)
-        if isinstance(value, _NUMBERS) and not facts.tensors:
-            facts.number = value
-        numbers = (self.storages.number(tensor) for _, tensor in tensor_leaves(value))
-        facts.storages = frozenset(number for number in numbers if number is not None)
+    def fetch_attr(self, target: str) -> Any:
+        """What a graph calls by this name; constants are not on the model."""
+        return self.constants[target] if target in self.constants else super().fetch_attr(target)
 
-    def _call(self, node: fx.Node, facts: NodeFacts) -> Any:
-        args = fx.map_arg(node.args, self.values.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, self.values.__getitem__)
-        before = self._versions(node)
-        drawn = self._random_state()
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        if n.op == "output":
+            return super().run_node(n)
+        facts = self.facts[n] = NodeFacts()
+        flops, drawn, versions = self.counter.get_total_flops(), self._random_state(), self._versions(n)
         draws = _Draws()  # type: ignore[no-untyped-call]
         try:
             with self._watch_saved(facts), draws:
-                value = node_call(node, self.resolve)(*args, **kwargs)
-        except Exception as error:  # the model's own code, which may raise anything
-            raise self._refused(node, error) from error
-        facts.changes = tuple(
-            argument for argument, version in self._versions(node).items() if before[argument] != version
-        )
+                value = super().run_node(n)
+        except Exception as error:  # the model's code, which may raise anything
+            raise self._refused(n, error) from error
+        facts.flops = self.counter.get_total_flops() - flops
         facts.random = draws.found or drawn != self._random_state()
+        facts.changes = tuple(item for item, version in self._versions(n).items() if versions[item] != version)
+        leaves = list(tensor_leaves(value))
+        facts.tensors = tuple(
+            TensorFacts(
+                ".".join(map(str, (n.name, *path))),
+                *(path, tuple(tensor.shape), tensor.dtype, tensor.nbytes, tensor.requires_grad),
+            )
+            for path, tensor in leaves
+        )
+        if leaves and can_cross(value):
+            in_order = iter(facts.tensors)
+            facts.shape = map_tensors(value, lambda _: next(in_order))
+        facts.number = value if isinstance(value, _NUMBERS) and not leaves else None
+        numbers = (self._number(tensor) for _, tensor in leaves)
+        facts.storages = frozenset(number for number in numbers if number is not None)
         return value
+
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        """The number of the storage that a tensor lives in; None where it has none."""
+        if tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
+            return None
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return self.numbers.setdefault(storage, len(self.numbers))
 
     def _versions(self, node: fx.Node) -> dict[fx.Node, int]:
         return {
             argument: value._version
             for argument in node.all_input_nodes
-            if isinstance(value := self.values[argument], torch.Tensor) and not value.is_inference()
+            if isinstance(value := self.env[argument], torch.Tensor) and not value.is_inference()
         }
 
     def _random_state(self) -> tuple[Any, ...]:
@@ -244,11 +188,8 @@ class _Run:
             return
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            if storage_of(tensor) not in self.permanent:
-                number = self.storages.number(tensor)
-                if number is not None and number not in facts.saved:
-                    facts.saved[number] = tensor.untyped_storage().nbytes()
-                    self.storages.holders[number] += 1  # lives until backward, which this run never does
+            if storage_of(tensor) not in self.permanent and (number := self._number(tensor)) is not None:
+                facts.saved.setdefault(number, tensor.untyped_storage().nbytes())
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -258,29 +199,13 @@ class _Run:
         shapes = ", ".join(
             f"{argument.name} {tuple(value.shape)}"
             for argument in node.all_input_nodes
-            if isinstance(value := self.values[argument], torch.Tensor)
+            if isinstance(value := self.env[argument], torch.Tensor)
         )
         return UsageError(
             f"the model refuses its input at {node.name} ({describe_target(node)}), which got {shapes or 'no tensor'}",
             f"{type(error).__name__}: {error}",
             "Give the shape of one sample that the model takes, as --input 3x224x224, and enough samples (--batch 4).",
         )
-
-
-def node_call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[..., Any]:
-    """What a node calls, as a function of its arguments."""
-    if node.op == "call_module":
-        return cast(Callable[..., Any], resolve(str(node.target)))
-    if node.op == "call_method":
-        return _method(str(node.target))
-    return cast(Callable[..., Any], node.target)
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, name)(*args, **kwargs)
-
-    return call
 
 
 def describe_target(node: fx.Node) -> str:

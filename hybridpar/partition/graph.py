@@ -18,25 +18,21 @@ class Unit:
 
     Attributes:
         name: Name of its first node.
-        nodes: Names of all its nodes, in execution order.
         module: Path of the module it comes from.
         operation: What it computes, for people.
         forward_ms: Time of the forward pass.
         backward_ms: Time of the backward pass.
         output_bytes: Size of the tensors that others use.
-        saved_bytes: Activations it keeps for backward; a storage that several units save counts for the first.
         parameter_bytes: Size of its parameters.
         flops: FLOPs of the forward pass; a multiplication and an addition count as two.
     """
 
     name: str
-    nodes: tuple[str, ...] = ()
     module: str = ""
     operation: str = ""
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     output_bytes: int = 0
-    saved_bytes: int = 0
     parameter_bytes: int = 0
     flops: int = 0
 

@@ -76,12 +76,7 @@ class GraphFacts:
 
 def resolve_attribute(traced: TracedModel, name: str) -> object:
     """The module, parameter, buffer or constant that a graph calls by this qualified name."""
-    if name in traced.constants:
-        return traced.constants[name]
-    value: object = traced.model
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return traced.constants[name] if name in traced.constants else operator.attrgetter(name)(traced.model)
 
 
 def state_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
@@ -144,7 +139,7 @@ def examine_graph(
     traced: TracedModel, graph: fx.Graph, inputs: Sequence[torch.Tensor], *, training: bool
 ) -> GraphFacts:
     """Run one graph of a model on an example, and sort its nodes by what splitting does with them."""
-    facts = run_example(traced.model, graph, lambda name: resolve_attribute(traced, name), inputs, training=training)
+    facts = run_example(traced.model, graph, traced.constants, inputs, training=training)
     _bind_in_place(graph, facts)
     compute, derived = [], set()
     for node in graph.nodes:

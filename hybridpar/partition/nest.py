@@ -1,23 +1,45 @@
 """Flattens and rebuilds nested outputs of modules.
 
-A structure says how tensors were nested, so that one stage can send them one by one and the next can put them
-together again. Only plain containers count (tuple, named tuple, list, dict, OrderedDict, None); anything else stays
-inside one stage.
+A value with facts in the place of tensors says how these were nested, so that a stage can send them each by itself and
+the next can put them together again. Only plain containers count (tuple, named tuple, list, dict, OrderedDict, None);
+anything else stays inside a stage.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import is_namedtuple_instance
 
 from hybridpar.errors import UsageError
 
 Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor that a node of a graph returns, and that may enter or leave a stage.
+
+    Attributes:
+        name: Name of the node; parts of a container append their key.
+        path: Keys that lead to it in the node's value; empty where it is the value.
+        shape: Shape in the example run, with its batch size.
+        dtype: Element type.
+        bytes: Size in the example run.
+        requires_grad: Whether a gradient flows back through it.
+    """
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    requires_grad: bool
 
 
 def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
@@ -57,60 +79,23 @@ def can_cross(value: Any) -> bool:
         return True
     if type(value) in (dict, OrderedDict):
         return all(isinstance(key, (str, int)) and can_cross(item) for key, item in value.items())
-    if type(value) in (tuple, list) or _is_named_tuple(value):
+    if type(value) in (tuple, list) or is_namedtuple_instance(value):
         return all(can_cross(item) for item in value)
     return False
 
 
-def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(type(value), "_fields")
-
-
-def skeleton(value: Any) -> Any:
-    """The same nesting with every tensor replaced by its path, so that no memory is held."""
-
-    def strip(item: Any, path: Path) -> Any:
-        if isinstance(item, torch.Tensor):
-            return path
-        if isinstance(item, dict):
-            return Nested(type(item), tuple(item), tuple(strip(part, (*path, key)) for key, part in item.items()))
-        if isinstance(item, (tuple, list)):
-            return Nested(type(item), (), tuple(strip(part, (*path, index)) for index, part in enumerate(item)))
-        return None
-
-    return strip(value, ())
-
-
-@dataclass(frozen=True)
-class Nested:
-    """One level of a skeleton.
-
-    Attributes:
-        kind: Type of the container.
-        keys: Its keys, for a dict.
-        parts: Skeletons of what it holds: a path for a tensor, `None` for None, or another level.
-    """
-
-    kind: type
-    keys: tuple[Any, ...]
-    parts: tuple[Any, ...]
-
-
-def rebuild(shape: Any, leaves: Mapping[Path, Any], graph: fx.Graph | None = None) -> Any:
-    """Put a skeleton together again."""
-    call: Callable[..., Any] = graph.call_function if graph is not None else lambda kind, given: kind(*given)
-    if shape is None:
-        return None
-    if not isinstance(shape, Nested):
-        return leaves[shape]
-    parts = [rebuild(part, leaves, graph) for part in shape.parts]
-    if shape.kind is dict:
-        return dict(zip(shape.keys, parts, strict=True))
-    if shape.kind is OrderedDict:
-        return call(OrderedDict, (list(zip(shape.keys, parts, strict=True)),))
-    if shape.kind in (tuple, list):
-        return shape.kind(parts)
-    return call(shape.kind, tuple(parts))
+def rebuild(shape: Any, leaf: Callable[[TensorFacts], fx.Node], graph: fx.Graph) -> Any:
+    """A value of nodes, nested as tensors were."""
+    if isinstance(shape, TensorFacts):
+        return leaf(shape)
+    if isinstance(shape, dict):
+        items = {key: rebuild(item, leaf, graph) for key, item in shape.items()}
+        return items if type(shape) is dict else graph.call_function(OrderedDict, (list(items.items()),))
+    if isinstance(shape, (tuple, list)):
+        parts = [rebuild(item, leaf, graph) for item in shape]
+        named = is_namedtuple_instance(shape)
+        return graph.call_function(type(shape), tuple(parts)) if named else type(shape)(parts)
+    return None
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -119,7 +104,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, dict):
         return type(value)((key, map_tensors(item, change)) for key, item in value.items())
-    if _is_named_tuple(value):
+    if is_namedtuple_instance(value):
         return type(value)(*(map_tensors(item, change) for item in value))
     if type(value) in (tuple, list):
         return type(value)(map_tensors(item, change) for item in value)

@@ -19,7 +19,7 @@ from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import as_inputs
-from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units, measure_co_run
+from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units, measure_lanes
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
@@ -118,7 +118,7 @@ def _with_co_run(
     if not shared:
         return problem
     say("measuring lanes beside each other")
-    slowdown = {lanes: measure_co_run(model, inputs, lanes) for lanes in shared}
+    slowdown = {lanes: measure_lanes(model, inputs, lanes)[0] for lanes in shared}
     workers = (
         replace(worker, co_run=slowdown[worker.lanes]) if worker.lanes > 1 and worker.co_run is None else worker
         for worker in problem.workers

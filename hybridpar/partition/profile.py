@@ -32,10 +32,20 @@ from torch import nn
 
 from hybridpar.errors import UsageError
 from hybridpar.machine.steady import least_apart
+from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state import twin_of, untouched
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_step_ms
+from hybridpar.partition.split import split_model
+from hybridpar.partition.stage import Stage
+from hybridpar.partition.unit_runner import (
+    Clock,
+    expect_gradients,
+    intra_op_threads,
+    step_times,
+    times_without_memory,
+    whole_step_ms,
+)
 from hybridpar.partition.units import ModelUnits
 
 #: Called after every pass with the number of passes done and in all.
@@ -50,18 +60,14 @@ class UnitTimes:
         forward_ms: Forward time of every unit, calibrated.
         backward_ms: Backward time of every unit, calibrated.
         step_ms: Time of a plain step of the unsplit model; the sum of all units where nothing was measured.
-        calibration: Factor from the units' raw times to these.
         noise: Relative difference between two halves of the passes, weighted by time; 0 where nothing was measured.
-        spread: Relative difference between slowest and fastest pass, weighted by time.
         source: `measured` or `analytic`.
     """
 
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
     step_ms: float
-    calibration: float = 1.0
     noise: float = 0.0
-    spread: float = 0.0
     source: Literal["measured", "analytic"] = "measured"
 
     def apply(self, graph: UnitGraph) -> UnitGraph:
@@ -75,7 +81,6 @@ def measure_units(
     *,
     passes: int = 5,
     threads: int | None = None,
-    own_time: bool = False,
     progress: Progress | None = None,
 ) -> UnitTimes:
     """Measure every unit of a model inside whole training steps.
@@ -88,7 +93,6 @@ def measure_units(
         inputs: One micro-batch, at the dtype and memory format of the training.
         passes: Passes over the graph; the minimum counts. At least 2, so that noise can be told.
         threads: Intra-op threads on CPU; None keeps the present number.
-        own_time: As for `Clock`; only with one thread.
         progress: Told after every pass.
 
     Returns:
@@ -105,63 +109,51 @@ def measure_units(
             "A profile compares two halves of its passes.",
             "Use --passes 5.",
         )
-    is_deferred = any(one.is_meta for one in units.model.parameters())
     device = next((one.device for one in (*units.model.parameters(), *inputs) if not one.is_meta), torch.device("cpu"))
-    clock = Clock(device, own_time=own_time)
-    runner = UnitRunner(units, inputs)
-    if is_deferred:
-        with untouched(units.model, training=True), intra_op_threads(threads):
-            apart = []
-            for index in range(len(units.nodes)):
-                apart.append(runner.alone(index, clock, passes))
-                if progress is not None:
-                    progress(index + 1, len(units.nodes))
-        alone = torch.tensor(apart, dtype=torch.float64).transpose(0, 1)
-        return _summarise(alone, float(alone.amin(dim=0).sum()))
-    rows: list[list[tuple[float, float]]] = []
-    steps: list[float] = []
-    with untouched(units.model, training=True), intra_op_threads(threads):
-        for parameter in units.model.parameters():
-            # Gradients exist in all micro-batches but the first, so accumulating into them is the normal case.
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        why = "Units are measured in whole forward and backward passes of the model as it is."
-        _first_step(units.model, inputs, clock, why, "Mend the model, or plan without running it: --no-measure.")
-        runner.step(clock)
+    clock = Clock(device)
+    given = dict(zip((node.name for node in units.train.placeholders), inputs, strict=True))
+    say = progress or (lambda done, total: None)
+    with untouched(units.model, training=True) as copied, intra_op_threads(threads):
+        stages = _stage_of_each(units, copied(dict(units.traced.constants)))
+        if is_deferred(units.model):
+            alone = []
+            for stage in stages:
+                alone.append(times_without_memory(stage, given, clock, passes))
+                say(len(alone), len(stages))
+            rows = torch.tensor(alone, dtype=torch.float64).transpose(0, 1)
+            return _summarise(rows, float(rows.amin(dim=0).sum()))
+        expect_gradients(units.model)
+        try:
+            whole_step_ms(units.model, inputs, clock)
+        except Exception as error:  # the model's code, which may raise anything
+            raise UsageError(
+                f"a training step of {type(units.model).__name__} fails: {type(error).__name__}: {error}",
+                "Units are measured in whole forward and backward passes of the model as it is.",
+                "Mend the model, or plan without running it: --no-measure.",
+            ) from error
+        step_times(stages, given, clock)
+        passed, steps = [], []
         for done in range(passes):
-            rows.append(runner.step(clock))
+            passed.append(step_times(stages, given, clock))
             # Twice: a whole step now and then pays for memory that the allocator had given back, a unit never does.
             steps += [whole_step_ms(units.model, inputs, clock) for _ in range(2)]
-            if progress is not None:
-                progress(done + 1, passes)
-    return _summarise(torch.tensor(rows, dtype=torch.float64), statistics.median(steps))
+            say(done + 1, passes)
+    return _summarise(torch.tensor(passed, dtype=torch.float64), statistics.median(steps))
 
 
-def _first_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock, why: str, fix: str) -> None:
-    """Warm up; whatever the model's own step raises, it raises here."""
-    try:
-        whole_step_ms(model, inputs, clock)
-    except Exception as error:
-        raise UsageError(
-            f"a training step of {type(model).__name__} fails: {type(error).__name__}: {error}", why, fix
-        ) from error
+def _stage_of_each(units: ModelUnits, constants: dict[str, torch.Tensor]) -> list[Stage]:
+    """A stage of each unit, for training."""
+    traced = replace(units.traced, constants=constants)
+    return split_model(replace(units, traced=traced, evaluate=None), range(len(units.graph)), in_place=True)
 
 
 def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
     """Reduce passes x units x (forward, backward) to times and noise."""
     best = rows.amin(dim=0)
-    total = float(best.sum())
+    total = float(best.sum()) or 1.0  # a clock may be too coarse to see anything at all
     halves = (rows[0::2].amin(dim=0) - rows[1::2].amin(dim=0)).abs()
-    spread = rows.amax(dim=0) - best
-    calibration = step_ms / total if total > 0 else 1.0
-    total = total or 1.0  # a clock may be too coarse to see anything at all
-    return UnitTimes(
-        tuple((best[:, 0] * calibration).tolist()),
-        tuple((best[:, 1] * calibration).tolist()),
-        step_ms,
-        calibration,
-        float(halves.sum()) / total,
-        float(spread.sum()) / total,
-    )
+    forward, backward = (best * (step_ms / total)).unbind(dim=1)
+    return UnitTimes(tuple(forward.tolist()), tuple(backward.tolist()), step_ms, float(halves.sum()) / total)
 
 
 def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
@@ -172,24 +164,18 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
     """
     if len(tries) < 2:
         return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
-    best = min(tries, key=lambda one: one.noise)
-    ahead, back = (
-        [sorted(times)[:2] for times in zip(*(getattr(one, name) for one in tries), strict=True)]
-        for name in ("forward_ms", "backward_ms")
-    )
-    total = sum(least for least, _ in (*ahead, *back))
-    apart = sum(second - least for least, second in (*ahead, *back)) / total if total > 0 else 0.0
-    return replace(
-        best,
-        forward_ms=tuple(least for least, _ in ahead),
-        backward_ms=tuple(least for least, _ in back),
-        step_ms=min(one.step_ms for one in tries),
-        noise=min(best.noise, apart),
-    )
+    times = torch.tensor([(one.forward_ms, one.backward_ms) for one in tries], dtype=torch.float64)
+    least, second = times.sort(dim=0).values[:2]
+    apart = float((second - least).sum() / least.sum()) if least.any() else 0.0
+    forward, backward = (tuple(each.tolist()) for each in least)
+    noise = min(apart, *(one.noise for one in tries))
+    return UnitTimes(forward, backward, min(one.step_ms for one in tries), noise)
 
 
-def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3) -> float:
-    """How much slower a lane runs while all lanes of its device are busy; see `measure_lanes`.
+def measure_lanes(
+    model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3
+) -> tuple[float, float]:
+    """How much slower a lane runs while all lanes of its device are busy.
 
     Args:
         model: The model, on the device in question.
@@ -197,16 +183,12 @@ def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int,
         lanes: Number of lanes.
         passes: Times both ways are measured.
 
+    Returns:
+        The time of a step beside the others over that of a step alone, and the noise of both.
+
     Raises:
         UsageError: There is no lane.
     """
-    return measure_lanes(model, inputs, lanes, passes=passes)[0]
-
-
-def measure_lanes(
-    model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3
-) -> tuple[float, float]:
-    """How much slower a lane runs while all lanes of its device are busy, and how sure that is."""
     if lanes < 1:
         raise UsageError(f"{lanes} lanes", "A device has at least one lane.", "Use 1 or more.")
     with untouched(model, training=True):

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from hybridpar.formats.cache import load_measurement, store_measurement
-from hybridpar.machine.cluster import cpu_name
+from hybridpar.machine.devices import cpu_name
 from hybridpar.machine.process import describe_allocator
 from hybridpar.machine.steady import MOST_NOISE, repeat_until_steady
 from hybridpar.models import model_fingerprint
@@ -117,6 +117,6 @@ def load_profile(key: dict[str, Any], directory: Path) -> UnitTimes | None:
         times = _TIMES.validate_python(load_measurement(KIND, key, directory))
     except ValidationError:
         return None
-    numbers = (*times.forward_ms, *times.backward_ms, times.step_ms, times.calibration, times.noise, times.spread)
+    numbers = (*times.forward_ms, *times.backward_ms, times.step_ms, times.noise)
     whole = len(times.forward_ms) == len(times.backward_ms) == len(key["units"])
     return times if whole and all(math.isfinite(number) and number >= 0 for number in numbers) else None

@@ -14,20 +14,22 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from hybridpar.errors import PartitionError
-from hybridpar.partition.example import NodeFacts
 from hybridpar.partition.graph_facts import GraphFacts, memory_of, resolve_attribute, state_users, tensors_of
-from hybridpar.partition.nest import Path, rebuild
-from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
+from hybridpar.partition.nest import TensorFacts, rebuild
+from hybridpar.partition.stage import Stage, StageGraph
 from hybridpar.partition.trace import TracedModel
 from hybridpar.partition.units import ModelUnits, aliases_under_change
 
 
-def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False) -> list[Stage]:
+def split_model(
+    units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False, in_place: bool = False
+) -> list[Stage]:
     """Cut a model into stages.
 
     Args:
@@ -35,6 +37,8 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
         stage_of: Stage of every unit, from 0 without gaps. No unit may be in an earlier stage than one it depends on.
         relay: Hand every tensor that skips stages through the stages between, so that each stage takes exactly what
             the one before returns. Runtimes that know only neighbours need this.
+        in_place: Let operations change what other stages hold as well, as they do in the model. That is right where all
+            stages run in order, and hand over tensors that autograd lets them change.
 
     Returns:
         The stages in order. They share modules and parameters with the model, under the same names; the union of
@@ -45,10 +49,10 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
     """
     count = check_assignment(units, stage_of)
     home = {node: stage_of[index] for index, nodes in enumerate(units.nodes) for node in nodes}
-    train = _cut(units, units.train, home, count, relay)
+    train = _cut(units, units.train, home, count, relay, in_place)
     evaluate = None
     if units.evaluate is not None:
-        evaluate = _cut(units, units.evaluate, _place_eval_nodes(units, home), count, relay)
+        evaluate = _cut(units, units.evaluate, _place_eval_nodes(units, home), count, relay, in_place)
     modes = [train] if evaluate is None else [train, evaluate]
     leftover = _leftover_state(units, list(zip(*modes, strict=True)))
     return [
@@ -89,83 +93,62 @@ def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
 
 
 def _cut(
-    units: ModelUnits, facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool
+    units: ModelUnits, facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool, in_place: bool
 ) -> list[StageGraph]:
-    builders = [_StageBuilder(units.traced, facts, home, index, last=index == count - 1) for index in range(count)]
-    takes = [builder.needed() for builder in builders]
-    returns = [builder.sent() for builder in builders]
+    last = count - 1
+    wanted: list[set[fx.Node]] = [set() for _ in range(count)]
+    for node in (*facts.compute, facts.output):
+        index = home.get(node, last)
+        wanted[index].update(source for source in facts.sources(node) if home.get(source, -1) != index)
+    crossing = set[fx.Node]().union(*wanted)
+    takes = [sorted(nodes, key=facts.place.__getitem__) for nodes in wanted]
+    returns = [[node for node in facts.compute if home[node] == index and node in crossing] for index in range(last)]
+    returns.append([])  # the last stage returns what the model does
     if relay:
-        for index in range(count - 1, 0, -1):
+        for index in range(last, 0, -1):
             # Whatever stage `index` takes, the stage before returns, and takes itself unless it makes it.
             returns[index - 1] = list(takes[index])
             passing = [node for node in takes[index] if home.get(node, -1) != index - 1]
             takes[index - 1] = sorted({*takes[index - 1], *passing}, key=facts.place.__getitem__)
         takes[0] = facts.placeholders
-    return [builder.build(takes[index], returns[index]) for index, builder in enumerate(builders)]
+    builders = (_StageBuilder(units.traced, facts, home, index, in_place) for index in range(count))
+    return [builder.build(takes[index], returns[index], last=index == last) for index, builder in enumerate(builders)]
 
 
+@dataclass(eq=False)
 class _StageBuilder:
-    """Copies the nodes of one stage into a graph of their own."""
+    """Copies the nodes of a stage into a new graph."""
 
-    def __init__(
-        self, traced: TracedModel, facts: GraphFacts, home: Mapping[fx.Node, int], index: int, *, last: bool
-    ) -> None:
-        self.traced = traced
-        self.facts = facts
-        self.home = home
-        self.index = index
-        self.last = last
-        self.mine = [node for node in facts.compute if home[node] == index]
-        self.held = {id(tensor) for node in self.mine for tensor in tensors_of(traced, node)}
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, Any] = {}
+    traced: TracedModel
+    facts: GraphFacts
+    home: Mapping[fx.Node, int]
+    index: int
+    in_place: bool
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
 
-    def needed(self) -> list[fx.Node]:
-        """Values that come from outside, in the order of the model's graph."""
-        wanted = {
-            source
-            for node in (*self.mine, *([self.facts.output] if self.last else []))
-            for source in self.facts.sources(node)
-            if self.home.get(source, -1) != self.index
-        }
-        return [node for node in self.facts.graph.nodes if node in wanted]
+    def __post_init__(self) -> None:
+        self.mine = [node for node in self.facts.compute if self.home[node] == self.index]
+        self.held = {id(tensor) for node in self.mine for tensor in tensors_of(self.traced, node)}
 
-    def sent(self) -> list[fx.Node]:
-        """Own values that other stages need; the last stage has none."""
-        if self.last:
-            return []
-        returned = set(self.facts.sources(self.facts.output))
-        used = {
-            source
-            for node in self.facts.compute
-            if self.home[node] != self.index
-            for source in self.facts.sources(node)
-        }
-        return [node for node in self.mine if node in used or node in returned]
-
-    def build(self, takes: Sequence[fx.Node], returns: Sequence[fx.Node]) -> StageGraph:
-        inputs = [tensor for node in takes for tensor in _border(node, self.facts.facts[node])]
+    def build(self, takes: Sequence[fx.Node], returns: Sequence[fx.Node], *, last: bool) -> StageGraph:
+        inputs = [tensor for node in takes for tensor in self.facts.facts[node].tensors]
         for node in takes:
             self._receive(node)
         foreign = {number for node in (*takes, *returns) for number in self.facts.facts[node].storages}
         for node in self.mine:
             self._copy(node, foreign, returns)
-        if self.last:
-            self.graph.output(fx.map_arg(self.facts.output.args[0], self._load))
-            outputs: list[BorderTensor] = []
-        else:
-            outputs = [tensor for node in returns for tensor in _border(node, self.facts.facts[node])]
-            self.graph.output(tuple(part for node in returns for part in self._parts(node)))
+        outputs = [tensor for node in returns for tensor in self.facts.facts[node].tensors]
+        parts = tuple(part for node in returns for part in self._parts(node))
+        self.graph.output(fx.map_arg(self.facts.output.args[0], self._load) if last else parts)
         self.graph.lint()
         return StageGraph(self.graph, tuple(inputs), tuple(outputs))
 
     def _receive(self, node: fx.Node) -> None:
-        facts = self.facts.facts[node]
-        leaves: dict[Path, fx.Node] = {
-            tensor.path: self.graph.placeholder("_".join(str(part) for part in (node.name, *tensor.path)))
-            for tensor in facts.tensors
-        }
-        self.values[node] = leaves[()] if facts.is_tensor else rebuild(facts.shape, leaves, self.graph)
+        def enter(tensor: TensorFacts) -> fx.Node:
+            return self.graph.placeholder("_".join(str(part) for part in (node.name, *tensor.path)))
+
+        self.values[node] = rebuild(self.facts.facts[node].shape, enter, self.graph)
 
     def _load(self, node: fx.Node) -> Any:
         if node not in self.values:
@@ -192,7 +175,7 @@ class _StageBuilder:
     def _copy(self, node: fx.Node, foreign: set[int], returns: Sequence[fx.Node]) -> None:
         guarded: dict[fx.Node, Any] = {}
         for target in self.facts.facts[node].changes:
-            if target.op != "get_attr" and self._is_shared(node, target, foreign, returns):
+            if target.op != "get_attr" and not self.in_place and self._is_shared(node, target, foreign, returns):
                 guarded[target] = self.graph.call_method("clone", (self._load(target),))
         self.values[node] = self.graph.node_copy(
             node, lambda argument: guarded[argument] if argument in guarded else self._load(argument)
@@ -222,19 +205,6 @@ class _StageBuilder:
                 value = self.graph.call_function(operator.getitem, (value, key)) if made else value[key]
             parts.append(value)
         return parts
-
-
-def _border(node: fx.Node, facts: NodeFacts) -> list[BorderTensor]:
-    return [
-        BorderTensor(
-            ".".join(str(part) for part in (node.name, *tensor.path)),
-            tensor.shape,
-            tensor.dtype,
-            tensor.bytes,
-            tensor.requires_grad,
-        )
-        for tensor in facts.tensors
-    ]
 
 
 def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

@@ -15,24 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-
-@dataclass(frozen=True)
-class BorderTensor:
-    """A tensor that enters or leaves a stage.
-
-    Attributes:
-        name: Name of the value; parts of a container append their key.
-        shape: Shape in the example run, with its batch size.
-        dtype: Element type.
-        bytes: Size in the example run.
-        requires_grad: Whether a gradient flows back through it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    requires_grad: bool
+from hybridpar.partition.nest import TensorFacts
 
 
 @dataclass(frozen=True)
@@ -46,8 +29,8 @@ class StageGraph:
     """
 
     graph: fx.Graph
-    inputs: tuple[BorderTensor, ...]
-    outputs: tuple[BorderTensor, ...]
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
 
 
 class Stage(fx.GraphModule):
@@ -82,21 +65,15 @@ class Stage(fx.GraphModule):
         model_inputs: tuple[str, ...] = (),
         written: frozenset[str] = frozenset(),
     ) -> None:
-        current = train_graph if root.training or eval_graph is None else eval_graph
-        known = constants or {}
+        super().__init__({}, fx.Graph(), f"Stage{index}")
         called = _targets(train_graph) + (_targets(eval_graph) if eval_graph is not None else [])
-        names = list(dict.fromkeys((*called, *attributes)))
-        tree = nn.Module()
-        for name in names:
-            _place(root, tree, name, known)
-        super().__init__(tree, current.graph, f"Stage{index}")
-        for name in names:
-            _place(tree, self, name, {})
+        for name in dict.fromkeys((*called, *attributes)):
+            _place(root, self, name, constants or {})
         self.index = index
         self.model_inputs = model_inputs
         self.written = written
         self._modes = {True: train_graph, False: eval_graph or train_graph}
-        self.training = root.training
+        self.use_graph(root.training)
 
     @property
     def by_mode(self) -> bool:
@@ -104,12 +81,12 @@ class Stage(fx.GraphModule):
         return self._modes[True].graph is not self._modes[False].graph
 
     @property
-    def inputs(self) -> tuple[BorderTensor, ...]:
+    def inputs(self) -> tuple[TensorFacts, ...]:
         """Tensors that the stage takes in its present mode."""
         return self._modes[self.training].inputs
 
     @property
-    def outputs(self) -> tuple[BorderTensor, ...]:
+    def outputs(self) -> tuple[TensorFacts, ...]:
         """Tensors that the stage returns in its present mode; empty for the last stage."""
         return self._modes[self.training].outputs
 
@@ -122,9 +99,8 @@ class Stage(fx.GraphModule):
     def use_graph(self, training: bool) -> None:
         """Set the mode of the stage and of its graph; its modules, which are the model's, keep theirs."""
         self.training = training
-        wanted = self._modes[training].graph
-        if wanted is not self.graph:
-            self.graph = wanted
+        if self.graph is not self._modes[training].graph:
+            self.graph = self._modes[training].graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         twin = cast(Stage, super().__deepcopy__(memo))

@@ -5,49 +5,61 @@ The table fits into 80 columns; `on` is the worker, then its device and lane.
 
 from __future__ import annotations
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from hybridpar.partition.layout import readable_bytes
 from hybridpar.plan import Plan, Stage
 
 _BAR = 8
 
 
-def partition_table(plan: Plan) -> Group:
-    """The table of a plan and a line of its quality, for rich."""
-    part = plan.partition
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for name, side in (
-        ("stage", "right"), ("on", "left"), ("units", "right"), ("fwd ms", "right"), ("bwd ms", "right"),
-        ("params", "right"), ("saved", "right"), ("cut", "right"), ("load", "left"),
-    ):  # fmt: skip
-        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
-    most = max((stage.ms or 0 for stage in part.stages), default=0) or 1
-    for index, stage in enumerate(part.stages):
-        table.add_row(
-            str(index),
-            _where(plan, index),
-            str(len(stage.units)) if stage.units else "all",
-            _number(stage.forward_ms),
-            _number(stage.backward_ms),
-            readable_bytes(stage.parameter_bytes) if stage.parameter_bytes else "",
-            "" if stage.saved_bytes is None else readable_bytes(stage.saved_bytes),
-            readable_bytes(stage.cut_bytes or 0) if index < len(part.stages) - 1 else "",
-            "" if stage.ms is None else _bar(stage, most),
-        )
-    return Group(Text(_head(plan), style="bold"), Text(), table, Text(), Text(_summary(plan)))
-
-
 def print_partition(plan: Plan, console: Console | None = None) -> None:
-    """Print the table of a plan.
+    """Print the table of a plan, and a line of its quality.
 
     Args:
         plan: The plan.
         console: Where to; default: standard output.
     """
-    (console or Console()).print(partition_table(plan))
+    console = console or Console()
+    stages = plan.partition.stages
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("stage", "on", "units", "fwd ms", "bwd ms", "params", "saved", "cut", "load"):
+        table.add_column(name, justify="left" if name in ("on", "load") else "right", no_wrap=True)
+    most = max((stage.ms or 0 for stage in stages), default=0) or 1
+    for index, stage in enumerate(stages):
+        table.add_row(
+            str(index),
+            where(plan, index),
+            str(len(stage.units)) if stage.units else "all",
+            _number(stage.forward_ms),
+            _number(stage.backward_ms),
+            readable_bytes(stage.parameter_bytes) if stage.parameter_bytes else "",
+            "" if stage.saved_bytes is None else readable_bytes(stage.saved_bytes),
+            readable_bytes(stage.cut_bytes or 0) if index < len(stages) - 1 else "",
+            "" if stage.ms is None else _bar(stage, most),
+        )
+    console.print(_head(plan), style="bold", markup=False, highlight=False)
+    console.print()
+    console.print(table)
+    console.print()
+    console.print(_summary(plan), markup=False, highlight=False)
+
+
+def where(plan: Plan, stage: int) -> str:
+    """The worker of a stage, with its device and lane."""
+    if plan.placement is None:
+        return ""
+    worker, lane = plan.layout.replica().rows[0][stage]
+    return f"{worker}: {plan.placement.device}" + (f" lane {lane}" if lane else "")
+
+
+def readable_bytes(size: float) -> str:
+    """A size in the unit that suits it, decimal: 1 MB is 10^6 bytes."""
+    for unit in ("B", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
 
 
 def _head(plan: Plan) -> str:
@@ -72,22 +84,15 @@ def _summary(plan: Plan) -> str:
         lines.append(f"bytes sent forward per micro-batch  {readable_bytes(part.cut_bytes)}")
     if plan.measured is not None:
         measured = plan.measured
-        noise = (
-            f", noise {measured.noise * 100:.1f} %"
-            if measured.profile == "measured" and measured.noise is not None
-            else ""
-        )
+        noise = ""
+        if measured.profile == "measured" and measured.noise is not None:
+            noise = f", noise {measured.noise * 100:.1f} %"
         facts = [measured.device, f"{measured.threads} thread(s)" if measured.threads else "", measured.dtype]
         source = f"times {measured.profile} on" if measured.profile else "on"
-        lines.append(f"{source} {', '.join(fact for fact in facts if fact)}{noise}")
+        lines.append(
+            f"{source} {', '.join(fact for fact in facts if fact)}{noise if measured.profile == 'measured' else ''}"
+        )
     return "\n".join(lines)
-
-
-def _where(plan: Plan, stage: int) -> str:
-    if plan.placement is None:
-        return ""
-    worker, lane = plan.layout.replica().rows[0][stage]
-    return f"{worker}: {plan.placement.device}" + (f" lane {lane}" if lane else "")
 
 
 def _number(value: float | None) -> str:

@@ -34,8 +34,8 @@ from hybridpar.models.deferred import is_deferred
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state import OutsideGraphError, same_attributes, traceable_only, untouched
 from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
-from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, changes_without_memory
-from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
+from hybridpar.partition.trace_check import TraceCheck
+from hybridpar.partition.tracer import SAVED, ModelTracer
 
 _META = torch.device("meta")
 
@@ -89,61 +89,55 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         UsageError: The model refuses the inputs.
     """
     _require_plain(model)
-    leaf = ModelTracer(frozenset()).is_leaf_module
-    parts = {name: one for name, one in model.named_modules() if name and (_hooks_of(one) or has_extra_state(one))}
-    whole = {name for name, one in parts.items() if not leaf(one, name)}
+    hidden = {path: part for path, part in model.named_modules() if path and (_hooks_of(part) or has_extra_state(part))}
+    whole = {path for path, part in hidden.items() if not _is_leaf(part, path)}
     if not inputs:
         return _trace_both_modes(model, inputs, frozenset(whole))
-    if is_deferred(model):
-        return _trace_without_memory(model, inputs, whole)
     check = TraceCheck(model, inputs)
-    _require_constant(model, check.changing)
+    _require_constant(model, check.written)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
     while (difference := _difference(check, traced)) is not None:
         found = {path for path in traced.suspects if path} or _differing(model, inputs, check, whole)
         if not found:
-            raise _unlike(model, traced, difference.text)
+            raise _unlike(model, traced, difference)
         reasons.update(traced.suspects)
         whole |= found
         traced = _trace_both_modes(model, inputs, frozenset(whole))
     kept = {path: reason for path, reason in reasons.items() if path in whole}
     norm = _require_repeatable(model, kept, check.written)
-    traced = replace(traced, unrepeatable=check.unrepeatable, remembering=check.remembering, draws=check.draws)
-    return replace(traced, written=check.written, checkpointed_norm=norm)
+    if is_deferred(model):
+        _require_values(traced, inputs[0].device)
+    return replace(
+        traced,
+        written=check.written,
+        unrepeatable=check.unrepeatable,
+        remembering=check.remembering,
+        draws=check.draws,
+        checkpointed_norm=norm,
+    )
 
 
-def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
-    """Trace a model on the meta device: whatever its graph may lack is kept whole."""
-    counters, changing, written = changes_without_memory(model, inputs)
-    _require_constant(model, changing)
-    whole = whole | _counting(model, counters)
-    reasons: dict[str, str] = {}
-    while (traced := _trace_both_modes(model, inputs, frozenset(whole))).suspects:
-        if "" in traced.suspects:
-            raise _unlike(model, traced, "there are no values to compare")
-        reasons.update(traced.suspects)
-        whole |= traced.suspects.keys()
-    norm = _require_repeatable(model, reasons, written)
+def _require_values(traced: TracedModel, device: torch.device) -> None:
+    """Refuse constants that have no values on the meta device; a model that asks for its device means another."""
     empty = next((name for name, value in traced.constants.items() if value.is_meta), None)
     if empty is not None:
         raise TraceError(
-            f"{type(model).__name__} computes with values of its own while it is traced on the meta device",
+            f"{type(traced.model).__name__} computes with values of its own while it is traced on the meta device",
             f"There it has none, and {empty} would be a constant of the graph.",
             "Move that part of forward into a sub-module of its own, whose class has fx_leaf = True: it is kept whole.",
         )
     for graph in (traced.graph, traced.eval_graph or traced.graph):
-        for node in graph.nodes:  # a model that asks for its device means where it will be
+        for node in graph.nodes:
             node.args, node.kwargs = fx.node.map_aggregate(
-                (node.args, node.kwargs), lambda value: inputs[0].device if value == _META else value
+                (node.args, node.kwargs), lambda value: device if value == _META else value
             )
-    return replace(traced, unrepeatable=counters, remembering=counters.keys(), written=written, checkpointed_norm=norm)
 
 
-def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
-    graphs = Graphs(traced.graph, traced.eval_graph or traced.graph, traced.constants)
-    return check.difference(graphs, exact=AUTOCAST in traced.suspects.values())
+def _difference(check: TraceCheck, traced: TracedModel) -> str | None:
+    graphs = {True: traced.graph, False: traced.eval_graph or traced.graph}
+    return check.difference(graphs, traced.constants, traced.suspects.values())
 
 
 def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
@@ -156,47 +150,34 @@ def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
             "Move what uses it into a sub-module of its own, which is kept whole, or into the training loop, or keep "
             "the model in one piece (--stages 1).",
         )
-    leaf = ModelTracer(frozenset()).is_leaf_module
-    return {path for path in counters if not leaf(model.get_submodule(path), path)}
+    return {path for path in counters if not _is_leaf(model.get_submodule(path), path)}
+
+
+def _is_leaf(module: nn.Module, path: str) -> bool:
+    return ModelTracer(frozenset()).is_leaf_module(module, path)
 
 
 def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
-    """Sub-modules whose traced code computes something else, found by keeping all but some of them whole."""
+    """Sub-modules of classes whose traced code computes something else; none where that is the model's own code."""
+    classes: dict[type[nn.Module], set[str]] = {}
+    for path, module in model.named_modules():
+        if path and not _is_leaf(module, path):
+            classes.setdefault(type(module), set()).add(path)
 
-    def differs(closed: Iterable[str]) -> bool:
+    def differs(closed: Iterable[type[nn.Module]]) -> bool:
         try:
-            return _difference(check, _trace_both_modes(model, inputs, frozenset({*whole, *closed}))) is not None
+            traced = _trace_both_modes(model, inputs, frozenset(whole.union(*(classes[kind] for kind in closed))))
+            return _difference(check, traced) is not None
         except (TraceError, UsageError):
             return True
 
-    around: list[str] = []
-    place = ""
-    while True:
-        parts = _parts(model.get_submodule(place), place)
-        if not parts or differs([*around, *parts]):  # with all that it calls kept whole: its own code
-            break
-        while len(parts) > 1:
-            half = parts[: len(parts) // 2]
-            rest = parts[len(half) :]
-            parts, others = (half, rest) if differs([*around, *rest]) else (rest, half)
-            around += others
-        place = parts[0]
-    kind = type(model.get_submodule(place))
-    if not place or kind.__module__.startswith("torch."):
-        return {place} - {""} - whole
-    return {name for name, module in model.named_modules() if type(module) is kind} - whole
-
-
-def _parts(module: nn.Module, path: str) -> list[str]:
-    """Outermost modules inside a module that are called; lists and dicts of modules are not."""
-    found: list[str] = []
-    for name, child in module.named_children():
-        inside = f"{path}.{name}" if path else name
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _parts(child, inside)
-        else:
-            found.append(inside)
-    return found
+    closed = set(classes)
+    if differs(closed):
+        return set()
+    for kind in classes:  # outer ones first: what they call is still kept whole
+        if not differs(closed - {kind}):
+            closed = closed - {kind}
+    return set[str]().union(*(classes[kind] for kind in closed)) - whole
 
 
 def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceError:
@@ -210,8 +191,9 @@ def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceErro
     )
 
 
-def _require_constant(model: nn.Module, name: str | None) -> None:
+def _require_constant(model: nn.Module, written: Collection[str]) -> None:
     """Refuse a parameter that forward changes in a way that stages cannot follow."""
+    name = next((name for name, _ in model.named_parameters() if name in written), None)
     if name is None:
         return
     path = name.rpartition(".")[0]
@@ -317,21 +299,17 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: fro
             # The tracer stores constants on the model, and forward may store anything; the model must stay the user's.
             with same_attributes(model), traceable_only(model):
                 graph = tracer.trace(model, _defaults_beyond(model, inputs))
-                made = {name: value for name, value in vars(model).items() if name not in before}
+                _drop_defaults(graph, len(inputs))
+                used = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - before
+                constants = {name: value for name, value in vars(model).items() if name in used}
+            return TracedModel(model, graph, None, constants, tuple(sorted(whole)), tracer.suspects)
         except UsageError:
             raise
         except Exception as error:  # tracing runs the user's code, which may raise anything
-            if first_error is None:
-                first_error = error, tracer.failed or ""
-            failed = tracer.failed
-        else:
-            _drop_defaults(graph, len(inputs))
-            used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-            constants = {name: value for name, value in made.items() if name in used}
-            return TracedModel(model, graph, None, constants, tuple(sorted(whole)), tracer.suspects)
-        if failed is None or failed in whole:
+            first_error = first_error or (error, tracer.failed or "")
+        if tracer.failed is None or tracer.failed in whole:
             break
-        whole = whole | {failed}
+        whole |= {tracer.failed}
     if inputs and not is_deferred(model):
         try:
             with untouched(model), torch.no_grad():

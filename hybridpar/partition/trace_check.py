@@ -8,8 +8,8 @@ CPU they nearly always are, to the bit; where they differ by little more than ro
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.models.deferred import imagined
+from hybridpar.models.deferred import imagined, is_deferred, places
 from hybridpar.models.state import WrittenState, attributes_of, held_state, put_state, python_random_state, untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
+from hybridpar.partition.tracer import AUTOCAST
 
 #: Samples of a micro-batch that is compared. BatchNorm over less of them has hardly any gradient.
 SAMPLES = 4
@@ -34,21 +35,7 @@ _GRADIENT = "gradient of "
 
 Inputs = tuple[torch.Tensor, ...]
 Outcome = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """What is compared with a model: its graphs, and the tensors that tracing made, by attribute name.
-
-    Attributes:
-        train: The graph of training.
-        evaluate: The graph of evaluation; it may be the same.
-        constants: Tensors by the name that the graphs use for them.
-    """
-
-    train: fx.Graph
-    evaluate: fx.Graph
-    constants: Mapping[str, torch.Tensor]
+Attributes = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,71 +56,115 @@ class TraceCheck:
 
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self.model = model
+        #: Attributes that every forward pass changes, by the sub-module's name.
         self.counters: dict[str, str] = {}
         #: Of them those that `put_state` does not put back.
         self.unrepeatable: dict[str, str] = {}
-        #: Whether forward draws random numbers of Python or NumPy.
-        self.draws = False
         #: Sub-modules whose attributes differ from pass to pass.
         self.remembering: set[str] = set()
-        #: A parameter that forward writes into.
-        self.changing: str | None = None
+        #: Whether forward draws random numbers of Python or NumPy.
+        self.draws = False
         #: Names of the tensors that forward writes into, but for the statistics of BatchNorm.
-        self.written: frozenset[str] = frozenset()
+        self.written: set[str] = set()
         self._batches: tuple[Inputs, ...] = ()
         self._expected: dict[bool, list[Outcome]] = {}
-        written = WrittenState(model)
-
-        def watched(*batch: torch.Tensor) -> Any:
-            written.names.clear()
-            with written:
-                return model(*batch)
-
+        self._is_deferred = is_deferred(model)
+        if self._is_deferred:
+            self._imagine(inputs)
+            return
         for batches in _two_batches(inputs):
             try:
-                expected = {
-                    True: _run(model, watched, batches, True, self),
-                    False: _run(model, model, batches, False, self),
-                }
-                self.written = frozenset(written.names - _statistics(model))
-                self.changing = next((name for name, _ in model.named_parameters() if name in written.names), None)
-            except Exception:  # the model's own code; it may refuse random numbers, or another number of samples
+                self._expected = {training: self._run_model(batches, training) for training in (True, False)}
+            except Exception:  # the model's code; it may refuse random numbers, or another number of samples
                 continue
-            self._batches, self._expected = batches, expected
+            self._batches = batches
             break
 
-    def difference(self, graphs: Graphs, *, exact: bool = False) -> Difference | None:
-        """Where graphs first differ from the model; None where they do not, or where the model itself cannot run."""
+    def _run_model(self, batches: Sequence[Inputs], training: bool) -> list[Outcome]:
+        """Results of the model; notes what its forward pass changes."""
+        model, outcomes, states, attributes = self.model, [], [], []
+
+        def watched(*batch: torch.Tensor) -> Any:
+            drawn = python_random_state()
+            with WrittenState(model) as writes:
+                output = model(*batch)
+            self.draws |= drawn != python_random_state()
+            if training:
+                self.written = writes.names - _statistics(model)
+            return output
+
+        with untouched(model, training=training), torch.set_grad_enabled(training):
+            for seed, batch in enumerate(batches):
+                outcomes.append(_pass(model, watched, batch, seed))
+                attributes.append(attributes_of(model))
+                states.append(held_state(model))
+            put_state(states[0])
+            again = attributes_of(model)
+        first, second = attributes
+        if changed := _changed(first, second):
+            with untouched(model, training=training), torch.set_grad_enabled(training):
+                _pass(model, model, batches[1], 1)
+                alone = attributes_of(model)
+            self.remembering |= changed.keys()
+            self.counters |= _changed(first, second, alone)
+            self.unrepeatable |= _changed(first, again, alone)
+        return outcomes
+
+    def _imagine(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Note what the forward pass of a model on the meta device changes."""
+        with untouched(self.model, training=True), torch.no_grad(), imagined(self.model, inputs[0].device) as mode:
+            _seed(self.model, 0)
+            given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
+            for _ in range(2):
+                with WrittenState(self.model) as writes:
+                    self.model(*given)
+                attributes.append(attributes_of(self.model))
+            self.written = writes.names - _statistics(self.model)
+        self.counters = self.unrepeatable = _changed(*attributes)
+        self.remembering = set(self.counters)
+
+    def difference(
+        self, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, torch.Tensor], suspects: Collection[str]
+    ) -> str | None:
+        """Where graphs, by training mode, first differ from the model; None where they do not, or it cannot run."""
+        if self._is_deferred:
+            return "there are no values to compare" if suspects else None
         for training, expected in self._expected.items():
-            found = self._differs(graphs, training, self._batches, expected)
+            found = self._differs(graphs[training], constants, training, expected)
             if found is None:
                 continue
-            if exact or found.relative > ROUNDING or self._differs_in_float64(graphs, training):
-                mode = "training" if training else "evaluation"
-                return replace(found, text=f"in {mode}, {found.text}")
+            certain = AUTOCAST in suspects or found.relative > ROUNDING
+            if certain or self._differs(graphs[training], constants, training, None) is not None:
+                return f"in {'training' if training else 'evaluation'}, {found.text}"
         return None
 
     def _differs(
-        self, graphs: Graphs, training: bool, batches: Sequence[Inputs], expected: list[Outcome]
+        self, graph: fx.Graph, constants: Mapping[str, torch.Tensor], training: bool, expected: list[Outcome] | None
     ) -> Difference | None:
-        call = _graph_call(self.model, graphs, training)
+        """Where a graph first differs; without what the model gave in its dtype, whether it does in float64."""
+        wide = expected is None
+        batches = [tuple(map(_double, batch)) for batch in self._batches] if wide else self._batches
+
+        def run(call_of: Callable[[Mapping[str, torch.Tensor]], Callable[..., Any]]) -> list[Outcome]:
+            with untouched(self.model, training=training) as copied, torch.set_grad_enabled(training):
+                values = copied(dict(constants))
+                if wide:
+                    for tensor in (*(held[name] for _, held, name in places(self.model)), *values.values()):
+                        tensor.data = _double(tensor.data)
+                call = call_of(values)
+                return [_pass(self.model, call, batch, seed) for seed, batch in enumerate(batches)]
+
+        if expected is None:
+            try:
+                expected = run(lambda _: self.model)
+            except Exception:  # an operation without float64
+                return Difference("float64", torch.inf)
         try:
-            found = _run(self.model, call, batches, training)
-        except Exception as error:  # the model's own code
+            # Not called itself: fx would print where an error is.
+            found = run(lambda values: Stage(self.model, 0, StageGraph(graph, (), ()), constants=values).forward)
+        except Exception as error:  # the model's code
             return Difference(f"the graph fails where the model does not ({type(error).__name__}: {error})", torch.inf)
         return next(filter(None, map(_first_difference, expected, found)), None)
-
-    def _differs_in_float64(self, graphs: Graphs, training: bool) -> bool:
-        batches = tuple(tuple(map(_double, batch)) for batch in self._batches)
-        constants = {name: _double(value) for name, value in graphs.constants.items()}
-        with untouched(self.model):
-            for tensor in _all_tensors(self.model):
-                tensor.data = _double(tensor.data)
-            try:
-                expected = _run(self.model, self.model, batches, training)
-            except Exception:  # an operation without float64
-                return True
-            return self._differs(replace(graphs, constants=constants), training, batches, expected) is not None
 
 
 def _two_batches(inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Inputs, ...]]:
@@ -159,40 +190,10 @@ def _random_like(item: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return torch.empty_like(item).copy_(values)
 
 
-def _run(
-    model: nn.Module,
-    call: Callable[..., Any],
-    batches: Sequence[Inputs],
-    training: bool,
-    check: TraceCheck | None = None,
-) -> list[Outcome]:
-    """Results of a model, or of a graph in its place, on micro-batches one after the other."""
-    outcomes, attributes, states = [], [], []
-    with untouched(model, training=training), torch.set_grad_enabled(training):
-        for seed, batch in enumerate(batches):
-            _seed(model, seed)
-            drawn = python_random_state()
-            outcomes.append(_results(model, call(*_copies(batch))))
-            if check is not None:
-                check.draws |= drawn != python_random_state()
-                attributes.append(attributes_of(model))
-                states.append(held_state(model))
-        if check is not None:
-            put_state(states[0])
-            attributes.append(attributes_of(model))
-    if check is not None and (changed := _counting(*attributes[:2])):
-        check.remembering |= changed.keys()
-        with untouched(model, training=training), torch.set_grad_enabled(training):
-            _seed(model, 1)
-            call(*_copies(batches[1]))
-            alone = attributes_of(model)
-        check.counters |= _counting(attributes[0], attributes[1], alone)
-        check.unrepeatable |= _counting(attributes[0], attributes[2], alone)
-    return outcomes
-
-
-def _copies(batch: Inputs) -> Iterator[torch.Tensor]:
-    return (item.detach().clone() for item in batch)
+def _pass(model: nn.Module, call: Callable[..., Any], batch: Inputs, seed: int) -> Outcome:
+    """Results of a model, or of a graph in its place, on a micro-batch."""
+    _seed(model, seed)
+    return _results(model, call(*(item.detach().clone() for item in batch)))
 
 
 def _statistics(model: nn.Module) -> set[str]:
@@ -200,37 +201,18 @@ def _statistics(model: nn.Module) -> set[str]:
     return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
 
 
-def changes_without_memory(
-    model: nn.Module, inputs: Sequence[torch.Tensor]
-) -> tuple[dict[str, str], str | None, set[str]]:
-    """Of a model on the meta device: its counters, a parameter that forward writes into, and all it writes into."""
-    with untouched(model, training=True), torch.no_grad(), imagined(model, inputs[0].device) as mode:
-        _seed(model, 0)
-        given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
-        for _ in range(2):
-            with WrittenState(model) as written:
-                model(*given)
-            attributes.append(attributes_of(model))
-        changing = next((name for name, _ in model.named_parameters() if name in written.names), None)
-    return _counting(*attributes), changing, written.names - _statistics(model)
-
-
-def _counting(
-    first: dict[str, dict[str, Any]], second: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]] | None = None
-) -> dict[str, str]:
-    """What changed again: what the first pass sets for good, such as a size or a mask, stays in the second.
+def _changed(first: Attributes, second: Attributes, alone: Attributes | None = None) -> dict[str, str]:
+    """The first attribute of each module that changed again: a size or a mask of the first pass stays in the second.
 
     With `alone`, which is what the second pass leaves by itself, also not what depends on that pass only.
     """
-    changed = {
-        path: [
-            name
-            for name, value in after.items()
-            if first.get(path, {}).get(name) != value and (alone is None or alone.get(path, {}).get(name) != value)
-        ]
-        for path, after in second.items()
-    }
-    return {path: names[0] for path, names in changed.items() if names}
+    changed: dict[str, str] = {}
+    for path, after in second.items():
+        for name, value in after.items():
+            before = [before.get(path, {}).get(name) for before in (first, alone) if before is not None]
+            if all(other != value for other in before):
+                changed.setdefault(path, name)
+    return changed
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:
@@ -246,7 +228,7 @@ def _loss_of(output: Any) -> torch.Tensor | None:
 
 
 def _results(model: nn.Module, output: Any) -> Outcome:
-    found: Outcome = {_label("output", path): leaf.detach().clone() for path, leaf in tensor_leaves(output)}
+    found: Outcome = {f"output{[*path] or ''}": leaf.detach().clone() for path, leaf in tensor_leaves(output)}
     for parameter in model.parameters():
         parameter.grad = None
     if (loss := _loss_of(output)) is not None:
@@ -318,18 +300,8 @@ def _size(tensor: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _label(kind: str, path: tuple[Any, ...]) -> str:
-    return kind + "".join(f"[{key!r}]" for key in path)
-
-
 def _double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _all_tensors(model: nn.Module) -> list[torch.Tensor]:
-    held = (vars(module).values() for module in model.modules())
-    plain = [value for values in held for value in values if isinstance(value, torch.Tensor)]
-    return [*model.parameters(), *model.buffers(), *plain]
 
 
 def _seed(model: nn.Module, seed: int) -> None:
@@ -338,10 +310,3 @@ def _seed(model: nn.Module, seed: int) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-
-
-def _graph_call(model: nn.Module, graphs: Graphs, training: bool) -> Callable[..., Any]:
-    """A graph as a function; it holds the model's own tensors, as a stage does."""
-    graph = StageGraph(graphs.train if training else graphs.evaluate, (), ())
-    # Not called itself: fx would print where an error is.
-    return Stage(model, 0, graph, constants=graphs.constants).forward

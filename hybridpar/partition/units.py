@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,12 +54,12 @@ def _rememberers(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Nod
 def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:
     for node in facts.compute:
         known = facts.facts[node]
-        if known.crosses and not known.is_tensor:
-            yield [
-                node,
-                *(user for user in node.users if user.target is operator.getitem and user not in facts.derived),
-            ]
-        elif not known.is_tensor:
+        if known.is_tensor:
+            continue
+        if known.shape is not None:
+            unpackers = (user for user in node.users if user.target is operator.getitem)
+            yield [node, *(user for user in unpackers if user not in facts.derived)]
+        else:
             yield [node, *_users(facts, node)]  # what cannot be sent, as a number that is not free to compute twice
 
 
@@ -175,29 +175,18 @@ def _ordered_groups(facts: GraphFacts, pinned: list[list[fx.Node]]) -> tuple[tup
     """Merge pinned groups, close them under paths that leave and come back, and order them as the model runs."""
     import networkx as nx
 
-    place = {node: index for index, node in enumerate(facts.compute)}
-    together = nx.utils.UnionFind(range(len(place)))
+    index_of = {node: index for index, node in enumerate(facts.compute)}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(index_of.values())
+    for node, index in index_of.items():
+        graph.add_edges_from((index_of[source], index) for source in facts.sources(node) if source in index_of)
+    nx.add_path(graph, [index for node, index in index_of.items() if facts.facts[node].random])
     for group in pinned:
-        together.union(*(place[node] for node in group))
-    quotient = nx.DiGraph()
-    quotient.add_nodes_from(together[index] for index in range(len(place)))
-    previous_random: int | None = None
-    for node, index in place.items():
-        for source in facts.sources(node):
-            if source in place:
-                quotient.add_edge(together[place[source]], together[index])
-        if facts.facts[node].random:
-            if previous_random is not None:
-                quotient.add_edge(together[previous_random], together[index])
-            previous_random = index
-    quotient.remove_edges_from(list(nx.selfloop_edges(quotient)))
-    condensed = nx.condensation(quotient)
-    component = condensed.graph["mapping"]
-    members: dict[int, list[int]] = defaultdict(list)
-    for index in range(len(place)):
-        members[component[together[index]]].append(index)
-    order = nx.lexicographical_topological_sort(condensed, key=lambda group: members[group][0])
-    return tuple(tuple(facts.compute[index] for index in members[group]) for group in order)
+        nx.add_cycle(graph, [index_of[node] for node in group])
+    condensed = nx.condensation(graph)
+    members = {unit: sorted(indices) for unit, indices in condensed.nodes(data="members")}
+    order = nx.lexicographical_topological_sort(condensed, key=members.__getitem__)
+    return tuple(tuple(facts.compute[index] for index in members[unit]) for unit in order)
 
 
 def _unit_graph(traced: TracedModel, facts: GraphFacts, groups: tuple[tuple[fx.Node, ...], ...]) -> UnitGraph:
@@ -215,38 +204,29 @@ def _unit_graph(traced: TracedModel, facts: GraphFacts, groups: tuple[tuple[fx.N
             known = facts.facts[node]
             values.append(Value(node.name, home, users, known.bytes, known.gradient_bytes, node in returned))
     sent = {value.name for value in values}
-    saved, first_saver = _saved(facts, groups)
     units = tuple(
         Unit(
             name=nodes[0].name,
-            nodes=tuple(node.name for node in nodes),
             module=module_path(nodes[0]),
             operation=_operation(traced, nodes),
             output_bytes=sum(facts.facts[node].bytes for node in nodes if node.name in sent),
-            saved_bytes=first_saver[index],
             parameter_bytes=_parameter_bytes(traced, nodes),
             flops=sum(facts.facts[node].flops for node in nodes),
         )
-        for index, nodes in enumerate(groups)
+        for nodes in groups
     )
     random = [index for index, nodes in enumerate(groups) if any(facts.facts[node].random for node in nodes)]
-    return UnitGraph(units, tuple(values), saved, tuple(itertools.pairwise(random)))
+    return UnitGraph(units, tuple(values), _saved(facts, unit_of), tuple(itertools.pairwise(random)))
 
 
-def _saved(
-    facts: GraphFacts, groups: tuple[tuple[fx.Node, ...], ...]
-) -> tuple[tuple[Saved, ...], defaultdict[int, int]]:
+def _saved(facts: GraphFacts, unit_of: Mapping[fx.Node, int]) -> tuple[Saved, ...]:
     sizes: dict[int, int] = {}
     savers: dict[int, set[int]] = defaultdict(set)
-    for index, nodes in enumerate(groups):
-        for node in nodes:
-            for number, size in facts.facts[node].saved.items():
-                sizes[number] = size
-                savers[number].add(index)
-    first: defaultdict[int, int] = defaultdict(int)
-    for number, users in savers.items():
-        first[min(users)] += sizes[number]
-    return tuple(Saved(sizes[number], tuple(sorted(savers[number]))) for number in sorted(sizes)), first
+    for node, index in unit_of.items():
+        for number, size in facts.facts[node].saved.items():
+            sizes[number] = size
+            savers[number].add(index)
+    return tuple(Saved(sizes[number], tuple(sorted(savers[number]))) for number in sorted(sizes))
 
 
 def _parameter_bytes(traced: TracedModel, nodes: tuple[fx.Node, ...]) -> int:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.formats.cache import measurements_directory
-from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
 from hybridpar.planner.codecs import MARGIN, BucketPrices, planned_codecs, policies_of, proof_lines, stage_buckets
 from hybridpar.planner.inputs import check_fidelity
-from hybridpar.planner.link_ways import laps_of, most_of_all
-from hybridpar.planner.measure import measure_rates
-from hybridpar.planner.network import Network, log_rounds
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.network import Network
 from hybridpar.planner.profile import Parameter
-from hybridpar.planner.rates import CodecRate
+from hybridpar.planner.rates import CodecRate, measure_rates
 from hybridpar.schedule.layout import Layout
-
-#: Bytes and number of the messages that a link is timed with.
-_SMALL, _LARGE = (4 << 10, 7), (512 << 10, 3)
 
 
 def choose_codecs(
@@ -37,12 +30,12 @@ def choose_codecs(
     parameters = tuple(Parameter(name, tuple(parameter.shape), 0) for name, parameter in trained)
     directory = measurements_directory()
     rates = measure_rates(texts, parameters, replicas, world.device, world=world, cache=directory)
-    with world.named_errors("measuring the link"):
-        level = _measure_link(world)
+    cluster = measure_cluster(world)
+    level = cluster.outer
+    assert level is not None
 
     def decide() -> tuple[str, tuple[str, ...]]:
-        hosts = Hosts(count=replicas, kind="cuda" if world.device.type == "cuda" else "cpu")
-        network = Network(ClusterSpec(hosts=(hosts,), between=level), Layout.repeated([(0, 0)], replicas))
+        network = Network(cluster, Layout.dealt(world.size // replicas, world.size // replicas, replicas=replicas))
         prices = BucketPrices(network, {text: CodecRate(tried) for text, tried in rates.items()}, 1.0)
         buckets = stage_buckets(parameters, bucket_bytes)
         choices = policies_of(fidelity, parameters, rates, replicas, bucket_bytes)
@@ -79,18 +72,3 @@ def other_types(model: nn.Module) -> str:
         if parameter.requires_grad and parameter.dtype != torch.float32:
             return f"the parameter {name!r} is {parameter.dtype}, and codecs take float32"
     return ""
-
-
-def _measure_link(world: World) -> LinkLevel:
-    """The link between workers, by sums of small and of large messages; a collective."""
-
-    def time(size: int, count: int) -> float:
-        message = torch.zeros(size // 4, device=world.device)
-        return most_of_all(statistics.median(laps_of(world.lane_groups[0].all_reduce, message, count)), world)
-
-    small, large = time(*_SMALL), time(*_LARGE)
-    sent = 2 * (world.size - 1) / world.size * (_LARGE[0] - _SMALL[0])
-    # Of a link that is too fast to time, what was timed is latency.
-    return LinkLevel(
-        bandwidth=sent / max(large - small, 0.01 * large), latency_ms=1e3 * small / (2 * log_rounds(world.size))
-    )

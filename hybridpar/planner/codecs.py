@@ -1,4 +1,4 @@
-"""What a bucket of gradients costs: bytes, time and core time, by codec, link and device; and what may be chosen.
+"""What a bucket of gradients costs: bytes and time, by codec, link and device; and what may be chosen.
 
 Which layers are worth a codec is asked for several speeds of the link that do not depend on the cluster, so that
 candidates are the same whatever the link is: a faster link can then only make the best of them faster. The search
@@ -17,7 +17,7 @@ from functools import lru_cache
 from hybridpar.compress import Codec, Policy, parse_codec, read_policy
 from hybridpar.compress.policy import exact_rules
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.network import PLAIN, Network
+from hybridpar.planner.network import Network
 from hybridpar.planner.outer_steps import OuterSteps, expected_steps, planned_intervals
 from hybridpar.planner.profile import Parameter
 from hybridpar.planner.rates import CodecRate, lasting_rounds
@@ -104,8 +104,6 @@ class BucketTimes:
         wire_ms: On the link, without latency.
         latency_ms: Of its collectives.
         decode_ms: Reading messages.
-        core_ms: Core time that moving messages takes; None where that was not measured.
-        link_part: What part of the link they fill in `wire_ms`.
     """
 
     bytes: float
@@ -113,8 +111,6 @@ class BucketTimes:
     wire_ms: float
     latency_ms: float
     decode_ms: float
-    core_ms: float | None = None
-    link_part: float = 1.0
 
     @property
     def total_ms(self) -> float:
@@ -268,7 +264,7 @@ class BucketPrices:
         self._codecs = {text: parse_codec(text) for text in rates}
         #: Who exchanges the messages of a codec: leaders of hosts, where there are hosts with several workers.
         self._peers = self._group.hosts if self._group.two_levels else self._group.workers
-        self._plain = network.exchange([PLAIN])[PLAIN]
+        self._plain = network.exchange()
 
     def times(self, bucket: Sequence[Parameter], codec: CodecChoice) -> BucketTimes:
         """What a bucket takes if its layers are sent with these codecs."""
@@ -278,7 +274,6 @@ class BucketPrices:
         sent, wire = factor * size, size * self._plain.ms_per_byte
         latency = self._plain.latency_ms if plain else 0.0
         encode = decode = 0.0
-        core = wire * (self._network.core_use(PLAIN) or 0.0)
         collectives = set()
         share = self._group.each if self._group.two_levels else 1  # leaders take turns
         for one in bucket:
@@ -286,30 +281,23 @@ class BucketPrices:
                 continue
             text = codec.codecs[one.name]
             rounds = lasting_rounds(self._codecs[text], one.shape, self._peers)
-            kinds = [(entry.collective, entry.dtype) for entry in rounds]
-            costs = self._network.between_hosts(kinds) if self._group.two_levels else self._network.exchange(kinds)
+            price = self._network.between_hosts if self._group.two_levels else self._network.exchange
             writing, reading = self._rates[text].times(one.count)
             encode += writing / (share * self._throughput)
             decode += reading / (share * self._throughput)
-            for entry, kind in zip(rounds, kinds, strict=True):
-                moving = entry.bytes * costs[kind].ms_per_byte
-                wire += moving
-                core += moving * (self._network.core_use(kind, codec=True) or 0.0)
-            sent += sum(entry.sent(self._peers) for entry in rounds) / share
-            collectives |= {(index, kind, costs[kind].latency_ms) for index, kind in enumerate(kinds)}
+            for index, entry in enumerate(rounds):
+                cost = price(entry.collective)
+                wire += entry.bytes * cost.ms_per_byte
+                sent += entry.sent(self._peers) / share
+                collectives.add((index, entry.collective, entry.dtype, cost.latency_ms))
             if self._group.two_levels:
-                inside = self._network.inside_cost()
-                moving = 4 * one.count * inside.ms_per_byte
-                wire += moving
-                core += moving * (self._network.inside_core_use() or 0.0)
+                # A sum before the codec, and one that hands the result out.
+                wire += 2 * 4 * one.count * self._network.inside_hosts().ms_per_byte
                 sent += 2 * 4 * one.count * 2 * (self._group.each - 1) / self._group.each
-        latency += sum(ms for _, _, ms in collectives)
+        latency += sum(ms for *_, ms in collectives)
         if collectives and self._group.two_levels:
-            latency += self._network.inside_cost().latency_ms
-        known = self._network.core_use(PLAIN) is not None
-        speed = self._network.bytes_per_ms
-        part = 1.0 if speed is None or wire <= 0 else min(1.0, sent / speed / wire)
-        return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode, core if known else None, part)
+            latency += 2 * self._network.inside_hosts().latency_ms
+        return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode)
 
     def _compresses(self, one: Parameter, codec: CodecChoice) -> bool:
         text = codec.codecs.get(one.name)

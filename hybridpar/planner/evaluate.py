@@ -16,7 +16,7 @@ from hybridpar.compress import Collective
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.memory import device_bytes, device_limits, gradient_bytes, least_saved
-from hybridpar.planner.network import PLAIN, Network
+from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import LEAST_MS, shares_by_speed, stage_speeds, stage_throughputs
 from hybridpar.schedule.actions import Schedule
@@ -27,9 +27,6 @@ from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make, order
 from hybridpar.schedule.shares import WorkCost, best_division
 from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.shards import largest_share
-
-#: Bytes that moving, adding and sending one byte of a gradient costs a core, besides receiving it: one pass each way.
-_SEND_PART = 0.5
 
 
 @dataclass(frozen=True)
@@ -94,10 +91,6 @@ class Evaluator:
         self._workers = space.inputs.by_worker
         #: For every number of workers the least of the devices, and of the hosts, that they use.
         self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
-        self._least_spare = _running_least(host.communication_cores for _, host in self._workers)
-        self._least_core = _running_least(host.bytes_per_core_second for _, host in self._workers)
-        #: Cores that a lane computes with; what uses one core takes so much less of a lane.
-        self._lane_cores = space.inputs.profile.threads or 1
         self._figures = space.library.figures
         self._transfers = cache(self._make_transfers)
         self._network = cache(partial(Network, self._inputs.cluster))
@@ -141,7 +134,6 @@ class Evaluator:
         mine = layout.replica(replica, figures.edges)
         pairs = frozenset((mine.home(edge.source), mine.home(edge.target)) for edge in mine.edges)
         link, own = self._transfers(layout, pairs, replica)
-        sending, receiving = self._core_seconds(layout.workers)
         # Copying gradients into buckets is done by the lane that computes them, and the first micro-batch's are not
         # added to any; both once a step, and spread here over its micro-batches.
         extra = inputs.profile.collect_ms if layout.replicas > 1 and exchange else 0.0
@@ -169,11 +161,6 @@ class Evaluator:
             saved_bytes=figures.saved_bytes,
             link=link,
             links=own,
-            cores=layout.lanes_each + self._least_spare[layout.workers - 1] / self._lane_cores,
-            send_cpu=sending,
-            receive_cpu=receiving,
-            # Per byte of a bucket; what a worker moves is that times the factor of the ring.
-            sync_cpu=2 * (layout.replicas - 1) / layout.replicas * self._lane_seconds(layout.workers),
             co_run=max(1.0, inputs.profile.co_run.get(layout.lanes_each, 1.0)),
             buckets=buckets,
             replicas=layout.replicas,
@@ -219,7 +206,7 @@ class Evaluator:
         sent = factor * sum(one.bytes for one in buckets)
         if profile.batch_norm:  # mean and variance of each channel, float64, of which a norm has two parameters
             statistics = 8 * sum(one.count for one in profile.parameters if len(one.shape) == 1)
-            link += statistics * network.exchange([PLAIN])[PLAIN].ms_per_byte
+            link += statistics * network.exchange().ms_per_byte
             sent += factor * statistics
         return codec / choice.every, link / choice.every, sent / choice.every
 
@@ -387,19 +374,6 @@ class Evaluator:
         schedule = make(order_of_replica(candidate.schedule, layout), request)
         return simulate(lower(schedule, layout), costs).step_ms
 
-    def _core_seconds(self, workers: int) -> tuple[float, float]:
-        """What a byte takes of a lane's cores, sending it and receiving it, where so many workers are used."""
-        level = self._inputs.cluster.outer
-        if level is None or level.cores is None:
-            either = _SEND_PART * self._lane_seconds(workers)
-            return either, either
-        second = level.bandwidth * level.efficiency.send * self._lane_cores
-        return level.cores.send / second, level.cores.receive / second
-
-    def _lane_seconds(self, workers: int) -> float:
-        """What moving a byte takes of a lane's cores, where that was not measured: one of them moves it."""
-        return 1 / (self._least_core[workers - 1] * self._lane_cores)
-
     def _parts_of_model(self, figures: StageFigures) -> list[float]:
         """For every stage its part of the model's parameters."""
         sizes = figures.parameter_bytes
@@ -420,8 +394,7 @@ class Evaluator:
             times = [1e3 * passes * size / speed for size in figures.parameter_bytes]
         if not candidate.sharded:
             return tuple(times)
-        kind = Collective.GATHER, PLAIN[1]
-        hand = self._network(candidate.layout).exchange([kind])[kind]
+        hand = self._network(candidate.layout).exchange(Collective.GATHER)
         return tuple(
             time * part / max(1, whole) + hand.latency_ms + hand.ms_per_byte * part
             for time, part, whole in zip(times, self._owned(candidate), figures.parameter_bytes, strict=True)
@@ -450,7 +423,6 @@ class Evaluator:
             return ((),) * cut.stages
         figures = self._figures(cut, variant, self.samples(layout, count))
         factor = 2 * (layout.replicas - 1) / layout.replicas
-        core_speed = self._least_core[layout.workers - 1] / 1e3
         made = []
         for parameters, speed in zip(figures.parameters, throughput, strict=True):
             row, reached = [], 0.0
@@ -458,18 +430,14 @@ class Evaluator:
             for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
                 times = prices.times(bucket, self.space.codec_choices[codec])
                 reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
-                # Where the use of cores was not measured, one of them moves a bucket, which is then no faster than it.
-                wire = max(times.wire_ms, times.bytes / core_speed) if times.core_ms is None else times.wire_ms
                 row.append(
                     BucketCost(
                         round(times.bytes / factor),
                         reached,
                         times.encode_ms,
                         times.decode_ms,
-                        wire,
+                        times.wire_ms,
                         times.latency_ms,
-                        None if times.core_ms is None else times.core_ms / self._lane_cores,
-                        times.link_part * times.wire_ms / wire if wire > 0 else 1.0,
                     )
                 )
             made.append(tuple(row))

@@ -1,39 +1,36 @@
 """Measures the hosts of a job, and the links inside of them and between them, with the workers that will use them.
 
-For every host its memory and spare cores are measured, and every way of using its links (`link_ways`). Results are
-cached; a few messages check them before they are used again.
+Links are timed over the job's own groups and channels, in two ways: sums of all workers, and messages of a pair in both
+directions. Results are cached; a few messages check them before they are used again.
 """
 
 from __future__ import annotations
 
 import logging
 import statistics
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
+from pydantic import ValidationError
+from torch import Tensor
 
+from hybridpar.comm.grid import Grid
+from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
-from hybridpar.formats.cache import forget_measurement, load_measurement, store_measurement
-from hybridpar.machine.cluster import BUSY_LOAD, cpu_name, machine_load
-from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel, in_runs
-from hybridpar.machine.probe_worker import host_rate
-from hybridpar.machine.process import available_cores, host_identity, usable_memory
+from hybridpar.formats.cache import load_measurement, store_measurement
+from hybridpar.machine.cluster_file import ClusterSpec, Efficiency, Hosts, LinkLevel, in_runs
+from hybridpar.machine.devices import cpu_name
+from hybridpar.machine.process import host_identity, usable_memory
 from hybridpar.machine.steady import repeat_until_steady
-from hybridpar.planner.link_ways import (
-    LEAST_BYTES,
-    MOST_BYTES,
-    PLAIN_WAYS,
-    STRIPED_WAYS,
-    WAYS,
-    laps_of,
-    measure_level,
-    most_of_all,
-    spare_cores,
-)
 from hybridpar.planner.network import log_rounds
 from hybridpar.planner.store import MOST_TRIES
+from hybridpar.schedule.layout import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -43,48 +40,46 @@ KIND = "links"
 #: A link is measured again where it has become so many times faster or slower.
 DRIFT = 1.5
 
-#: What was measured is kept where a few messages right behind it take as long, but for such a factor.
+#: What was measured is remembered where a few messages right behind it take as long, but for such a factor.
 CONFIRMED = 1.5
 
 #: Hosts of one kind whose memory differs by less than this factor have the least of them.
 ALIKE = 1.1
 
-#: Seconds that one way of using a link is timed for, alone and again beside computing.
+#: Seconds that one way of using a link is timed for.
 LINK_SECONDS = 0.12
 
+#: Bytes of messages: a small one, and large ones on slow links and on fast ones; and of a copy in memory.
+_SMALL_BYTES, _LEAST_BYTES, _MOST_BYTES, _COPY_BYTES = 4 << 10, 1 << 20, 8 << 20, 64 << 20
 
-def measure_cluster(
-    world: World,
-    *,
-    fresh: bool = False,
-    seconds: float = LINK_SECONDS,
-    ways: Collection[str] = WAYS,
-    name: str | None = None,
-) -> ClusterSpec:
+_Work = Callable[[Tensor], object]
+
+
+def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_SECONDS) -> ClusterSpec:
     """The hosts and links of a job, measured now or remembered; a collective, all workers get the same answer.
 
     What is remembered holds for these hosts, with so many workers each, and for as long as the link still carries about
-    what it did, which a few messages tell; else all is measured again. So it is as soon as a machine is calmer that was
-    busy then.
+    what it did, which a few messages tell; else all is measured again.
     """
-    told, key = _key(world)
-    load = machine_load()
+    places: list[_Place] = world.gather(_place(world))  # type: ignore[assignment]
+    key = {
+        "places": [place.host for place in places],
+        "shared": world.transport,
+        "device": places[0].name,
+        "torch": str(torch.__version__),
+    }
     if not fresh:
-        known = world.from_main(lambda: _remembered(key, ways, load))
+        known = world.from_main(lambda: _remembered(key))
         if known is not None and _still_true(known, world, DRIFT):
             return known
 
     def measure() -> ClusterSpec:
-        spare: list[float] = [0.0]
-        if world.device.type == "cpu":
-            spare = world.gather(spare_cores(world, seconds))  # type: ignore[assignment]
-        rate = None
-        if world.device.type == "cuda":  # all at a time, as devices share their host's memory
-            rate = -most_of_all(-host_rate(world.device, seconds / 2), world)
-        hosts = _hosts(told, world, min(spare), rate)
+        hosts = _hosts(places, world)
         with world.named_errors("measuring the links between workers"):
-            levels = _levels(world, [one.host for one in told], seconds, ways) if world.size > 1 else {}
-        return ClusterSpec(name=name or _called(world), hosts=hosts, **levels)
+            levels = _levels(world, [place.host for place in places], seconds) if world.size > 1 else {}
+        return ClusterSpec(
+            name=f"a job over {world.transport}" if world.size > 1 else "this machine", hosts=hosts, **levels
+        )
 
     def doubt(tries: Sequence[ClusterSpec]) -> float:
         return float(not _still_true(tries[-1], world, CONFIRMED))
@@ -93,27 +88,12 @@ def measure_cluster(
     if doubtful:
         _log.warning(
             "the links between workers change by more than %g times from one moment to the next: what was measured is "
-            "used now and not kept",
+            "used now and not remembered",
             CONFIRMED,
         )
     else:
-        world.from_main(lambda: _remember(key, ways, load, tries[-1]))
+        world.from_main(lambda: store_measurement(KIND, key, tries[-1].model_dump(mode="json")))
     return tries[-1]
-
-
-def _key(world: World) -> tuple[list[_Place], dict[str, object]]:
-    """Where all workers are, and what is remembered of their links is kept by; a collective."""
-    told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]
-    return told, {
-        "places": [[one.host, one.cores] for one in told],
-        "shared": world.transport,
-        "device": told[0].name,
-        "torch": str(torch.__version__),
-    }
-
-
-def _called(world: World) -> str:
-    return f"a job over {world.transport}" if world.size > 1 else "this machine"
 
 
 class _Place(NamedTuple):
@@ -123,65 +103,62 @@ class _Place(NamedTuple):
         host: Its host.
         memory: That it may use; on a CPU together with the others there.
         name: Of its device.
-        cores: That it may use.
     """
 
     host: str
     memory: int
     name: str
-    cores: int
 
 
-def _own_place(world: World) -> _Place:
+def _place(world: World) -> _Place:
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
-        return _Place(host_identity(), properties.total_memory, properties.name, len(available_cores()))
-    return _Place(host_identity(), usable_memory(), cpu_name(), len(available_cores()))
+        return _Place(host_identity(), properties.total_memory, properties.name)
+    return _Place(host_identity(), usable_memory(), cpu_name())
 
 
-def _hosts(told: Sequence[_Place], world: World, spare: float, rate: float | None = None) -> tuple[Hosts, ...]:
-    """The hosts of the workers, those that are alike as one entry; with spare cores and host link of each worker."""
-    kind: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
-    counts = Counter(one.host for one in told)
-    found: list[Hosts] = []
-    for host, devices in counts.items():
-        first = next(one for one in told if one.host == host)
+def _hosts(places: Sequence[_Place], world: World) -> tuple[Hosts, ...]:
+    """The hosts of the workers in the order of ranks, those that are alike as one entry."""
+    on_gpu = world.device.type == "cuda"
+    # All workers copy at the same time, as those of a host share its memory.
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=world.device)
+    inside = _copy_rate(source, torch.empty_like(source), world)
+    outside = (
+        _copy_rate(source, torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True), world) if on_gpu else None
+    )
+    workers = Counter(place.host for place in places)
+    hosts = []
+    for name, row in groupby(places, key=lambda place: place.host):
+        own = list(row)
         # Memory differs a little between hosts that are alike, and from an hour to the next.
-        memory = min(one.memory for one in told if one.name == first.name and one.memory > first.memory / ALIKE)
-        memory = memory // (devices if kind == "cpu" else 1) >> 20 << 20
-        # Hosts with most memory come first in `by_worker`, and workers have the ranks that they have.
-        memory = min([memory, *(one.memory for one in found if one.memory is not None)])
-        host_found = Hosts(
-            devices=devices, kind=kind, name=first.name, memory=memory, communication_cores=spare, host_link=rate
+        alike = (one.memory for one in places if one.name == own[0].name and one.memory > own[0].memory / ALIKE)
+        memory = min(alike) // (1 if on_gpu else workers[name]) >> 20 << 20
+        hosts.append(
+            Hosts(
+                devices=len(own),
+                kind="cuda" if on_gpu else "cpu",
+                name=own[0].name,
+                memory=memory,
+                memory_bandwidth=2 * inside,  # a copy reads and writes
+                host_link=outside,
+            )
         )
-        found.append(host_found)
-    return in_runs(found)
+    return in_runs(hosts)
 
 
-def _remembered(key: Mapping[str, object], ways: Collection[str], load: float) -> ClusterSpec | None:
-    """What was measured before in these ways at least; nothing that was taken on a much busier machine."""
-    for one in _keys(key, ways):
-        kept: Any = load_measurement(KIND, one)
-        try:
-            found, before = ClusterSpec.model_validate(kept["cluster"]), float(kept["load"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if before <= BUSY_LOAD or load >= before / 2:
-            return found
-    return None
+def _copy_rate(source: Tensor, target: Tensor, world: World) -> float:
+    """Bytes per second that the slowest worker copies; a collective."""
+    world.barrier()
+    took = min(laps_of(lambda message: target.copy_(message, non_blocking=True), source, 5))
+    return source.nbytes / most_of_all(took, world)
 
 
-def _remember(key: Mapping[str, object], ways: Collection[str], load: float, spec: ClusterSpec) -> None:
-    """Keep what was measured; what was remembered of more ways is as old as the rest, and would be found first."""
-    *more, own = _keys(key, ways)
-    for one in more:
-        forget_measurement(KIND, one)
-    store_measurement(KIND, own, {"load": load, "cluster": spec.model_dump(mode="json")})
-
-
-def _keys(key: Mapping[str, object], ways: Collection[str]) -> list[dict[str, object]]:
-    """Under what ways may be kept, with most others first."""
-    return [{**key, "ways": sorted(one)} for one in (WAYS, STRIPED_WAYS, PLAIN_WAYS) if set(ways) <= set(one)]
+def _remembered(key: Mapping[str, object]) -> ClusterSpec | None:
+    """What was measured before."""
+    try:
+        return ClusterSpec.model_validate(load_measurement(KIND, key))
+    except ValidationError:
+        return None
 
 
 def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:
@@ -194,7 +171,7 @@ def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:
         beside = Counter(host for host, _ in spec.by_worker).values()
         share = max(2 * count * (world.size - count) / world.size for count in beside)
     # Of a length at which the link counts and not its latency.
-    size = MOST_BYTES if MOST_BYTES / speed < 0.02 else LEAST_BYTES
+    size = _MOST_BYTES if _MOST_BYTES / speed < 0.02 else _LEAST_BYTES
     message = torch.zeros(size // 4, device=world.device)
     took = most_of_all(statistics.median(laps_of(world.lane_groups[0].all_reduce, message, 3)), world)
     expected = share * size / speed
@@ -202,18 +179,95 @@ def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:
     return 1 / factor <= took / expected <= factor
 
 
-def _levels(world: World, hosts: Sequence[str], seconds: float, ways: Collection[str]) -> dict[str, LinkLevel]:
+def _levels(world: World, hosts: Sequence[str], seconds: float) -> dict[str, LinkLevel]:
     """The links inside of hosts and between them, as far as there are any."""
-    places = list(dict.fromkeys(hosts))
-    inside = [[rank for rank, host in enumerate(hosts) if host == place] for place in places]
+    inside = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     leaders = [ranks[0] for ranks in inside]
-    found: dict[str, LinkLevel] = {}
-    most = max(map(len, inside))
-    if most > 1:
-        # Of hosts with several workers the first one's links count; all are measured at a time.
-        pair = next((ranks[0], ranks[1]) for ranks in inside if len(ranks) > 1)
-        found["inside"] = measure_level(world, inside, pair, seconds, ways)
-    if len(places) > 1:
+    levels = {}
+    if len(leaders) < world.size:
+        levels["inside"] = _measure_level(world, inside, seconds)
+    if len(leaders) > 1:
         rest = [[rank] for rank in range(world.size) if rank not in leaders]
-        found["between"] = measure_level(world, [leaders, *rest], (leaders[0], leaders[1]), seconds, ways)
-    return found
+        levels["between"] = _measure_level(world, [leaders, *rest], seconds)
+    return levels
+
+
+def _measure_level(world: World, parties: Sequence[Sequence[int]], seconds: float) -> LinkLevel:
+    """Measure the links of parties of workers, all of which add at a time; a collective, what the slowest takes counts.
+
+    A worker that is alone in its party takes part in no sum, and only the first two of a party send, but all workers
+    meet as often.
+    """
+    pair = next((ranks[0], ranks[1]) for ranks in parties if len(ranks) > 1)
+    party = world.split(parties, lanes=1)
+    grid = Grid(world, Layout.dealt(world.size, world.size), [pair, pair[::-1]], lanes=1)
+    add = party.lane_groups[0].all_reduce if party.size > 1 else None
+    send = partial(_send_both_ways, grid, pair[world.rank == pair[0]]) if world.rank in pair else None
+    try:
+        latency, adding = _time(add, 2 * (party.size - 1) / party.size, world, seconds)
+        _, sending = _time(send, 1.0, world, seconds)
+    finally:
+        grid.close()
+        party.close()
+    most = max(adding, sending)
+    return LinkLevel(
+        bandwidth=most,
+        # What was timed is there and back again for two, and a tree for more.
+        latency_ms=1e3 * latency / (2 * log_rounds(max(map(len, parties)))),
+        efficiency=Efficiency(all_reduce=adding / most, send=sending / most),
+    )
+
+
+def _send_both_ways(grid: Grid, peer: int, message: Tensor) -> None:
+    """Send a message to another worker while it sends: a single way would let a token bucket on the link fill again."""
+    parts = [MessagePart(tuple(message.shape))]
+    sending = threading.Thread(target=grid.senders[peer].send, args=([message], parts))
+    sending.start()
+    grid.receivers[peer].receive(parts)
+    sending.join()
+
+
+def _time(work: _Work | None, sent: float, world: World, seconds: float) -> tuple[float, float]:
+    """Seconds of a small message, and bytes per second of large ones, of the slowest worker; a collective.
+
+    `sent` is what a worker sends for a byte of the message; a worker without work waits for the others.
+    """
+
+    def laps(size: int, repeats: int) -> list[float]:
+        return laps_of(work or _nothing, torch.zeros(size // 4, device=world.device), repeats)
+
+    small, size = laps(_SMALL_BYTES, 10), _LEAST_BYTES
+    took = most_of_all(min(laps(size, 1)), world)
+    while size < _MOST_BYTES and 16 * took < seconds:
+        size *= 4
+        took = most_of_all(min(laps(size, 1)), world)
+    world.barrier()
+    large = statistics.median(laps(size, max(2, min(50, int(seconds / took)))))
+    # Of a small message's time only the least is latency for sure: threads that wake up late do so once per message,
+    # and while a large one is under way they are awake.
+    moving = max(large - min(small), 0.5 * large)
+    mine = None if work is None else (statistics.median(small), sent * size / moving)
+    answers: list[tuple[float, float]] = [answer for answer in world.gather(mine) if answer is not None]  # type: ignore[misc]
+    return max(latency for latency, _ in answers), min(speed for _, speed in answers)
+
+
+def laps_of(work: _Work, message: Tensor, repeats: int) -> list[float]:
+    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        work(message)
+        if message.device.type == "cuda":
+            torch.cuda.synchronize(message.device)
+        times.append(time.perf_counter() - started)
+    return times[1:]
+
+
+def _nothing(message: Tensor) -> None:
+    """A worker that has no part in it."""
+
+
+def most_of_all(value: float, world: World) -> float:
+    """The largest of all workers' values, by which all decide the same."""
+    values: list[float] = world.gather(value)  # type: ignore[assignment]
+    return max(values)

@@ -15,29 +15,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
 
 from hybridpar.compress import Collective
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.schedule.costs import Link
 from hybridpar.schedule.layout import Layout
 
-#: How a message is reduced, and its type.
-Kind = tuple[Collective, torch.dtype]
-
-#: Gradients without a codec.
-PLAIN: Kind = (Collective.SUM, torch.float32)
-
 _FREE = LinkLevel(bandwidth=1e300)
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a collective of one kind costs.
+    """What a collective costs.
 
     Attributes:
         latency_ms: Of an empty message.
@@ -132,83 +124,25 @@ class Network:
         inside, between = log_rounds(max(workers.values())), log_rounds(len(workers))
         return 2 * (inside * self._inside.latency_ms + between * self._between.latency_ms)
 
-    def exchange(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
+    def exchange(self, collective: Collective = Collective.SUM) -> LinkCost:
         """What messages take until they have met, where all workers of a group send their own.
 
-        Of groups on two levels that is right for sums alone; codecs then work between hosts, see `between_hosts`.
+        Of groups on two levels that is right for sums alone; codecs then work between hosts.
         """
-        group = self.grouping
-        if group.two_levels:
-            return {kind: self._two_levels(kind) for kind in kinds}
-        level = self._inside if group.hosts == 1 else self._between
-        sharing = 1 if group.hosts == 1 else group.sharing
-        return {kind: _flat(kind, level, group.workers, sharing) for kind in kinds}
+        inside, between = self.inside_hosts(collective), self.between_hosts(collective)
+        return LinkCost(inside.latency_ms + between.latency_ms, inside.ms_per_byte + between.ms_per_byte)
 
-    def between_hosts(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
-        """What the messages of a codec take between the leaders of hosts, which share the link of their host."""
-        group = self.grouping
-        return {kind: _flat(kind, self._between, group.hosts, group.sharing) for kind in kinds}
+    def between_hosts(self, collective: Collective = Collective.SUM) -> LinkCost:
+        """What messages take between the leaders of hosts, which share the link of their host."""
+        return _cost(collective, self._between, self.grouping.hosts, self.grouping.sharing)
 
-    @property
-    def bytes_per_ms(self) -> float | None:
-        """What a worker of a group can send over the link between its workers; None on two levels, where it is two."""
-        group = self.grouping
-        if group.two_levels:
-            return None
-        return self._inside.bandwidth / 1e3 if group.hosts == 1 else self._between.bandwidth / (1e3 * group.sharing)
-
-    def inside_cost(self) -> LinkCost:
-        """What a codec between hosts needs inside of them: a sum before it, and one that hands the result out."""
-        once = _flat(PLAIN, self._inside, self.grouping.each, 1)
-        return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
-
-    def inside_core_use(self) -> float | None:
-        """Cores that `inside_cost` keeps busy; None where that was not measured."""
-        return _core_use(PLAIN, self._inside)
-
-    def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
-        """Cores of a worker that messages keep busy while they are on their way; None where that was not measured."""
-        group = self.grouping
-        levels = [self._inside] if group.hosts == 1 else [self._between]
-        if group.two_levels and not codec:
-            levels = [self._inside, self._between]
-        uses = [_core_use(kind, level) for level in levels]
-        known = [use for use in uses if use is not None]
-        if len(known) < len(uses):
-            return None
-        if len(known) == 1:
-            return known[0]
-        times = [_flat(kind, self._inside, group.each, 1), _flat(kind, self._between, group.hosts, group.sharing)]
-        whole = sum(one.ms_per_byte for one in times)
-        return sum(use * one.ms_per_byte for use, one in zip(known, times, strict=True)) / whole if whole else 0.0
-
-    def _two_levels(self, kind: Kind) -> LinkCost:
-        group = self.grouping
-        inner = _flat(kind, self._inside, group.each, 1)
-        outer = _flat(kind, self._between, group.hosts, group.sharing)
-        return LinkCost(inner.latency_ms + outer.latency_ms, inner.ms_per_byte + outer.ms_per_byte)
+    def inside_hosts(self, collective: Collective = Collective.SUM) -> LinkCost:
+        """What messages take between the workers of a group that are on a host."""
+        return _cost(collective, self._inside, self.grouping.each, 1)
 
     def _sends(self, level: LinkLevel, sharing: int) -> Link:
         speed = level.bandwidth * level.efficiency.send / max(1, sharing)
         return Link(level.latency_ms, speed)
-
-
-def _core_use(kind: Kind, level: LinkLevel) -> float | None:
-    """On one level; a sharded exchange goes there and comes back, at speeds of their own."""
-    use, reached = level.cores, level.efficiency
-    if use is None:
-        return None
-    if kind[0] is Collective.SHARD:
-        there, back = 1 / reached.all_to_all, 1 / reached.all_gather
-        return (use.all_to_all * there + use.all_gather * back) / (there + back)
-    return use.all_gather if kind[0] is Collective.GATHER else use.of(_sum_way(kind))
-
-
-def _sum_way(kind: Kind) -> str:
-    """Which way of using a link a sum is."""
-    if not kind[1].is_floating_point:
-        return "integer_sum"
-    return "half_sum" if kind[1].itemsize == 2 else "all_reduce"
 
 
 def log_rounds(workers: int) -> int:
@@ -216,18 +150,13 @@ def log_rounds(workers: int) -> int:
     return math.ceil(math.log2(workers)) if workers > 1 else 0
 
 
-def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
-    """One level; `sharing` groups use the link beside each other."""
-    collective = kind[0]
-    if workers == 1:
-        return LinkCost(0.0, 0.0)
-    use, latency = level.efficiency, level.latency_ms
-    speed = level.bandwidth / (1e3 * sharing)  # bytes per millisecond
-    part = (workers - 1) / workers
+def _cost(collective: Collective, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
+    """What a collective takes on a level whose link so many groups use beside each other."""
+    speed = level.bandwidth * level.efficiency.all_reduce / (1e3 * sharing)  # bytes per millisecond
+    part, rounds = (workers - 1) / workers, log_rounds(workers)
     if collective is Collective.SHARD:
         # Stripes go to their owners, and come back merged, of the same size.
-        messages = (workers - 1) + log_rounds(workers)
-        return LinkCost(messages * latency, part / (speed * use.all_to_all) + part / (speed * use.all_gather))
+        return LinkCost((workers - 1 + rounds) * level.latency_ms, 2 * part / speed)
     if collective is Collective.GATHER:
-        return LinkCost(log_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
-    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.of(_sum_way(kind))))
+        return LinkCost(rounds * level.latency_ms, (workers - 1) / speed)
+    return LinkCost(2 * rounds * level.latency_ms, 2 * part / speed)

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state_dicts import require_saved, require_unwrapped
+from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import ModelInfo, Plan, ResolvedPlan, parse_plan, read_plan
 from hybridpar.planner.fixed import (
     decided_options,
@@ -37,14 +39,16 @@ from hybridpar.planner.fixed import (
     needs_stages,
     not_modelled,
 )
-from hybridpar.planner.resolve import DTYPES, resolve
+from hybridpar.planner.resolve import resolve
 from hybridpar.schedule.layout import Layout
 
 if TYPE_CHECKING:  # a run without a search does not import the planner
     from hybridpar.planner.evaluate import Outcome
     from hybridpar.planner.inputs import PlannerInputs
-    from hybridpar.planner.measure_run import Question
+    from hybridpar.planner.probes import Question
     from hybridpar.planner.search import Answer
+    from hybridpar.planner.trials import OpenTrial
+    from hybridpar.planner.ways import Way
 
 _log = logging.getLogger(__name__)
 
@@ -54,9 +58,13 @@ _DETAILS = ", details in plan.json"
 #: Options that decide what samples and weights are, and nothing that a plan says.
 _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
     *("replicas", "micro_batches", "schedule", "recompute", "offload", "placement", "bucket_mb", "compress"),
-    *("memory_format", "kernels", "stages", "sync"),
+    *("memory_format", "kernels", "amp", "compile", "cuda_graph", "stages", "sync"),
 }
 
+
+#: Plans that take a few steps before a run, if they are predicted to take at most this multiple of the best; their
+#: rounds, and seconds after which there is no other.
+FINALISTS, NEAR, ROUNDS, MOST_SECONDS = 4, 1.3, 5, 1.5
 
 #: What is followed, if anything, and what to tell of it at the start.
 _Found = tuple[Plan | None, tuple[str, ...]]
@@ -88,9 +96,12 @@ def plan_run(
     decided: Collection[str] | None = None,
     plan: Plan | None = None,
     announce: Callable[[str], None] = lambda text: None,
-    measured: bool = True,
+    open_trial: OpenTrial | None = None,
 ) -> PlannedRun:
-    """Find the plan of a run; a collective."""
+    """Find the plan of a run; a collective.
+
+    Ways to compute a step and the best plans are timed by steps that `open_trial` makes; without it none is searched.
+    """
     # A script's own loop decides what there is to exchange; so does the plan of a run that is resumed, or of a file.
     named = decided_options(config, given) if decided is None and stored is None else frozenset()
     if config.plan_file is not None:
@@ -126,7 +137,7 @@ def plan_run(
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
         if kept is not None:
             found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
-    elif not measured:
+    elif open_trial is None:
         found = _unplanned("no worker holds all of the model to measure it") if "plan" in given else found
     elif why := _not_worth(sample_shape, steps):
         found = _unplanned(why) if "plan" in given else found
@@ -134,15 +145,15 @@ def plan_run(
         found = _unplanned(f"no prediction knows {option}")
     else:
         from hybridpar.models.random_state import same_random
-        from hybridpar.planner.measure_run import Question
+        from hybridpar.planner.probes import Question
         from hybridpar.tvm_kernels.swap import has_tuned_kernels
 
         fixed = fixed_by(config, decided, world.size, names, named)
         if fixed.kernels == "tuned" and not has_tuned_kernels(model):
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
-        question = Question.of_run(config, fixed, name, sample_shape or (), steps)
+        question = Question.of_run(config, fixed, name, sample_shape or (), steps, decided)
         with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
-            planned, said = _search(model, world, question, announce)
+            planned, said = _search(model, world, question, open_trial, announce)
             found = planned, (*found[1], *said)
     followed, lines = found
     resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
@@ -196,6 +207,7 @@ def plan_loop(
     steps: int | None,
     name: str | None,
     plan: Plan | None = None,
+    open_trial: OpenTrial | None = None,
 ) -> PlannedRun:
     """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective."""
     asked, decided = config, decided_options(config)
@@ -215,7 +227,7 @@ def plan_loop(
         name=name or type(model).__name__,
         decided=decided,
         plan=plan,
-        measured=not is_deferred(model),
+        open_trial=None if is_deferred(model) else open_trial,
     )
     for line in found.lines if world.is_main else ():
         _log.info(line.removesuffix(_DETAILS))  # there is no run directory here
@@ -265,12 +277,11 @@ def _follow_given(
 ) -> _Found:
     from hybridpar.partition.planning import require_model
     from hybridpar.planner.inputs import check_made_for
-    from hybridpar.planner.link_ways import PLAIN_WAYS
     from hybridpar.planner.links import measure_cluster
 
     require_model(plan, model, name)
     if plan.inputs is not None:
-        check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
+        check_made_for(plan, measure_cluster(world))
     followed = _as_followed(config, plan, decided, world.size)
     told = _expected(followed)
     if followed.inputs is not None and followed.is_edited:
@@ -294,10 +305,6 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
         told.append("samples of {}, not {}".format(*shapes))
     if inputs.optimizer_copies != state_copies(config):
         told.append(f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {state_copies(config)}")
-    if plan.measured is not None and plan.measured.dtype != DTYPES[config.amp]:
-        told.append(f"computing in {plan.measured.dtype}")
-    if (inputs.profile.compiled is not None) != config.compile:
-        told.append("a model that is not compiled" if config.compile else "a compiled model")
     return ", ".join(told)
 
 
@@ -353,7 +360,7 @@ def _usable(place: Path) -> Plan | None:
 
 
 def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
-    from hybridpar.planner.measure_run import LEAST_STEPS
+    from hybridpar.planner.probes import LEAST_STEPS
 
     if sample_shape is None:
         return "there is no example of inputs, in floating point, to measure with"
@@ -364,31 +371,94 @@ def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
     return ""
 
 
-def _search(model: nn.Module, world: World, question: Question, announce: Callable[[str], None]) -> _Found:
+def _search(
+    model: nn.Module, world: World, question: Question, open_trial: OpenTrial, announce: Callable[[str], None]
+) -> _Found:
     """Measure, and take the fastest plan; where that fails the run goes on without a plan."""
-    from hybridpar.planner.measure_run import measure_inputs
+    from hybridpar.planner.probes import measure_inputs
     from hybridpar.planner.record import plan_of
-    from hybridpar.planner.search import find_plan
+    from hybridpar.planner.search import finalists, find_plan, verified
+    from hybridpar.planner.ways import compute_of_way
 
     begun = time.perf_counter()
     try:
-        inputs = measure_inputs(model, question, world, announce=announce)
+        measured = measure_inputs(model, question, world, open_trial=open_trial, announce=announce)
     except SyncError:
         raise
     except HybridparError as error:
         return _unplanned(error.what)
+    inputs, way = measured.inputs, measured.way
+    compute = {"compute": compute_of_way(question.options or TrainConfig(), way)}
+    found: list[tuple[Answer, list[Outcome]]] = []
 
-    def decide() -> tuple[str | None, tuple[str, ...]]:
-        assert inputs is not None
+    def predict() -> tuple[tuple[str, ...], list[str]]:
+        """Why there is no plan, or the plans that are worth a few steps."""
         announce("planning: predicting the ways to divide the work")
         try:
             answer = find_plan(inputs)
         except PlanError as error:
-            return _unplanned(error.what)
-        return plan_of(answer).to_json(), _told(answer, inputs, time.perf_counter() - begun)
+            return _unplanned(error.what)[1], []
+        outcomes = [one for one in finalists(answer, FINALISTS) if one.score <= NEAR * answer.chosen.score]
+        found.append((answer, outcomes))
+        return (), [plan_of(answer, one).model_copy(update=compute).to_json() for one in outcomes]
+
+    why_not, texts = world.from_main(predict)
+    if why_not:
+        return None, why_not
+    plans = [parse_plan(json.loads(text)) for text in texts]
+    times = _run_finalists(plans, model, question, world, open_trial, announce)
+
+    def decide() -> tuple[str, tuple[str, ...]]:
+        answer, outcomes = found[0]
+        run = [outcomes[index] for index in times]
+        result = verified(answer, run, list(times.values())) if times else None
+        outcome = answer.chosen if result is None else result.chosen
+        plan = plan_of(answer, outcome).model_copy(update=compute)
+        if result is not None:
+            step_ms = result.measured_ms[run.index(outcome)]
+            plan = _with_step(plan, step_ms)
+        return plan.to_json(), _told(answer, outcome, plan, inputs, way, len(times), time.perf_counter() - begun)
 
     text, lines = world.from_main(decide)
-    return None if text is None else parse_plan(json.loads(text)), lines
+    return parse_plan(json.loads(text)), lines
+
+
+def _with_step(plan: Plan, step_ms: float) -> Plan:
+    """The plan with the time of its steps as it was measured, which is what the run is to take."""
+    assert plan.predicted is not None
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_ms": round(step_ms, 3)})})
+
+
+def _run_finalists(
+    plans: Sequence[Plan],
+    model: nn.Module,
+    question: Question,
+    world: World,
+    open_trial: OpenTrial,
+    announce: Callable[[str], None],
+) -> dict[int, list[float]]:
+    """Milliseconds of steps of the best plans, by index, which take turns; none of a single plan; a collective."""
+    from hybridpar.planner.trials import FIRST_STEPS, random_batch, time_in_turns
+
+    if len(plans) < 2:
+        return {}
+    announce(f"planning: running some steps of the {len(plans)} best plans")
+    example = random_batch(question.sample_shape, question.batch, world.device)
+    with contextlib.ExitStack() as stack:
+        steps = {}
+        for index, plan in enumerate(plans):
+            assert question.options is not None
+            assert plan.compute is not None
+            options = replace(question.options, **plan.compute.options)
+            opening = partial(open_trial, model, options, world, example, plan)
+            with intra_op_threads(plan.compute.threads), contextlib.suppress(UsageError):
+                trial = stack.enter_context(contextlib.closing(world.on_all(opening)))
+                for _ in range(FIRST_STEPS):
+                    trial.step()
+                steps[str(index)] = trial.step
+        threads = plans[0].compute.threads if plans[0].compute is not None else None
+        times = time_in_turns(steps, world, rounds=ROUNDS, seconds=MOST_SECONDS, threads=threads)
+    return {index: times[str(index)] for index in range(len(plans)) if str(index) in times}
 
 
 def _unplanned(why: str) -> tuple[None, tuple[str, ...]]:
@@ -400,22 +470,41 @@ def _expected(plan: Plan) -> str:
     return f", predicted {predicted:,.1f} ms a step" if predicted is not None else ""
 
 
-def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, ...]:
-    """Which plan was chosen, and how much slower the next best is."""
+def _told(
+    answer: Answer,
+    outcome: Outcome,
+    plan: Plan,
+    inputs: PlannerInputs,
+    way: Way | None,
+    timed: int,
+    seconds: float,
+) -> tuple[str, ...]:
+    """What was chosen, what it won, and what planning cost."""
     from hybridpar.planner.codecs import proof_lines
     from hybridpar.planner.explain import brief, caveats
+    from hybridpar.planner.space import DATA_PARALLEL
 
-    chosen = answer.chosen
-    line = f"plan     {brief(chosen.candidate, answer)}, about {_ms(chosen.step_ms)} a step"
-    others = (one for one in answer.ranked if _kind(one) != _kind(chosen))
+    assert plan.predicted is not None
+    assert plan.predicted.step_ms is not None
+    line = f"plan     {brief(outcome.candidate, answer)}, about {_ms(plan.predicted.step_ms)} a step"
+    others = (other for other in answer.ranked if _kind(other) != _kind(outcome))
     if (other := next(others, None)) is not None:
-        gap = other.score - chosen.score
-        told = "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
-        line += f" (next best: {brief(other.candidate, answer)}, {told})"
-    lines = [f"{line}; planned in {seconds:.1f} s{_DETAILS}"]
-    choice = answer.evaluator.space.codec_choices[chosen.candidate.codec]
+        gap = other.score - outcome.score
+        difference = (
+            "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
+        )
+        line += f" (next best: {brief(other.candidate, answer)}, {difference})"
+    lines = [line]
+    if way is not None:
+        lines += [f"         {text}" for text in _worth_lines(way)]
+        plain = answer.baselines.get(DATA_PARALLEL)
+        if plain is not None:
+            baseline = plain.step_ms + way.plain_ms - max(way.step_ms)
+            cost = f"planning took {seconds:.1f} s{f', {timed} plans were run' * (timed > 0)}"
+            lines.append(f"         {cost}; without it a step takes about {_ms(baseline)}{_DETAILS}")
+    choice = answer.evaluator.space.codec_choices[outcome.candidate.codec]
     if (outer := choice.outer) is not None:
-        exchange_ms = outer.every * sum(answer.evaluator.outer(chosen.candidate)[:2])
+        exchange_ms = outer.every * sum(answer.evaluator.outer(outcome.candidate)[:2])
         lines.append(
             f"         an exchange takes about {_ms(exchange_ms)}, so it is made every {outer.every} steps only"
         )
@@ -424,6 +513,15 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, .
     if fewer := _fewer_workers(answer, inputs):
         lines.append(f"         {fewer}")
     return (*lines, *(f"         {one}" for one in caveats(inputs)))
+
+
+def _worth_lines(way: Way) -> list[str]:
+    """What each way to compute a step was worth."""
+    tried = [
+        f"{worth.name} {worth.ratio:.2f}x{', chosen' * worth.chosen}" for worth in way.worths if worth.ratio is not None
+    ]
+    lines = [f"a step takes, with {'; '.join(tried)}"] if tried else []
+    return lines + [f"not {worth.name}: {worth.why_not}" for worth in way.worths if worth.why_not]
 
 
 def _kind(outcome: Outcome) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Measures how fast codecs are.
+"""Measures how fast codecs are, on all workers at the same time.
 
 A codec is measured by a whole exchange of a few of the model's shapes, over a group that sends nothing.
 """
@@ -9,17 +9,29 @@ import functools
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Group, Reduction, split
+from hybridpar.comm.world import World
+from hybridpar.compress import parse_codec
 from hybridpar.compress.codec import Codec, Round, TensorSpec
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.policy import bind
+from hybridpar.errors import HybridparError
+from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import halves_apart
+from hybridpar.partition.profile_cache import machine_key
+from hybridpar.planner.profile import Parameter
+from hybridpar.planner.store import NOISE, remembered
+
+_WAYS = ("encode", "decode")
 
 #: Elements of the largest piece of a parameter that a codec is tried on.
 _MOST_ELEMENTS = 1 << 20
@@ -83,6 +95,55 @@ class CodecRate:
             before + part * (after - before) for before, after in zip(self.tried[low], self.tried[high], strict=True)
         )
         return encode, decode
+
+
+def measure_rates(
+    codecs: Sequence[str],
+    parameters: Iterable[Parameter | torch.nn.Parameter],
+    workers: int,
+    device: torch.device,
+    *,
+    world: World | None = None,
+    cache: Path | None = None,
+) -> dict[str, dict[int, tuple[float, float]]]:
+    """How fast codecs are on a device; those that fit no layer, or cannot run here, are left out."""
+    shapes = sorted({tuple(one.shape) for one in parameters})
+    tried_by = min(max(workers, 2), 8)
+    beside = Counter(world.gather(host_identity())).most_common(1)[0][1] if world is not None else 1
+    key = {
+        "shapes": shapes,
+        "beside": beside,
+        "workers": tried_by,
+        **machine_key(device),
+    }
+    rates: dict[str, dict[int, tuple[float, float]]] = {}
+    for text in codecs:
+        measure = partial(_rate, text, shapes, tried_by, device)
+        of_all = measure if world is None else partial(_rate_of_all, world, measure)
+        found = remembered("codec", {**key, "codec": text}, cache, of_all, world)
+        counts = sorted({int(name.partition(" ")[0]) for name in found})
+        if counts:
+            rates[text] = {count: (found[f"{count} encode"], found[f"{count} decode"]) for count in counts}
+    return rates
+
+
+def _rate(text: str, shapes: Sequence[tuple[int, ...]], workers: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds by number of elements and direction; nothing where the codec fits no layer, or cannot run here."""
+    try:
+        rate = measure_codec(parse_codec(text), shapes, workers, device)
+    except HybridparError:
+        return {}
+    tried = {} if rate is None else rate.tried
+    times = {f"{count} {way}": took for count, both in tried.items() for way, took in zip(_WAYS, both, strict=True)}
+    return times if rate is None else times | {NOISE: rate.noise}
+
+
+def _rate_of_all(world: World, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The mean of what all measure at the same time; a collective."""
+    world.barrier()
+    told: list[dict[str, float]] = world.gather(measure())  # type: ignore[assignment]
+    means = {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
+    return means | {NOISE: max(one.get(NOISE, 0.0) for one in told)}
 
 
 @torch.no_grad()

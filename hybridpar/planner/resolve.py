@@ -19,6 +19,7 @@ from hybridpar.config.recipe import refuse
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.plan import (
+    Compute,
     Kernels,
     Measured,
     ModelInfo,
@@ -53,6 +54,11 @@ def resolve(
 ) -> ResolvedPlan:
     """The plan of a run."""
     decided = decided_options(config) if decided is None else decided
+    if plan is not None and plan.compute is not None:
+        left = plan.compute.options.keys() - set(decided)
+        if "kernels" in decided and config.uses_kernels:
+            left -= {"memory_format"}  # that of the kernels
+        config = replace(config, **{name: plan.compute.options[name] for name in left})
     layout, sync = _layout(config, workers, plan, decided), resolve_sync(config, plan, decided)
     if not layout.is_equal:
         replace(config, shard_optimizer=sync.shard_optimizer, batch_norm=sync.batch_norm).check_unequal()
@@ -89,20 +95,9 @@ def resolve(
         raise refuse(f"--recompute {both[0]}", f"--offload {both[0]}", "What is computed again need not wait.")
     if offload and config.cuda_graph:
         raise refuse("--cuda-graph", "--offload", "Memory of the host is not allocated within a graph.")
-    kernels = config.kernels.strip()
-    if plan is not None and plan.kernels is not None and plan.kernels.database == "auto" and "kernels" not in decided:
-        kernels = "auto"
     measured = plan.measured if plan is not None else None
-    memory_format = config.memory_format
-    if measured is not None and not (config.uses_kernels or "memory_format" in decided):
-        memory_format = measured.memory_format
-    if memory_format == "auto":
-        memory_format = "contiguous" if kernels == "off" else "channels_last"
-    facts = {
-        "memory_format": memory_format,
-        "dtype": DTYPES[config.amp],
-        "seed": config.seed,
-    }
+    compute = compute_of(config, None if plan is None or plan.compute is None else plan.compute.threads)
+    facts = {"memory_format": compute.memory_format, "dtype": DTYPES[config.amp], "seed": config.seed}
     searched = plan is not None and plan.inputs is not None
     return ResolvedPlan(
         model=model or (_UNKNOWN if plan is None else plan.model),
@@ -117,11 +112,24 @@ def resolve(
             offload=offload,
         ),
         sync=sync,
-        kernels=None if kernels == "off" else Kernels(database=kernels),
+        compute=compute,
+        kernels=Kernels(database=compute.kernels) if config.uses_kernels else None,
         measured=(measured or Measured()).model_copy(update=facts),
         predicted=plan.predicted if plan is not None and searched else None,
         checksum=None if plan is None else plan.checksum or plan.digest,
         inputs=plan.inputs if plan is not None else None,
+    )
+
+
+def compute_of(config: TrainConfig, threads: int | None = None) -> Compute:
+    """How steps are computed with options."""
+    return Compute(
+        memory_format="channels_last" if config.uses_channels_last else "contiguous",
+        kernels=config.kernels.strip(),
+        amp=config.amp,
+        compile=config.compile,
+        cuda_graph=config.cuda_graph,
+        threads=threads,
     )
 
 

@@ -34,8 +34,8 @@ from hybridpar.schedule.schedules import SCHEDULES
 def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     """Time that no schedule of these stages beats.
 
-    The largest of the following, each of which every simulated step takes at least; sharing cores or links, and waiting
-    in queues, only adds to the durations used here.
+    The largest of the following, each of which every simulated step takes at least; sharing a processor or links, and
+    waiting in queues, only adds to the durations used here.
 
     1. *Lanes.* A lane runs M forward and M backward passes of each of its stages, one at a time. Before the first of
        them, some micro-batch has gone forward through all stages before one of the lane's (`head`, the longest path of
@@ -46,7 +46,7 @@ def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     3. *Links.* The first bucket of a stage is ready no earlier than after M forward passes, M - 1 backward passes and
        its part of the last one, and the head. From the earliest of these on, all buckets of a worker pass over its
        link, which carries no more than one at its full speed.
-    4. *Cores.* All core time of a worker, divided by its cores.
+    4. *Processor.* All that a worker computes, encodes and decodes, divided by its lanes.
 
     Where a step commits as a whole, the agreement and the shortest optimizer step come after everything of 1 to 3.
     """
@@ -65,7 +65,7 @@ def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     if costs.commit:
         updates = [costs.compute_ms(stage, Kind.STEP) for stage in stages]
         longest += costs.control_ms + min(updates)
-    return max(longest, _cores(layout, costs, micro_batches, forward, backward))
+    return max(longest, _processors(layout, costs, micro_batches, forward, backward))
 
 
 def _paths(
@@ -105,24 +105,20 @@ def _links(
             ready = min(one.ready for one in buckets)
             passes = count * forward[stage] + (count - 1) * backward[stage]
             begin = min(begin, head[stage] + passes + ready * backward[stage])
-            wire += sum(one.link_part * (one.wire_ms or 0.0) for one in buckets)
+            wire += sum(one.wire_ms or 0.0 for one in buckets)
         if wire > 0 and costs.sync_shares_link:
             last = max(last, begin + wire)
     return last
 
 
-def _cores(layout: Layout, costs: Costs, count: int, forward: list[float], backward: list[float]) -> float:
-    if costs.cores is None:
-        return 0.0
+def _processors(layout: Layout, costs: Costs, count: int, forward: list[float], backward: list[float]) -> float:
     needed = [0.0] * layout.workers
     for stage in range(layout.stages):
         home = layout.home(stage)
-        computing = count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
-        needed[home] += costs.compute_cores * computing
+        needed[home] += count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
         if costs.replicas > 1 and stage < len(costs.buckets):
-            for one in costs.buckets[stage]:
-                needed[home] += one.encode_ms + one.decode_ms + costs.sync_core_ms(one)
-    return max(needed) / costs.cores
+            needed[home] += sum(one.encode_ms + one.decode_ms for one in costs.buckets[stage])
+    return max(time / max(1, layout.worker_of.count(worker)) for worker, time in enumerate(needed))
 
 
 #: Told how many candidates were looked at, and of how many.
@@ -401,7 +397,7 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
     """
     workers = answer.evaluator.space.workers
     found: dict[tuple[object, ...], Outcome] = {}
-    plain = answer.baselines[DATA_PARALLEL]
+    plain = answer.baselines.get(DATA_PARALLEL)
     for one in (answer.chosen, *([] if plain is None else [plain]), *answer.ranked):
         layout = one.candidate.layout
         if layout.stages > 1 and layout.workers not in (1, workers):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError
-from hybridpar.machine.cluster import machine_load
+from hybridpar.machine.devices import machine_load
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.records import EpochRecord, RunInfo
 from hybridpar.observe.summary import step_without_data_ms

@@ -291,7 +291,7 @@ def _prediction_blocks(one: _Known) -> Iterator[_Block]:
     if warning := one.summary.get("prediction_warning"):
         yield _note(warning, warn=True)
     if one.plan is not None and one.plan.predicted is None and not rows:
-        yield _note("Nothing was predicted: the run did what its options said. `--plan auto` and stages are predicted.")
+        yield _note("Nothing was predicted: the run did what its options said. `--plan auto` predicts.")
 
 
 def _plan_blocks(one: _Known) -> Iterator[_Block]:

@@ -16,9 +16,9 @@ from hybridpar.schedule.spans import StepSpans
 
 
 def timeline_of_plan(plan: Plan) -> Timeline:
-    """A step of a plan, for drawing: as its search predicted it, else simulated from the times of its stages."""
-    times = plan.pass_ms()
-    if plan.pipeline is None or plan.placement is None or times is None:
+    """A step of a plan, for drawing."""
+    step = step_of_plan(plan)
+    if plan.pipeline is None or step is None:
         raise UsageError(
             "this plan does not say how micro-batches flow, so there is no schedule to draw",
             "A schedule is drawn from the sections placement and pipeline, and the times of all stages.",
@@ -26,13 +26,21 @@ def timeline_of_plan(plan: Plan) -> Timeline:
         )
     facts: dict[str, Any] = {"model": plan.model.name, "schedule": plan.pipeline.schedule}
     facts |= {"stages": len(plan.partition.stages), "micro_batches": plan.pipeline.micro_batches}
-    if (predicted := _predicted(plan)) is not None:
-        return _timeline(*predicted, facts)
-    if plan.predicted is not None and plan.predicted.step_ms is not None:
+    if plan.inputs is None and plan.predicted is not None and plan.predicted.step_ms is not None:
         facts["whole"] = f"{plan.predicted.step_ms:,.1f} ms with exchange and update"
+    return _timeline(*step, facts)
+
+
+def step_of_plan(plan: Plan) -> tuple[Simulation, Layout] | None:
+    """A step as the search of the plan predicted it, else simulated from the times of stages; None without these."""
+    times = plan.pass_ms()
+    if plan.pipeline is None or plan.placement is None or times is None:
+        return None
+    if (predicted := _predicted(plan)) is not None:
+        return predicted
     layout = plan.layout.replica(0, plan.partition.edges or None)
     costs = Costs(*times, link=Link(bytes_per_second=plan.pipeline.link_bytes_per_second))
-    return simulated(plan.orders()[0], layout, costs, facts)
+    return simulate(lower(plan.orders()[0], layout), costs), layout
 
 
 def _predicted(plan: Plan) -> tuple[Simulation, Layout] | None:

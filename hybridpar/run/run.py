@@ -73,7 +73,7 @@ from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import digest_of, latest_checkpoint, resolve_checkpoint
-from hybridpar.train.trainer import StepResult, Trainer
+from hybridpar.train.trainer import StepResult, Trainer, open_trial
 
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
@@ -218,7 +218,7 @@ class Run(RunLog):
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             decided=decided,
             announce=progress.prepare,
-            measured=deferred is None,
+            open_trial=open_trial if deferred is None else None,
         )
         plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.
@@ -294,7 +294,7 @@ class Run(RunLog):
             if self.is_over:
                 return
         self.plan, self.info = self._describe()
-        self.watch = self._open_watch()
+        self.watch = StageWatch(self.trainer, self.config, self.plan, self.total)
         self.profile: StepProfile | None = None
         if config.profile:
             trace = self.place.directory / "profile" / f"rank-{world.rank}.json.gz"
@@ -345,10 +345,6 @@ class Run(RunLog):
         recorded: dict[str, Any] = {"follows_plan": plan.inputs is not None, "images": images}
         name, given = self.model_name, self.given
         self.place = self.world.from_main(lambda: claim_place(self.place, asked, name, versions, given, **recorded))
-
-    def _open_watch(self) -> StageWatch:
-        plan_file = self.place.directory / "plan.json"
-        return StageWatch(self.trainer, self.config, self.plan, self.total, plan_file)
 
     def _enter(self, served: ServedTrainer) -> None:
         """Come to the servers; in the stead of a worker that died, go on from where the others are."""
@@ -651,7 +647,7 @@ class Run(RunLog):
     # --------------------------------------------------------------------- end
 
     def _finish(self, stopped: bool) -> None:
-        plan, trained_plan = self.watch.plan, self.trainer.plan
+        plan, trained_plan = self.plan, self.trainer.plan
         saved = self.trainer.engine.pipeline.peak_saved_bytes if trained_plan.is_staged else None
         noted = WorkerFigures(self.timings.share(self.watch.ahead), saved, self.memory.peak_bytes())
         answers = self.world.gather(noted) if self.served is None else self.served.gather_in_the_end(noted)

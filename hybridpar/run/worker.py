@@ -8,7 +8,7 @@ import torch
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.machine.cluster import cpu_name
+from hybridpar.machine.devices import cpu_name
 from hybridpar.machine.process import TUNED_VARIABLE, affinity, available_cores, cores_identity, share_cores
 
 

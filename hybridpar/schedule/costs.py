@@ -43,13 +43,11 @@ class BucketCost:
     Attributes:
         bytes: What the collective gets: the encoded payload where a codec is used.
         ready: When its last gradient is there, as a fraction of the stage's last backward pass.
-        encode_ms: Time to encode it; takes a core.
-        decode_ms: Time to decode what comes back; takes a core.
+        encode_ms: Time to encode it; a lane that computes meanwhile has half of the processor.
+        decode_ms: Time to decode what comes back; so, too.
         wire_ms: Time that its messages take on the link, without latency; None where they are one all-reduce of
             `bytes` over `sync_link`.
         latency_ms: Latency of its collectives; None for that of `sync_link`.
-        core_ms: Core time that its messages take beside encoding and decoding; None where `sync_cpu` says it.
-        link_part: What part of the link they fill in `wire_ms`; a collective that waits for itself leaves some.
     """
 
     bytes: int
@@ -58,8 +56,6 @@ class BucketCost:
     decode_ms: float = 0.0
     wire_ms: float | None = None
     latency_ms: float | None = None
-    core_ms: float | None = None
-    link_part: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,12 +71,6 @@ class Costs:
         link: The network of every worker. All that a worker sends at one time shares its speed, and so does all that
             it receives.
         links: Connections of ordered pairs of workers that are a wire of their own.
-        cores: Processor cores of a worker; computing takes `compute_cores`, and moving bytes as much as the next three
-            say. What wants less than an equal part of them gets it whole. None where nothing shares cores.
-        compute_cores: What a lane that computes takes of them: 0 where a device of its own computes.
-        send_cpu: Core time of a sender, in seconds per byte.
-        receive_cpu: Core time of a receiver, in seconds per byte.
-        sync_cpu: Core time of an all-reduce, in seconds per byte of the bucket.
         co_run: How much slower a lane computes while all lanes of its worker compute. Fewer share the same total, so
             they are slowed less or not at all.
         buckets: For every stage its gradient buckets.
@@ -101,11 +91,6 @@ class Costs:
     saved_bytes: tuple[int, ...] | None = None
     link: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
-    cores: float | None = None
-    compute_cores: float = 1.0
-    send_cpu: float = 0.0
-    receive_cpu: float = 0.0
-    sync_cpu: float = 0.0
     co_run: float = 1.0
     buckets: tuple[tuple[BucketCost, ...], ...] = ()
     replicas: int = 1
@@ -118,8 +103,6 @@ class Costs:
 
     def __post_init__(self) -> None:
         rules = (
-            ("cores", self.cores, self.cores is None or self.cores > 0, "above 0"),
-            ("compute_cores", self.compute_cores, self.compute_cores >= 0, "at least 0"),
             ("co_run", self.co_run, self.co_run >= 1, "at least 1"),
             ("replicas", self.replicas, self.replicas >= 1, "at least 1"),
             ("sync_lanes", self.sync_lanes, self.sync_lanes >= 1, "at least 1"),
@@ -144,10 +127,6 @@ class Costs:
         else:
             time = 0.0 if self.step_ms is None else self.step_ms[stage]
         return time + self.overhead_ms
-
-    def sync_core_ms(self, bucket: BucketCost) -> float:
-        """Core time that the messages of a bucket take."""
-        return 1e3 * bucket.bytes * self.sync_cpu if bucket.core_ms is None else bucket.core_ms
 
     @property
     def sync_factor(self) -> float:

@@ -1,20 +1,14 @@
 """Turns costs of actions into phases on shared resources.
 
-Every worker has cores, a way out to the network and a way in. What can never be short is left out, so that a
-simulation without contention costs nothing extra.
-
-Also how concurrent work on shared cores or a shared link slows down, for the simulator.
-
-An event loop over jobs whose speed changes while they run. A job is a row of phases; a phase says how long it takes
-when nothing disturbs it, and which part of which resources it uses meanwhile. Where more is used than there is,
-all users of the resource slow down in the same proportion (processor sharing), or, of one that is *fair*, only those
-that want more than an equal part; and a job runs as fast as the most crowded of its resources lets it.
+Every worker has a processor, a way out to the network and a way in. An event loop runs jobs whose speed changes while
+they run. A job is a row of phases; a phase says how long it takes when nothing disturbs it, and which part of which
+resources it uses meanwhile. Where more is used than there is, all users of the resource slow down in the same
+proportion (processor sharing), and a job runs as fast as the most crowded of its resources lets it.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -30,14 +24,13 @@ _TOLERANCE = 1e-9
 class Resource:
     """Something of which there is a limited amount at any time."""
 
-    __slots__ = ("_fair", "capacity", "jobs", "load", "share")
+    __slots__ = ("capacity", "jobs", "load", "share")
 
-    def __init__(self, capacity: float, fair: bool = False) -> None:
+    def __init__(self, capacity: float) -> None:
         self.capacity = capacity
         self.load = 0.0
-        #: What a user gets of its full speed; of a fair resource the amount that nobody gets more of.
-        self.share = math.inf if fair else 1.0
-        self._fair = fair
+        #: What a user gets of its full speed.
+        self.share = 1.0
         self.jobs: dict[Job, float] = {}  # with what each uses, in order of arrival, so that runs repeat exactly
 
     def add(self, job: Job, amount: float) -> bool:
@@ -51,29 +44,11 @@ class Resource:
         self.load -= self.jobs.pop(job)
         return self._divide()
 
-    def speed(self, amount: float) -> float:
-        """What a user of so much gets of its full speed."""
-        return min(1.0, self.share / amount) if self._fair else self.share
-
     def _divide(self) -> bool:
         before = self.share
         crowded = self.load > self.capacity * (1 + _TOLERANCE)
-        if self._fair:
-            self.share = self._level() if crowded else math.inf
-        else:
-            self.share = self.capacity / self.load if crowded else 1.0
+        self.share = self.capacity / self.load if crowded else 1.0
         return self.share != before
-
-    def _level(self) -> float:
-        """The amount that nobody gets more of: where all of the capacity is given out."""
-        left, level = self.capacity, 0.0
-        amounts = sorted(self.jobs.values())
-        for place, amount in enumerate(amounts):
-            level = left / (len(amounts) - place)
-            if amount >= level:
-                break
-            left -= amount
-        return level
 
 
 class Phase(NamedTuple):
@@ -156,8 +131,8 @@ class EventLoop:
 
     def _set_rate(self, job: Job) -> None:
         rate = 1.0
-        for resource, amount in job.phases[job.number].uses:
-            rate = min(rate, resource.speed(amount))
+        for resource, _ in job.phases[job.number].uses:
+            rate = min(rate, resource.share)
         if rate == job.rate:
             return
         job.left = max(0.0, job.left - (self.now - job.since) * job.rate)
@@ -171,21 +146,15 @@ _Uses = tuple[tuple[Resource, float], ...]
 
 
 class _Worker:
-    """The resources of a worker, and how much of them computing uses."""
+    """The resources of a worker."""
 
     def __init__(self, lanes: int, costs: Costs) -> None:
-        self.cores = None if costs.cores is None else Resource(costs.cores, fair=True)
         self.out, self.into = Resource(1), Resource(1)
         #: What all-reduces share, out of the worker and into it.
         self.sync = (Resource(1), Resource(1)) if costs.sync_own_link else (self.out, self.into)
-        self.compute = self.core_time(costs.compute_cores)
-        if costs.co_run > 1 and lanes > 1:
-            # All lanes together want co_run times what there is, whatever it is that they share.
-            self.compute += ((Resource(1), costs.co_run / lanes),)
-
-    def core_time(self, part: float) -> _Uses:
-        """So many cores."""
-        return () if self.cores is None or part <= 0 else ((self.cores, part),)
+        processor = Resource(max(1, lanes))
+        #: A codec works on the processor that lanes compute with; all lanes together want co_run times what there is.
+        self.codec, self.compute = ((processor, 1.0),), ((processor, costs.co_run),)
 
 
 class Machine:
@@ -211,26 +180,15 @@ class Machine:
         return self._edges[send.peer, send.stage].gradient_bytes
 
     def transfer(self, send: Action) -> list[Phase]:
-        """Phases of a send together with its receive: the latency, then the bytes.
-
-        The bytes take as long as the wire needs for them or a processor at either end, whichever is slower.
-        """
+        """Phases of a send together with its receive: the latency, then the bytes."""
         assert send.peer is not None
         layout, costs = self._layout, self._costs
         pair = (layout.home(send.stage), layout.home(send.peer))
         source, target = (self._workers[worker] for worker in pair)
         link = costs.links.get(pair, costs.link)
-        size = self.transfer_bytes(send)
-        wire = link.wire_ms(size)
-        send_cpu, receive_cpu = 1e3 * size * costs.send_cpu, 1e3 * size * costs.receive_cpu
-        time = max(wire, send_cpu, receive_cpu)
-        phases = [Phase(link.latency_ms)]
-        if time > 0:
-            uses = source.core_time(send_cpu / time) + target.core_time(receive_cpu / time)
-            if pair not in costs.links and wire > 0:
-                uses += ((source.out, wire / time), (target.into, wire / time))
-            phases.append(Phase(time, uses))
-        return phases
+        time = link.wire_ms(self.transfer_bytes(send))
+        shared = () if pair in costs.links else ((source.out, 1.0), (target.into, 1.0))
+        return [Phase(link.latency_ms), Phase(time, shared)]
 
     def sync_bytes(self, action: Action) -> float:
         """What a worker sends, and receives, in an all-reduce."""
@@ -246,20 +204,13 @@ class Machine:
         size = self.sync_bytes(action)
         wire = costs.sync_link.wire_ms(size) if bucket.wire_ms is None else bucket.wire_ms
         latency = costs.sync_link.latency_ms if bucket.latency_ms is None else bucket.latency_ms
-        cpu = costs.sync_core_ms(bucket)
-        time = max(wire, cpu)
-        bytes_phase = Phase(0.0)
-        if time > 0:
-            uses = worker.core_time(cpu / time)
-            on_wire = costs.link.wire_ms(size) if bucket.wire_ms is None else bucket.link_part * wire
-            shared = min(1.0, on_wire / time)
-            if costs.sync_shares_link and shared > 0:
-                uses += tuple((way, shared) for way in worker.sync)
-            bytes_phase = Phase(time, uses)
+        shared: _Uses = ()
+        if costs.sync_shares_link and wire > 0:
+            part = min(1.0, costs.link.wire_ms(size) / wire) if bucket.wire_ms is None else 1.0
+            shared = tuple((way, part) for way in worker.sync)
         return [
-            Phase(bucket.encode_ms, worker.core_time(1.0)),
-            # Where threads of this worker move bytes, handing a message from one to the next keeps a core busy as well.
-            Phase(latency, () if bucket.core_ms is None else worker.core_time(1.0)),
-            bytes_phase,
-            Phase(bucket.decode_ms, worker.core_time(1.0)),
+            Phase(bucket.encode_ms, worker.codec),
+            Phase(latency),
+            Phase(wire, shared),
+            Phase(bucket.decode_ms, worker.codec),
         ]

@@ -8,14 +8,11 @@ outputs on 10 classes without a word, and answers other misfits with an error in
 from __future__ import annotations
 
 import inspect
-import random
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +46,13 @@ def check_outputs(
     images = torch.randn(SAMPLES, *sample_shape, generator=torch.Generator().manual_seed(0)).to(device)
     _require_one_input(model, name, images)
     for training in (True, False):
-        with _unchanged(model), untouched(model, training=training), torch.no_grad(), autocast(config.amp, device):
+        with (
+            warnings.catch_warnings(),
+            untouched(model, training=training),
+            torch.no_grad(),
+            autocast(config.amp, device),
+        ):
+            warnings.simplefilter("ignore")  # about passes without gradients; the real ones come in training
             try:
                 if deferred:  # only shapes are looked at
                     with imagined(model, device) as mode:
@@ -59,30 +62,6 @@ def check_outputs(
             except Exception as error:
                 raise _failed(model, name, images, error) from error
         _require_scores(outputs, name, classes, "" if training else " in evaluation mode")
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore what `untouched` does not: parameters, attributes of modules, generators of Python and NumPy.
-
-    The copy of the parameters is no more memory than their gradients will need.
-    """
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    states = random.getstate(), np.random.get_state()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about passes without gradients; the real ones come in training
-            yield
-    finally:
-        for module, kept in attributes:
-            vars(module).clear()
-            vars(module).update(kept)
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _require_one_input(model: nn.Module, name: str, images: Tensor) -> None:

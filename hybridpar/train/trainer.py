@@ -62,6 +62,7 @@ from hybridpar.train.evaluation import evaluate
 from hybridpar.train.stages import cut_model
 from hybridpar.train.step_result import BadSteps
 from hybridpar.train.step_result import StepResult as StepResult
+from hybridpar.train.trial import Trial
 
 _log = logging.getLogger(__name__)
 
@@ -182,8 +183,10 @@ class Trainer:
             self.planned = (
                 plan
                 if isinstance(plan, PlannedRun)
-                else plan_loop(model, self.config, self.world, example, total_steps, name, given)
+                else plan_loop(model, self.config, self.world, example, total_steps, name, given, open_trial)
             )
+            if (threads := self.planned.plan.compute.threads) is not None:
+                torch.set_num_threads(threads)
             if self._deferred is not None and self.planned.plan.layout.positions == 1:
                 self._deferred.fill({name for name, _, _ in places(model)})
                 self._deferred = None
@@ -221,14 +224,14 @@ class Trainer:
         plan: ResolvedPlan,
         example: Tensor | None,
     ) -> Engine:
-        asked, device = self.config, self.world.device
+        asked, device = replace(self.config, **plan.compute.options), self.world.device
         self._channels_last = plan.channels_last
         if plan.channels_last:
             self.model.to(memory_format=torch.channels_last)
         if plan.kernels is not None:
             from hybridpar.tvm_kernels import optimize
 
-            optimize(self.model, None if plan.kernels.database == "auto" else plan.kernels.database)
+            optimize(self.model, None if asked.kernels == "auto" else asked.kernels)
         replicas = plan.layout.replicas
         options = expand(asked, total_steps=self.total_steps, replicas=replicas)
         if asked.recipe != "none":
@@ -525,7 +528,7 @@ class Trainer:
         Raises:
             UsageError: No worker has a single sample.
         """
-        with self.engine.evaluating() as forward, autocast(self.config.amp, self.world.device):
+        with self.engine.evaluating() as forward, autocast(self.plan.compute.amp, self.world.device):
             placed = ((self._place(inputs), self._place(targets)) for inputs, targets in map(_pair, batches))
             loss = self._loss.of_scores if isinstance(self._loss, OutputLoss) else self._loss
             return evaluate(forward, loss, placed, self.world, count=self._count)
@@ -701,6 +704,11 @@ class Trainer:
             if self._owns_lanes and error is not None:
                 # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
                 self.lanes.__exit__(type(error), error, error.__traceback__)
+
+
+def open_trial(model: nn.Module, config: TrainConfig, world: World, example: Tensor, plan: Plan | None = None) -> Trial:
+    """Steps of a copy of a model to be timed; see `Trial`."""
+    return Trial(Trainer, model, config, world, example, plan)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:

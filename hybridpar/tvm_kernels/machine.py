@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybridpar.codegen.build import cpu_info
-from hybridpar.machine.cluster import cpu_name
+from hybridpar.machine.devices import cpu_name
 
 #: Bytes from which on a tensor that is written or read counts as too large for the caches. What a machine says of its
 #: last cache is not asked: virtual machines name that of the whole host.

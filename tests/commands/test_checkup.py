@@ -48,9 +48,11 @@ def software(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def look(torch: dict[str, Any] | str = TORCH, tvm: dict[str, Any] | str = TVM) -> dict[str, Finding]:
-        monkeypatch.setattr(checkup, "start_torch_probe", lambda: Answer(torch))
-        monkeypatch.setattr(checkup, "Programs", lambda *arguments, **options: Answer(tvm))
-        return {finding.name: finding for finding in check_software()}
+        answers = {"importing torch": torch, "importing tvm": tvm}
+        monkeypatch.setattr(checkup, "Programs", lambda programs, what, **options: Answer(answers[what]))
+        findings, gpus = check_software()
+        assert gpus == (-1 if isinstance(torch, str) else len(torch["gpus"]))
+        return {finding.name: finding for finding in findings}
 
     return look
 
@@ -98,6 +100,15 @@ def test_a_driver_that_torch_cannot_use_is_a_warning(software, monkeypatch, fact
     assert found.status == "warning"
     assert value in found.value
     assert fix in found.fix
+
+
+def test_a_gpu_that_cannot_be_used_is_a_warning(software):
+    found = software({**TORCH, "cuda_error": None, "gpus": [("a GPU", None), ("another", "out of memory")]})
+    assert found["CUDA"] == Finding("software", "CUDA", "ok", "a GPU, another")
+    assert found["GPU 1"] == Finding(
+        "software", "GPU 1", "warning", "another cannot be used: out of memory", "nvidia-smi"
+    )
+    assert "GPU 0" not in found
 
 
 def test_training_runs_without_tvm_but_says_so(software, monkeypatch):

@@ -16,83 +16,99 @@ from hybridpar.commands.doctor.diagnosis import (
     Diagnosis,
     cluster_findings,
     diagnose,
-    plain_lines,
     run_doctor,
 )
 from hybridpar.errors import LaunchError
-from hybridpar.machine.cluster import Cluster, Device, Link, host_fingerprint, write_cluster
+from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel, parse_cluster
 from tests.runs import ROOT
 
-CPU = Device(kind="cpu", name="a CPU", memory_bytes=8 << 30, cores=2, threads=2, bytes_per_second=2e10)
-GPU = Device(kind="cuda", name="a GPU", memory_bytes=80 << 30, bytes_per_second=3e12)
-GLOO = Link(backend="gloo", world_size=2, latency_ms=0.31, bytes_per_second=1.5e9)
+CPU = Hosts(devices=2, name="a CPU", memory=4 << 30, memory_bandwidth=1e10)
+GPU = Hosts(devices=2, kind="cuda", name="a GPU", memory=80 << 30, memory_bandwidth=3e12, host_link=2e10)
+LINK = LinkLevel(bandwidth=1.5e9, latency_ms=0.31)
 FINE = Finding("software", "torch", "ok", "2.14")
 
 
-def cluster(*devices: Device, **fields: object) -> Cluster:
-    return Cluster.model_validate(
-        {"host": {}, "measured_at": 0.0, "load": 0.0, "devices": devices or (CPU,), "links": (GLOO,), **fields}
-    )
+def cluster(hosts: Hosts = CPU) -> ClusterSpec:
+    return ClusterSpec(name="a job over shared memory", hosts=(hosts,), inside=LINK)
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Sets what the doctor finds."""
 
-    def install(findings: list[Finding], found: Cluster | LaunchError) -> None:
-        def probe(*, fresh: bool) -> Cluster:
+    def install(
+        findings: list[Finding], found: ClusterSpec | LaunchError, gpus: int = 0, load: float = 0.0
+    ) -> list[int]:
+        started: list[int] = []
+
+        def probe(workers: int, fresh: bool) -> ClusterSpec:
+            started.append(workers)
             if isinstance(found, LaunchError):
                 raise found
             return found
 
-        monkeypatch.setattr(doctor, "check_software", lambda: findings)
+        monkeypatch.setattr(doctor, "check_software", lambda: (findings, gpus))
         monkeypatch.setattr(doctor, "check_tools", lambda: [])
         monkeypatch.setattr(doctor, "check_places", lambda: [])
         monkeypatch.setattr(doctor, "probe_cluster", probe)
+        monkeypatch.setattr(doctor, "available_cores", lambda: [0, 1])
+        monkeypatch.setattr(doctor, "machine_load", lambda: load)
+        return started
 
     return install
 
 
-def by_name(found: Cluster) -> dict[str, Finding]:
-    return {finding.name: finding for finding in cluster_findings(found)}
+def by_name(diagnosis: Diagnosis) -> dict[str, Finding]:
+    return {finding.name: finding for finding in diagnosis.findings}
 
 
-def test_a_link_that_default_workers_need_is_a_failure_and_any_other_a_warning():
-    broken = "measuring the link between 2 workers over gloo failed: no route"
-    assert by_name(cluster(links=(), problems=(broken,)))["between workers"].status == "failed"
-    alone = by_name(cluster(CPU, GPU, links=(), problems=(broken,)))["between workers"]
-    assert alone.status == "warning", "one GPU trains without a link"
-    assert "--workers 1" in alone.fix
+def test_links_that_workers_need_and_that_cannot_be_measured_are_a_failure(machine):
+    machine([FINE], LaunchError("measuring with 2 workers failed: no route"))
+    found = by_name(diagnose(False))["2 workers"]
+    assert found == Finding(
+        "links",
+        "2 workers",
+        "failed",
+        "measuring with 2 workers failed: no route",
+        "hybridpar train resnet18 --workers 1",
+    )
 
 
-def test_a_gpu_that_cannot_be_used_is_a_warning():
-    found = by_name(cluster(problems=("GPU 0 (a GPU) cannot be used: out of memory",)))
-    assert found["GPU"].status == "warning"
-    assert found["GPU"].fix == "nvidia-smi"
+def test_hosts_and_links_are_shown_as_the_planner_measures_them():
+    values = {finding.name: finding.value for finding in cluster_findings(cluster())}
+    assert values["CPU"].startswith("a CPU, ")
+    assert values["CPU"].endswith("copies 20.0 GB/s"), "of both workers"
+    assert values["2 workers"] == (
+        "a job over shared memory: 0.31 ms latency; per worker sums 1,500 MB/s, messages 1,500 MB/s"
+    )
+    values = {finding.name: finding.value for finding in cluster_findings(cluster(GPU))}
+    assert values["GPUs: 2"] == "a GPU, 80.0 GiB each; copies 6,000 GB/s, 20.0 GB/s each to the host"
 
 
-def test_figures_of_a_busy_machine_come_with_a_warning():
-    assert "load" not in by_name(cluster())
-    assert "2.5 per core" in by_name(cluster(load=2.5))["load"].value
+def test_figures_of_a_busy_machine_come_with_a_warning(machine):
+    machine([FINE], cluster())
+    assert "load" not in by_name(diagnose(False))
+    machine([FINE], cluster(), load=2.5)
+    assert "2.5 per core" in by_name(diagnose(False))["load"].value
 
 
 def test_a_machine_that_can_train(machine, capsys, monkeypatch):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor, "available_cores", lambda: [0, 1])
-    machine([FINE], cluster())
+    assert machine([FINE], cluster()) == []
     assert run_doctor(fresh=False, as_json=False) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "ok      software: torch: 2.14"
-    assert out[-1].startswith("hybridpar will use: 2 workers on the CPU, gloo, ")
+    assert out[-1].startswith("hybridpar will use: 2 workers on the CPU, ")
     assert out[-1].endswith("1 thread per worker; off with --no-tune-process")
 
 
 def test_gpus_are_used_one_by_each_worker(machine):
-    machine([FINE], cluster(CPU, GPU, GPU.model_copy(update={"index": 1})))
-    assert diagnose(False).use == "2 workers, one GPU each, nccl"
-    machine([FINE], cluster(CPU, GPU))
-    assert diagnose(False).use == "1 worker, one GPU each"
+    started = machine([FINE], cluster(GPU), gpus=2)
+    assert diagnose(False).use == "2 workers, a GPU each"
+    machine([FINE], ClusterSpec(hosts=(GPU.model_copy(update={"devices": 1}),)), gpus=1)
+    assert diagnose(False).use == "1 worker, a GPU each"
+    assert started == [2]
 
 
 def test_a_machine_that_cannot_train(machine, capsys):
@@ -103,23 +119,12 @@ def test_a_machine_that_cannot_train(machine, capsys):
     assert "Training cannot run here: see gloo above." in out
 
 
-def test_without_torch_nothing_is_measured(machine, monkeypatch):
-    def never(**options: object) -> None:
-        raise AssertionError("there is nothing to measure with")
-
-    machine([Finding("software", "torch", "failed", "missing")], cluster())
-    monkeypatch.setattr(doctor, "probe_cluster", never)
+def test_without_torch_nothing_is_measured(machine):
+    started = machine([Finding("software", "torch", "failed", "missing")], cluster(), gpus=-1)
     diagnosis = diagnose(False)
     assert not diagnosis.ready
     assert diagnosis.cluster is None
-    assert "Nothing was measured." in plain_lines(diagnosis)
-
-
-def test_a_cpu_that_cannot_be_measured_is_a_failure(machine):
-    machine([FINE], LaunchError("measuring the devices failed: killed by signal 4", fix="see the doctor"))
-    diagnosis = diagnose(False)
-    assert not diagnosis.ready
-    assert diagnosis.findings[-1].value == "measuring the devices failed: killed by signal 4"
+    assert not started, "there is nothing to measure with"
 
 
 @pytest.mark.parametrize("width", [60, 120])
@@ -141,9 +146,8 @@ def test_the_screen_fits_and_nothing_is_cut(width):
 
 
 def test_the_real_thing(monkeypatch, tmp_path):
-    """The whole path in a process of its own, on figures that are known already."""
+    """The whole path, in processes of their own."""
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
-    write_cluster(cluster(host=host_fingerprint(), load=0.0))
     program = (
         "import sys; from hybridpar.commands.doctor.diagnosis import run_doctor; sys.exit(run_doctor(False, True))"
     )
@@ -151,8 +155,11 @@ def test_the_real_thing(monkeypatch, tmp_path):
     out = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=150)
     content = json.loads(out.stdout)
     assert out.returncode == (0 if content["ready"] else 1)
-    assert content["cluster"]["devices"][0]["name"] == "a CPU"
     found = {finding["name"]: finding for finding in content["findings"]}
-    assert {"Python", "CUDA", "here", "CPU", "2 workers, gloo"} <= set(found)
+    assert {"Python", "CUDA", "here"} <= set(found)
+    cluster = parse_cluster(content["cluster"])
+    assert {finding["name"] for finding in content["findings"] if finding["group"] == "devices"} >= {
+        finding.name for finding in cluster_findings(cluster) if finding.group == "devices"
+    }
     assert found["torch"]["status"] == found["backends"]["status"] == "ok"
     assert re.match(r"\d+\.\d+.*, LLVM \d+, ", found["TVM"]["value"]), "TVM was really asked"

@@ -7,7 +7,6 @@ import pytest
 
 from hybridpar.formats.cache import (
     cache_directory,
-    forget_measurement,
     load_measurement,
     measurement_file,
     store_measurement,
@@ -43,9 +42,6 @@ def test_what_is_kept_is_found_under_its_key_alone():
     assert load_measurement(KIND, KEY) == {"ms": 1.0}
     assert load_measurement("another", KEY) is None
     assert load_measurement(KIND, {"workers": [1, 3]}) is None
-    assert forget_measurement(KIND, KEY)
-    assert not forget_measurement(KIND, KEY)
-    assert load_measurement(KIND, KEY) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"data": 1}', json.dumps({"key": {"workers": [9]}, "data": 1})])

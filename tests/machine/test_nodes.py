@@ -5,12 +5,15 @@ With network namespaces as machines, and mounts as their disks, the whole way is
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,8 +24,9 @@ from benchmarks.rig.network import Network, missing
 from hybridpar.cli import main
 from hybridpar.commands.train import Train
 from hybridpar.errors import UsageError
-from hybridpar.machine.node import VERDICT_MARK
 from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script
+from hybridpar.machine.supervise import VERDICT_MARK
+from tests.machine.test_supervise import PROGRAM, starts
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, small_arguments, train_rank
 from tests.waiting import eventually
@@ -168,21 +172,21 @@ WAITS = 'read -r word; echo "$host: $word" >> {notes}; exit 1'
 
 
 def test_all_hosts_end_well(fake_ssh, capfd):
-    fake_ssh('echo "from $host"; echo "$order" | grep -o "is_host=[a-z]*" >&2')
+    fake_ssh('echo "from $host"; echo "$order" | grep -o "first.: [0-9]*" >&2')
     assert launch_by_ssh(TWO, 1, TRAIN) == 0
     out, error = capfd.readouterr()
     assert sorted(out.splitlines()) == ["from a", "from b"]
-    assert sorted(error.splitlines()) == ["[a] is_host=true", "[b] is_host=false"]
+    assert sorted(error.splitlines()) == ['[a] first": 0', '[b] first": 1']
 
 
-def test_when_a_host_fails_the_others_are_told_to_stop(fake_ssh, tmp_path, capfd):
+def test_when_a_host_fails_the_connections_to_the_others_are_closed(fake_ssh, tmp_path, capfd):
     notes = tmp_path / "notes"
     fake_ssh(f'if [ $host = b ]; then echo "last words" >&2; exit 3; fi; {WAITS.format(notes=notes)}')
-    assert launch_by_ssh(TWO, 1, TRAIN) == 3
+    assert launch_by_ssh(TWO, 1, TRAIN) == 1
     error = capfd.readouterr().err
     assert "[b] last words" in error
     assert "error: b ended with 3; the other hosts were stopped" in error
-    assert notes.read_text() == "a: TERM\n"
+    assert notes.read_text() == "a: \n"
 
 
 def test_a_host_that_cannot_be_reached(fake_ssh, tmp_path, capfd):
@@ -192,7 +196,8 @@ def test_a_host_that_cannot_be_reached(fake_ssh, tmp_path, capfd):
 
 
 def test_an_error_that_all_hosts_have_is_shown_once(fake_ssh, capfd):
-    fake_ssh(f"""echo '{VERDICT_MARK}"error: there is no such data set"' >&2; exit 2""")
+    verdict = json.dumps({"text": "error: there is no such data set", "code": 2})
+    fake_ssh(f"echo '{VERDICT_MARK}{verdict}' >&2; exit 2")
     assert launch_by_ssh(TWO, 1, TRAIN) == 2
     assert "error: there is no such data set" in (error := capfd.readouterr().err)
     assert error.count("error:") == 1
@@ -209,8 +214,47 @@ def test_a_signal_goes_to_all_hosts_as_a_word(fake_ssh, tmp_path, capfd):
     fake_ssh(f"[ $host = a ] && kill -INT $PPID; {WAITS.format(notes=notes)}")
     assert launch_by_ssh(TWO, 1, TRAIN) == 130
     assert sorted(notes.read_text().splitlines()) == ["a: INT", "b: INT"]
-    assert "stopped on 2 hosts" in capfd.readouterr().err
+    assert "interrupted" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.fixture
+def two_machines(tmp_path, monkeypatch):
+    """Two hosts that are this machine, with two workers and one: `ssh` runs what it is given here."""
+    program(tmp_path / "bin", "ssh", 'while [[ $1 == -* ]]; do shift 2; done\nexec bash -c "$2"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return [Host("a", "127.0.0.1", 2, port), Host("b", "127.0.0.2", 1)]
+
+
+def launch(hosts: list[Host], place: Path, acts: str) -> int:
+    return launch_by_ssh(hosts, 1, [str(place), acts], program=("-S", "-c", PROGRAM))
+
+
+def test_a_worker_that_dies_has_all_hosts_start_again(two_machines, tmp_path, capfd):
+    assert launch(two_machines, tmp_path, '{"2:0": "dies", "0:0": "waits", "1:0": "waits"}') == 0
+    assert starts(tmp_path) == ["0:0:0", "0:1:0", "1:0:0", "1:1:0", "2:0:0", "2:1:0"]
+    error = capfd.readouterr().err
+    assert "[b] worker 2 was killed by signal 9" in error
+    assert "b has lost a worker; all processes start again from the last checkpoint" in error
+
+
+def test_a_verdict_of_a_host_ends_all(two_machines, tmp_path, capfd):
+    assert launch(two_machines, tmp_path, '{"1:0": "verdict", "0:0": "waits", "2:0": "waits"}') == 2
+    assert capfd.readouterr().err == "error: it is wrong\n"
+    assert starts(tmp_path) == ["0:0:0", "1:0:0", "2:0:0"]
+
+
+def test_a_signal_ends_workers_on_all_hosts(two_machines, tmp_path, capfd):
+    def stop() -> None:
+        eventually(lambda: len((tmp_path / "starts").read_text().split()) == 3 if (tmp_path / "starts").exists() else 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    assert launch(two_machines, tmp_path, '{"0:0": "waits", "1:0": "waits", "2:0": "waits"}') == 128 + signal.SIGTERM
+    assert "interrupted" in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------ the whole way

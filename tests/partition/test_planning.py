@@ -26,12 +26,11 @@ from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.partition import profile_cache
 from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Link, Problem, Worker
-from hybridpar.partition.draw import draw_partition
+from hybridpar.partition.draw import draw_partition, lay_out
 from hybridpar.partition.graph import UnitGraph
-from hybridpar.partition.layout import lay_out, readable_bytes
 from hybridpar.partition.planning import PartitionedModel, partition_model, saved_bytes, stages_from_plan
 from hybridpar.partition.stage import run_stages
-from hybridpar.partition.table import print_partition
+from hybridpar.partition.table import print_partition, readable_bytes
 from hybridpar.plan import read_plan
 from tests.partition.nets import IMAGES, Residual, Shapes
 
@@ -70,7 +69,7 @@ def test_a_plan_says_what_the_partition_costs(made: PartitionedModel) -> None:
     assert sum(stage.cut_bytes or 0 for stage in part.stages) == part.cut_bytes
     assert sum(stage.ms or 0 for stage in part.stages) == pytest.approx(made.times.step_ms, rel=1e-2)
     assert [stage.saved_bytes for stage in part.stages] == saved_bytes(made.graph, made.balance.stage_of)
-    assert sum(stage.saved_bytes or 0 for stage in part.stages) >= sum(unit.saved_bytes for unit in made.graph.units)
+    assert sum(stage.saved_bytes or 0 for stage in part.stages) >= sum(item.bytes for item in made.graph.saved)
     assert part.micro_batch == 2
     assert made.plan.measured is not None
     assert made.plan.measured.profile == "analytic"
@@ -154,12 +153,12 @@ def test_pictures_show_every_stage(made: PartitionedModel, tmp_path: Path, endin
 
 def test_layout_has_every_unit_once_and_every_branch(made: PartitionedModel) -> None:
     position = {unit: index for index, stage in enumerate(made.plan.partition.stages) for unit in stage.units}
-    layout = lay_out(made.graph, [position[unit.name] for unit in made.graph.units])
-    assert sorted(unit for block in layout.blocks for unit in block.units) == list(range(len(made.graph)))
-    assert sum(wire.bytes for wire in layout.cut) == made.plan.partition.cut_bytes
-    whole = lay_out(made.graph, [0] * len(made.graph))
-    assert len(whole.inner) == 1, "the residual branch"
-    assert not whole.cut
+    blocks, _, cut = lay_out(made.graph, [position[unit.name] for unit in made.graph.units])
+    assert sorted(unit for block in blocks for unit in block.units) == list(range(len(made.graph)))
+    assert sum(wire.bytes for wire in cut) == made.plan.partition.cut_bytes
+    _, inner, cut = lay_out(made.graph, [0] * len(made.graph))
+    assert len(inner) == 1, "the residual branch"
+    assert not cut
 
 
 def test_drawing_without_matplotlib_names_the_command(made: PartitionedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,39 @@ def test_what_runs_inside_leaves_no_attribute_changed() -> None:
     assert all(one.grad is None for one in model.parameters())
 
 
+def test_what_cannot_be_copied_is_used_as_it_is() -> None:
+    class Advancing(nets.Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+            self.numbers = (number for number in range(100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return self.linear(x) * next(self.numbers)
+
+    model = nets.Within(Advancing)
+    numbers = model.blocks[0].numbers
+    with untouched(model, training=True):
+        model(torch.randn(*ROWS))
+    assert (model.blocks[0].numbers, model.blocks[0].count) == (numbers, 0)
+    assert next(numbers) == 1
+
+
+def test_copies_share_memory_as_the_model_does() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    part = model[0].weight.detach()[:2]
+    with untouched(model) as copied:
+        model[0].weight.data.fill_(3)
+        assert bool((model[1].weight == 3).all())
+        assert not bool((part == 3).any())
+        again = copied(part)
+        model[0].weight.data.fill_(4)
+        assert bool((again == 4).all())
+    assert not bool((model[0].weight == 4).any())
+
+
 def test_a_partition_leaves_the_model_as_it_was() -> None:
     model, example = restless(), torch.randn(*ROWS)
     before = snapshot(model)

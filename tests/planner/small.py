@@ -103,7 +103,6 @@ def random_inputs(draw: st.DrawFn, most_workers: int = 4) -> PlannerInputs:
                 {
                     "count": hosts,
                     "devices": devices,
-                    "communication_cores": draw(st.sampled_from([0.0, 1.0])),
                     "memory_bandwidth": draw(st.sampled_from([None, 1e10])),
                     "kind": draw(st.sampled_from(["cpu", "cuda"])),
                 }

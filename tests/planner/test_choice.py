@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
-from hybridpar.machine.cluster_file import LinkLevel
+from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
 from hybridpar.plan import Plan
 from hybridpar.planner import choice, planned_run
 from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.measure_run import Question
 from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.planner.probes import Question
 from tests.ranks import run_ranks
 from tests.sync.test_compression import Net, Staged, batch
 from tests.sync.test_meetings import TwoTypes
@@ -25,7 +27,8 @@ def chosen(world: World, fidelity: str, megabytes_per_second: float) -> tuple[st
     config = TrainConfig(compress="auto", fidelity=fidelity)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         level = LinkLevel(bandwidth=1e6 * megabytes_per_second, latency_ms=1e-3)
-        patch.setattr(choice, "_measure_link", lambda world: level)
+        cluster = ClusterSpec(hosts=(Hosts(devices=2),), inside=level)
+        patch.setattr(choice, "measure_cluster", lambda world: cluster)
         torch.manual_seed(0)
         with Trainer(Net(), config=config, world=world) as trainer:
             trainer.step(batch(world.rank, 0))
@@ -72,17 +75,6 @@ def test_a_model_with_other_types_than_float32_is_sent_as_it_is(plan: str) -> No
         assert any("none: the parameter 'second.weight' is torch.float64" in line for line in lines), lines
 
 
-def measured(world: World) -> LinkLevel:
-    return choice._measure_link(world)
-
-
-def test_all_workers_know_the_same_link():
-    first, *others = run_ranks(measured, 3, shared_memory=False)
-    assert first.bandwidth > 0
-    assert first.latency_ms > 0
-    assert others == [first, first]
-
-
 def settled(world: World) -> tuple[list[Question], PlannedRun]:
     """What is searched for with `--plan none`, and what comes of an answer that says more than that."""
     answer = Plan.model_validate(
@@ -95,14 +87,14 @@ def settled(world: World) -> tuple[list[Question], PlannedRun]:
     )
     asked = []
 
-    def search(model: nn.Module, world: World, question: Question, announce: object) -> tuple[Plan, tuple[str, ...]]:
+    def search(model: nn.Module, world: World, question: Question, *_: object) -> tuple[Plan, tuple[str, ...]]:
         asked.append(question)
         return answer, ("plan     the answer",)
 
     config = TrainConfig(plan="none", compress="auto", fidelity="close", stages=2, micro_batches=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned_run, "_search", search)
-        return asked, planned_run.plan_loop(Staged(), config, world, batch(0, 0)[0], 10**6, "net")
+        return asked, planned_run.plan_loop(Staged(), config, world, batch(0, 0)[0], 10**6, "net", None, mock.Mock())
 
 
 def test_with_plan_none_the_search_is_for_the_codec_alone():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from hybridpar.compress import read_policy
 from hybridpar.errors import PlanError, UsageError
-from hybridpar.machine.cluster_file import CoreUse, parse_cluster
+from hybridpar.machine.cluster_file import parse_cluster
 from hybridpar.plan import Plan, read_plan
 from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_from_data, inputs_of_plan
 from hybridpar.planner.profile import SizedTimes, Variant
@@ -82,8 +82,8 @@ def test_a_plan_made_elsewhere_is_told():
 
 def test_a_plan_is_for_the_same_machine_measured_another_time_but_not_for_another_link():
     plan = plan_of(find_plan(inputs(spec=cluster(2, 1e8, memory="8GB"))))
-    again = cluster(2, 1.2e8, memory="7.9GB", communication_cores=0.5)
-    level = again.between.model_copy(update={"latency_ms": 0.3, "cores": CoreUse(all_reduce=0.2)})
+    again = cluster(2, 1.2e8, memory="7.9GB", memory_bandwidth=1e10)
+    level = again.between.model_copy(update={"latency_ms": 0.3})
     check_made_for(plan, again.model_copy(update={"between": level, "name": "again"}))
     for other, told in (
         (cluster(2, 3e8, memory="8GB"), "between.bandwidth is 100000000.0 there and 300000000.0 here"),

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.partition import profile_cache
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.planner import measure_run, store
+from hybridpar.planner import store
 from hybridpar.planner.cuts import cuts_of, figures_of
-from hybridpar.planner.measure import TURNS, measure_rates, parameters_of, profile_model
-from tests.planner.small import cluster
+from hybridpar.planner.measure import parameters_of, profile_model
+from hybridpar.planner.probes import speeds_of, with_rest
+from hybridpar.planner.rates import measure_rates
+from hybridpar.planner.ways import Way
 from tests.ranks import run_ranks
 
 
@@ -49,31 +49,17 @@ def test_parameters_are_the_model_s_each_with_the_unit_that_uses_it():
     assert modules == [one.name.partition(".")[0] for one in found]
 
 
-def test_a_measured_profile_has_every_size_and_format_and_leaves_the_model_alone(monkeypatch):
+def test_a_measured_profile_has_times_of_every_size(monkeypatch):
     monkeypatch.setattr(profile_cache, "MOST_NOISE", math.inf)  # whatever else runs meanwhile
-    monkeypatch.setattr(store, "MOST_NOISE", math.inf)
-    model = net()
-    before = {name: one.clone() for name, one in model.state_dict().items()}
-    told: list[str] = []
-    profile = profile_model(
-        model,
-        images(4, 2),
-        passes=2,
-        formats=("contiguous", "channels_last"),
-        lanes=(2,),
-        announce=told.append,
-    )
-    assert [(one.memory_format, [size.samples for size in one.sizes]) for one in profile.variants] == [
-        ("contiguous", [2, 4]),
-        ("channels_last", [2, 4]),
-    ]
+    said: list[str] = []
+    profile = profile_model(net(), images(4, 2), memory_format="contiguous", announce=said.append)
+    (variant,) = profile.variants
+    assert (variant.memory_format, [size.samples for size in variant.sizes]) == ("contiguous", [2, 4])
+    assert all(time > 0 for size in variant.sizes for time in size.forward_ms)
     assert profile.batch_norm
     assert profile.source == "measured"
     assert profile.samples == 2
-    assert profile.co_run[2] >= 1
-    assert len(told) == 6
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    assert all(one.is_contiguous() for one in model.parameters())
+    assert len(said) == 2
 
 
 def test_figures_of_stages_are_those_of_their_units():
@@ -118,72 +104,21 @@ def test_workers_time_codecs_at_the_same_time_and_all_know_the_mean(tmp_path):
     assert len(list(tmp_path.glob("codec-*.json"))) == 2, "the first worker keeps it"
 
 
-def test_ways_to_compute_are_compared_in_turns_and_units_add_up_to_that(monkeypatch):
-    turns: list[bool] = []
-
-    def step(model, inputs, clock):
-        last = inputs[0].is_contiguous(memory_format=torch.channels_last) and not inputs[0].is_contiguous()
-        assert last == (not next(model.parameters()).is_contiguous()), "the model is in the format of what it is given"
-        turns.append(last)
-        return 30.0 if last else 20.0
-
-    monkeypatch.setattr("hybridpar.planner.measure.whole_step_ms", step)
-    profile = profile_model(net(), images(2, 4), formats=("contiguous", "channels_last"), passes=2)
-    for one, whole in zip(profile.variants, (20.0, 30.0), strict=True):
-        assert sum(one.sizes[-1].forward_ms) + sum(one.sizes[-1].backward_ms) == pytest.approx(whole)
-        assert sum(one.sizes[0].forward_ms) > 0
-    assert turns == [False, False, True, True] * TURNS, "one that counts after one that does not, and then the other's"
-    turns.clear()
-    profile_model(net(), images(2), passes=2)
-    assert not turns, "one way alone has nothing to be compared with"
+def test_hosts_of_nearly_one_speed_count_as_equal_and_the_slowest_worker_of_a_host_counts():
+    assert speeds_of("ab", [100, 200]) == [1, 0.5]
+    assert speeds_of("ab", [100, 120]) == [1, 1]
+    assert speeds_of("aab", [90, 100, 220]) == [1, 1, pytest.approx(100 / 220)]
+    assert speeds_of("abc", [100, 200, 210]) == [1, pytest.approx(100 / 210), pytest.approx(100 / 210)]
+    assert speeds_of("ab", [200, 100]) == [1, 2]
 
 
-def test_what_disturbs_most_steps_of_one_way_makes_it_no_worse_than_the_others(monkeypatch):
-    counting = {False: [20.0, 31.0, 24.0], True: [30.0, 30.3, 30.6]}
-    calls = {False: 0, True: 0}
-
-    def step(model, inputs, clock):
-        last = not inputs[0].is_contiguous()
-        calls[last] += 1
-        return counting[last][calls[last] // 2 - 1] if calls[last] % 2 == 0 else 99.0
-
-    monkeypatch.setattr("hybridpar.planner.measure.whole_step_ms", step)
-    profile = profile_model(net(), images(4), formats=("contiguous", "channels_last"), passes=2)
-    plain, last = (sum(one.sizes[0].forward_ms) + sum(one.sizes[0].backward_ms) for one in profile.variants)
-    assert last / plain == pytest.approx(1.5), "the least of each"
-    assert plain == pytest.approx(20 * 1.015), "and all as much longer as the middle step was"
-
-
-def test_every_memory_format_has_an_update_of_its_own():
-    profile = profile_model(net(), images(2), formats=("contiguous", "channels_last"), passes=2, optimizer_copies=1)
-    plain, last = profile.variants
-    assert plain.update_ms == profile.update_ms
-    assert last.update_ms is not None
-    assert last.update_ms > 0
-
-
-def test_a_job_on_hosts_of_two_speeds_is_planned_with_them_and_one_host_is_not_measured(monkeypatch, caplog):
-    told: list[tuple[float, ...]] = []
-
-    def speeds(*_: object) -> list[float]:
-        return list(told[-1])
-
-    monkeypatch.setattr(measure_run, "measure_speeds", speeds)
-    monkeypatch.setattr(measure_run, "_key", lambda *_: {})
-    monkeypatch.setattr(measure_run, "_example", lambda *_: None)
-
-    def planned_for(places: str, *measured: float) -> ClusterSpec:
-        told.append(measured)
-        world = SimpleNamespace(gather=lambda _: list(places), device=torch.device("cpu"), is_main=True)
-        world.from_main = lambda act: act()
-        scope = SimpleNamespace(sizes=[2])
-        return measure_run._at_speeds(spec, nn.Identity(), SimpleNamespace(amp="none"), scope, world, False)  # type: ignore[arg-type]
-
-    spec = cluster(2)
-    assert [host.throughput for _, host in planned_for("ab", 1, 0.5).by_worker] == [1, 0.5]
-    assert planned_for("ab", 1, 1) is spec
-    assert planned_for("aa", 1, 0.5) is spec
-    assert planned_for("aab", 1, 1, 0.5) is spec, "workers that share cores"
-    assert not caplog.records
-    assert planned_for("ab", 1, 2) is spec
-    assert "list the fastest machine first" in caplog.text
+def test_a_profile_has_the_rest_of_a_step_and_is_as_fast_as_the_way_that_was_chosen():
+    profile = profile_model(net(), images(4), measure=False)
+    units = profile.variants[0].step_ms
+    slower = with_rest(profile, Way({}, None, (3 * units, 4 * units), 4 * units, 4 * units))
+    assert slower.variants[0].step_ms == pytest.approx(units)
+    assert slower.update_ms == pytest.approx(2 * units)
+    captured = with_rest(profile, Way({"cuda_graph": True}, None, (units,), 2 * units, 2 * units))
+    assert captured.variants[0].step_ms + captured.update_ms == pytest.approx(units)
+    compiled = with_rest(profile, Way({}, None, (units / 2,), units / 2, units / 2))
+    assert (compiled.variants[0].step_ms, compiled.update_ms) == (pytest.approx(units / 2), 0)

@@ -27,13 +27,14 @@ from hybridpar.errors import PlanError, UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.observe import read_metrics
-from hybridpar.plan import Measured, Pipeline, Plan, Predicted, Stage, Sync, read_plan
-from hybridpar.planner import measure_run as run_inputs
-from hybridpar.planner import planned_run, search
+from hybridpar.plan import Compute, Pipeline, Plan, Predicted, Stage, Sync, read_plan
+from hybridpar.planner import planned_run, probes, search
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import join_workers, resolve
 from hybridpar.planner.search import find_plan
+from hybridpar.planner.ways import Way, Worth
 from hybridpar.run.sync import wire_format_lines
 from hybridpar.sync.compression_table import LayerBytes, WireFormat
 from tests.planner.small import chain, cluster, inputs
@@ -43,7 +44,7 @@ from tests.small_nets import plain
 
 #: Modules that ask on which host they are.
 IDENTIFIED = ("comm.world", "compress.nodes", "run.kernels")
-IDENTIFIED += tuple(f"planner.{name}" for name in ("links", "measure", "measure_run", "step_costs"))
+IDENTIFIED += tuple(f"planner.{name}" for name in ("links", "probes", "rates"))
 #: What was predicted, by the keys of the summary.
 PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_per_step", "memory_bytes")
 
@@ -54,8 +55,8 @@ def always_planned(noise: float = math.inf) -> Iterator[None]:
 
     Profiles are kept up to a noise: of any, by default.
     """
-    kept = mock.patch.object(run_inputs, "MOST_NOISE", noise)
-    with mock.patch.object(run_inputs, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9), kept:
+    kept = mock.patch.object(probes, "MOST_NOISE", noise)
+    with mock.patch.object(probes, "LEAST_STEPS", 1), mock.patch.object(probes, "WORTH", 1e9), kept:
         yield
 
 
@@ -102,7 +103,7 @@ def first_plan(tmp_path_factory) -> Path:
 def test_a_run_is_planned_kept_and_held_against_its_prediction(tmp_path, capsys):
     plan = planned(tmp_path / "run", steps=6)
     shown = capsys.readouterr().out
-    assert "; planned in" in shown
+    assert "planning took" in shown
     summary = check_run(tmp_path / "run", steps=6)
     assert plan.inputs is not None
     assert plan.predicted is not None
@@ -121,9 +122,9 @@ def test_a_run_is_planned_kept_and_held_against_its_prediction(tmp_path, capsys)
 
 def test_the_next_run_measures_nothing(tmp_path, capsys):
     first = planned(tmp_path / "one", steps=3)
-    with mock.patch.object(run_inputs, "profile_model", side_effect=AssertionError("measured")):
+    with mock.patch.object(probes, "profile_model", side_effect=AssertionError("measured")):
         second = planned(tmp_path / "two", steps=3)
-    assert "; planned in" in capsys.readouterr().out
+    assert "planning took" in capsys.readouterr().out
     assert first.inputs == second.inputs
     assert first.predicted == second.predicted
 
@@ -138,7 +139,7 @@ def test_a_profile_with_too_much_noise_is_used_once(tmp_path):
 def test_another_batch_or_model_is_measured(tmp_path):
     planned(tmp_path / "one", steps=3)
     for number, (model, options) in enumerate([("plain", {"batch_size": 8}), ("wide", {})]):
-        with mock.patch.object(run_inputs, "profile_model", wraps=run_inputs.profile_model) as measure:
+        with mock.patch.object(probes, "profile_model", wraps=probes.profile_model) as measure:
             planned(tmp_path / f"other-{number}", model, steps=3, **options)
         assert measure.call_count == 1
 
@@ -156,7 +157,7 @@ def test_a_short_run_is_not_planned_and_is_as_without_a_planner(tmp_path, capsys
 
 
 def test_measuring_that_takes_longer_than_it_can_gain_is_left(tmp_path, capsys):
-    with mock.patch.object(run_inputs, "LEAST_STEPS", 1), never_searched():
+    with mock.patch.object(probes, "LEAST_STEPS", 1), never_searched():
         train(tmp_path / "run", steps=4)
     assert "more than half of 4 steps" in capsys.readouterr().out
     assert read_plan(tmp_path / "run" / "plan.json").inputs is None
@@ -166,7 +167,7 @@ def test_a_model_that_cannot_be_measured_is_trained_all_the_same(tmp_path, capsy
     def fail(*given, **options):
         raise RuntimeError("no such layer")
 
-    with mock.patch.object(run_inputs, "profile_model", fail):
+    with mock.patch.object(probes, "profile_model", fail):
         planned(tmp_path / "run", steps=3)
     assert "plan     none: RuntimeError: no such layer" in capsys.readouterr().out
     check_run(tmp_path / "run", steps=3)
@@ -224,8 +225,7 @@ def whole_plan() -> Plan:
                 "bucket_bytes": 1 << 20,
                 "policy": [{"pattern": "a.*", "codec": "fp16"}, {"pattern": "*", "codec": "none"}],
             },
-            "kernels": {"database": "auto"},
-            "measured": {"memory_format": "channels_last"},
+            "compute": {"kernels": "auto", "memory_format": "channels_last", "amp": "bf16", "threads": 3},
         }
     )
 
@@ -238,11 +238,12 @@ def test_a_plan_says_everything_that_nobody_decided():
     assert followed.sync == plan.sync
     assert followed.sync.codec == "a.* -> fp16; * -> none"
     assert followed.channels_last
-    assert followed.kernels == plan.kernels
+    assert followed.compute == plan.compute
     assert followed.checksum == plan.digest
-    mine = {"micro_batches", "compress", "memory_format", "replicas"}
+    mine = {"micro_batches", "compress", "memory_format", "kernels", "replicas"}
     kept = resolve(TrainConfig(micro_batches=8, memory_format="contiguous"), 4, plan, mine)
     assert (kept.pipeline.micro_batches, kept.sync.codec, kept.channels_last) == (8, "none", False)
+    assert (kept.compute.kernels, kept.compute.amp, kept.compute.threads) == ("off", "bf16", 3)
     assert (kept.layout.replicas, kept.sync.bucket_bytes) == (2, 1 << 20)
     with pytest.raises(UsageError, match="--stages 1 with a plan of 2 stages"):
         resolve(TrainConfig(), 4, plan, {"stages"})
@@ -353,7 +354,6 @@ def test_what_somebody_decides_otherwise_was_not_predicted(tmp_path, first_plan)
     [
         ({"batch_size": 8}, "a batch of 16, not 8"),
         ({"momentum": 0.0}, "an optimizer with 1 tensors per parameter, not 0"),
-        ({"amp": "bf16"}, "computing in float32"),
     ],
 )
 def test_the_prediction_of_a_plan_for_other_steps_does_not_count(tmp_path, first_plan, capsys, options, told):
@@ -451,10 +451,10 @@ def slower(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted: float = 1.0) -> Plan:
     """A planned run of one of several workers, on links that are said to be so many times as slow as measured."""
     os.environ["HYBRIDPAR_CACHE"] = cache
-    measured = run_inputs.measure_cluster
+    measured = probes.measure_cluster
     with (
         always_planned(),
-        mock.patch.object(run_inputs, "measure_cluster", lambda world, **how: slower(measured(world, **how), planted)),
+        mock.patch.object(probes, "measure_cluster", lambda world, **how: slower(measured(world, **how), planted)),
     ):
         train_rank(world, run_dir, "plain", None, options)
     world.barrier()  # rank 0 has more to write at the end
@@ -465,7 +465,7 @@ def patient_rank(world: World, cache: str) -> list[float]:
     """With what time-out workers wait while the first one profiles a model; they go on as before."""
     os.environ["HYBRIDPAR_CACHE"] = cache
     opened, usual = [], world._meeting
-    inner, profile = comm_world.open_group, run_inputs.profile_model
+    inner, profile = comm_world.open_group, probes.profile_model
 
     def open_group(ranks: object, timeout: float, **how: object) -> object:
         opened.append((timeout, inner(ranks, timeout, **how)))
@@ -475,10 +475,10 @@ def patient_rank(world: World, cache: str) -> list[float]:
         assert world._meeting is opened[-1][1]
         return profile(*given, **how)
 
-    question = run_inputs.Question("plain", (3, 8, 8), 8)
+    question = probes.Question("plain", (3, 8, 8), 8)
     opening = mock.patch.object(comm_world, "open_group", open_group)
-    with opening, mock.patch.object(run_inputs, "profile_model", looked_at):
-        run_inputs.measure_inputs(plain(), question, world, cluster=cluster(2), measure=False)
+    with opening, mock.patch.object(probes, "profile_model", looked_at):
+        probes.measure_inputs(plain(), question, world, cluster=cluster(2), measure=False)
     assert world._meeting is usual
     return [timeout for timeout, _ in opened]
 
@@ -490,12 +490,12 @@ def test_workers_are_patient_while_the_first_one_measures(tmp_path):
 def short_rank(world: World, run_dir: Path, cache: str) -> bool:
     """Whether a short run is planned where exchanging all gradients takes a quarter of an hour."""
     os.environ["HYBRIDPAR_CACHE"] = cache
-    probed = run_inputs._exchange_seconds(plain(), world)
+    probed = probes._exchange_seconds(plain(), world)
     assert probed > 0
     assert len(set(world.gather(probed))) == 1
     with (
-        mock.patch.object(run_inputs, "LEAST_STEPS", 1),
-        mock.patch.object(run_inputs, "_exchange_seconds", return_value=1e3),
+        mock.patch.object(probes, "LEAST_STEPS", 1),
+        mock.patch.object(probes, "_exchange_seconds", return_value=1e3),
     ):
         train_rank(world, run_dir, "plain", None, {"steps": 2})
     world.barrier()
@@ -519,20 +519,22 @@ def test_two_workers_follow_one_plan_and_a_planted_bandwidth_is_noticed(tmp_path
 
 def planned_on_hosts(world: World, run_dir: Path, cache: str, hosts: str) -> Plan:
     """Workers of made-up hosts, whose links are looked at for a moment only."""
-    brief, identified = partial(run_inputs.measure_cluster, seconds=0.002), mock.Mock(return_value=hosts[world.rank])
+    brief, identified = partial(probes.measure_cluster, seconds=0.002), mock.Mock(return_value=hosts[world.rank])
     world.share_memory = True
     with contextlib.ExitStack() as stack:
         for module in IDENTIFIED:
             stack.enter_context(mock.patch(f"hybridpar.{module}.host_identity", identified))
-        stack.enter_context(mock.patch.object(run_inputs, "measure_cluster", brief))
+        stack.enter_context(mock.patch.object(probes, "measure_cluster", brief))
         stack.enter_context(mock.patch("hybridpar.planner.links.CONFIRMED", 1e9))
+        stack.enter_context(mock.patch.object(probes, "APART", 1e9))  # whatever else runs meanwhile
         return planned_rank(world, run_dir, cache, {"steps": 4, "batch_size": 16})
 
 
-def test_hosts_of_one_and_of_two_workers_are_planned_by_default(tmp_path):
-    plans = run_ranks(planned_on_hosts, 3, tmp_path / "run", str(tmp_path / "cache"), "aab")
+def test_two_hosts_of_two_workers_are_planned_by_default(tmp_path):
+    plans = run_ranks(planned_on_hosts, 4, tmp_path / "run", str(tmp_path / "cache"), "aabb")
     assert plans[0].inputs is not None
-    assert {one.get("devices", 1) for one in plans[0].inputs["cluster"]["hosts"]} == {1, 2}
+    (hosts,) = plans[0].inputs["cluster"]["hosts"]
+    assert (hosts["count"], hosts["devices"]) == (2, 2)
     check_run(tmp_path / "run", steps=4)
 
 
@@ -557,7 +559,7 @@ def compiled_rank(world: World, run_dir: Path, cache: str, options: dict) -> Pla
     with mock.patch.object(torch, "compile", side_effect=partial(torch.compile, backend="aot_eager")) as compiling:
         plan = planned_rank(world, run_dir, cache, options)
     stages = [call.args[0] for call in compiling.call_args_list if isinstance(call.args[0], torch.fx.GraphModule)]
-    assert len(stages) == 1, "each worker compiles its own stage"
+    assert stages, "each worker compiles its own stage"
     return plan
 
 
@@ -567,34 +569,14 @@ def test_a_compiled_pipeline_is_planned_and_trains_as_the_eager_one(tmp_path):
     plan = run_ranks(compiled_rank, 2, tmp_path / "compiled", cache, {**options, "compile": True})[0]
     assert plan.predicted is not None
     assert plan.inputs is not None
-    factor = plan.inputs["profile"]["compiled"]
-    assert factor > 0
-    assert len(plan.inputs["profile"]["variants"]) == 1, "to compile other formats would take too long"
+    assert plan.compute is not None
+    assert plan.compute.compile
     run_ranks(train_rank, 2, tmp_path / "eager", "plain", None, {**options, "plan": "none"})
     assert check_run(tmp_path / "compiled", steps=4)["stages"] == 2
     compiled, eager = saved_state(tmp_path / "compiled"), saved_state(tmp_path / "eager")
     assert compiled.keys() == eager.keys()
     for name, value in eager.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_a_plan_for_compiled_steps_promises_nothing_to_others(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    plan = planned(tmp_path / "compiled", steps=3, compile=True)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "for the compiled model, whose step takes" in told
-    assert plan.predicted is not None
-    assert check_run(tmp_path / "compiled")["predicted_step_ms"] == plan.predicted.step_ms
-    with mock.patch.object(run_inputs, "profile_model", side_effect=AssertionError("measured")):
-        assert planned(tmp_path / "again", steps=3, compile=True).inputs == plan.inputs
-    followed = {"steps": 3, "plan": tmp_path / "compiled" / "plan.json"}
-    assert train(tmp_path / "eager", "plain", **followed) == 0
-    assert "made for a compiled model: its prediction does not hold here" in " ".join(capsys.readouterr().out.split())
-    assert train(tmp_path / "compiled", "plain", resume=True, steps=4) == 0  # no longer compiled
-    assert check_run(tmp_path / "compiled", steps=4)["predicted_step_ms"] is None
-    with mock.patch.object(run_inputs, "profile_model", wraps=run_inputs.profile_model) as measure:
-        assert planned(tmp_path / "other", steps=3).inputs["profile"].get("compiled") is None
-    assert measure.call_count == 1
 
 
 def refused_rank(world: World, run_dir: Path, options: dict) -> str:
@@ -623,30 +605,36 @@ def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys
     assert plan.inputs is not None, "with two workers it is taken up again"
 
 
-def told(asked: PlannerInputs) -> list[str]:
-    return list(planned_run._told(find_plan(asked), asked, 0.1))
+def shown(asked: PlannerInputs, way: Way | None = None) -> list[str]:
+    answer = find_plan(asked)
+    return list(planned_run._told(answer, answer.chosen, plan_of(answer), asked, way, 0, 0.1))
 
 
 def test_a_link_that_makes_the_second_worker_a_loss_is_told():
-    lines = told(inputs(spec=cluster(2, 1e5), fixed=Fixed(workers=2)))
+    lines = shown(inputs(spec=cluster(2, 1e5), fixed=Fixed(workers=2)))
     assert any("fewer would be faster" in line and "--workers 1" in line for line in lines)
-    assert not any("fewer" in line for line in told(inputs(spec=cluster(2, 1e10), fixed=Fixed(workers=2))))
+    assert not any("fewer" in line for line in shown(inputs(spec=cluster(2, 1e10), fixed=Fixed(workers=2))))
 
 
-def test_a_plan_is_told_in_one_line_with_the_next_best():
+def test_a_plan_is_shown_with_the_next_best_what_it_won_and_what_it_cost():
     times = [(40, 60), (40, 60)]
     net = chain(times, [(64, 64)] * 2, batch_norm=True)
     fast = inputs(net, cluster(2, 1e10), fixed=Fixed(workers=2))
-    assert len(told(fast)) == 1
+    (line,) = shown(fast)
     assert re.fullmatch(
         r"plan     data parallel on 2 workers, about 200 ms a step \(next best: 2-stage pipeline, 2 micro-batches, "
-        r"\+\d+ ms\); planned in 0\.1 s, details in plan\.json",
-        told(fast)[0],
+        r"\+\d+ ms\)",
+        line,
     )
-    alone = inputs(chain(times, [(64, 64)] * 2), cluster(1), fixed=Fixed(workers=1, stages=1, micro_batches=2))
-    assert told(alone) == [
-        "plan     one worker, 2 micro-batches, about 400 ms a step; planned in 0.1 s, details in plan.json"
+    worths = (Worth("channels_last", 0.8, chosen=True), Worth("bf16", why_not="its loss is 3, and 2 in a plain step"))
+    way = Way({"memory_format": "channels_last"}, None, (200.0, 190.0), 200.0, 250.0, worths)
+    assert shown(fast, way)[1:] == [
+        "         a step takes, with channels_last 0.80x, chosen",
+        "         not bf16: its loss is 3, and 2 in a plain step",
+        "         planning took 0.1 s; without it a step takes about 250 ms, details in plan.json",
     ]
+    alone = inputs(chain(times, [(64, 64)] * 2), cluster(1), fixed=Fixed(workers=1, stages=1, micro_batches=2))
+    assert shown(alone) == ["plan     one worker, 2 micro-batches, about 400 ms a step"]
 
 
 # ------------------------------------------------------------------------------------------------- somebody's own loop
@@ -661,7 +649,7 @@ def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path, caplog):
         assert trainer.plan.inputs is not None
         assert isinstance(trainer.plan.predicted, Predicted)
         trainer.step((images, labels))
-    assert "a step (next best: " in caplog.text
+    assert "a step takes, with channels_last" in caplog.text
     assert "plan.json" not in caplog.text
     with never_searched(), Trainer(plain(), config=TrainConfig(), total_steps=20, example=images) as trainer:
         assert trainer.plan.checksum is None
@@ -674,7 +662,7 @@ def test_a_plan_as_an_object_is_followed_as_its_file_is(tmp_path):
     plan = plan.model_copy(
         update={
             "pipeline": Pipeline(schedule="gpipe", micro_batches=4),
-            "measured": Measured(memory_format="channels_last"),
+            "compute": Compute(memory_format="channels_last"),
             "sync": Sync(bucket_bytes=1 << 20),
         }
     )

@@ -20,7 +20,7 @@ from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
-from hybridpar.machine.cluster_file import ClusterSpec, CoreUse, parse_cluster, read_cluster_file
+from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster, read_cluster_file
 from hybridpar.plan import Plan, Sync, parse_plan
 from hybridpar.planner.codecs import FIDELITIES, PROVEN, STEPS_TO_TARGET
 from hybridpar.planner.cuts import StageDevice, cuts_of
@@ -92,9 +92,6 @@ def test_the_bounds_rule_something_out():
 @settings(max_examples=8, deadline=None)
 @given(random_inputs(), st.sampled_from([1.5, 4.0, 100.0]))
 def test_a_faster_link_never_predicts_slower(asked: PlannerInputs, factor: float):
-    # Where moving bytes takes no core: on shared cores a faster link may also take them away at a worse time.
-    hosts = tuple(host.model_copy(update={"kind": "cuda"}) for host in asked.cluster.hosts)
-    asked = asked.on(asked.cluster.model_copy(update={"hosts": hosts}))
     faster = asked.on(asked.cluster.faster_links(factor))
     assert find_plan(faster, keep=1).fastest.score <= find_plan(asked, keep=1).fastest.score * (1 + 1e-9)
 
@@ -150,7 +147,7 @@ def test_slow_devices_are_left_out_where_the_fast_ones_do_better_alone():
 
 
 def test_the_order_of_hosts_changes_nothing():
-    small, large = {"memory": "2MB", "core_bandwidth": 4e9}, {"memory": "80GB", "core_bandwidth": 2e8}
+    small, large = {"memory": "2MB"}, {"memory": "80GB"}
     between = {"bandwidth": 1e9, "latency_ms": 0.1}
     answers = [
         find_plan(inputs(spec=parse_cluster({"hosts": hosts, "between": between}), memory_margin=1.0))
@@ -158,25 +155,6 @@ def test_the_order_of_hosts_changes_nothing():
     ]
     one, other = ([(found.candidate, found.score) for found in answer.ranked] for answer in answers)
     assert one == other
-
-
-def test_what_one_core_moves_is_the_same_however_it_is_stated():
-    # A lane of 8 cores; one of them is busy with all that the link carries.
-    speed = 5e8
-    profile = replace(chain([(1, 2)], [(1024, 1024)]), threads=8)
-    stated = cluster(2, speed, core_bandwidth=speed)
-    level = stated.between.model_copy(update={"cores": CoreUse(all_reduce=1.0)})
-    steps = []
-    for spec in (stated, stated.model_copy(update={"between": level})):
-        evaluator = Evaluator(Space(inputs(profile, spec)))
-        costs = evaluator.costs(evaluator.space.baselines()["data parallel"])
-        (bucket,) = costs.buckets[0]
-        steps.append((costs.sync_core_ms(bucket), bucket.wire_ms))
-    assert steps[0] == pytest.approx(steps[1], rel=1e-6)
-    slow = Evaluator(Space(inputs(profile, cluster(2, speed, core_bandwidth=speed / 4))))
-    (bucket,) = slow.costs(slow.space.baselines()["data parallel"]).buckets[0]
-    assert bucket.wire_ms == pytest.approx(4 * steps[0][1]), "one core moves bytes no faster than it can"
-    assert bucket.link_part == pytest.approx(1 / 4)
 
 
 def test_parameters_that_are_not_trained_take_memory():
@@ -327,13 +305,8 @@ def test_a_batch_that_is_said_to_fit_does_and_none_is_named_where_none_does(batc
 
 
 def test_of_unequal_devices_the_fastest_are_used_and_the_slowest_is_waited_for():
-    spec = cluster(1).model_copy(
-        update={
-            "hosts": (cluster(1).hosts[0].model_copy(update={"throughput": 0.1}), *cluster(1).hosts),
-            "between": cluster(2).between,
-        }
-    )
-    found = find_plan(inputs(spec=spec))
+    hosts, between = [{"throughput": 0.1}, {}], cluster(2).between
+    found = find_plan(inputs(spec=parse_cluster({"hosts": hosts, "between": between})))
     assert found.chosen.candidate.layout.workers == 1
     assert found.chosen.step_ms == pytest.approx(18 * 8 / 4)
 
@@ -443,27 +416,31 @@ def test_measured_speeds_give_the_plan_of_a_described_cluster_and_equal_ones_cha
         return plan_of(find_plan(inputs(LARGE, spec, batch=24, most_stages=2, fixed=Fixed(workers=3))))
 
     measured = cluster(3, 1e12, kind="cuda")
-    ranks = ["fast", "slow", "also slow"]
-    faster = measured.at_speeds(ranks, [1.0, 0.5, 0.5])
+    faster = measured.at_speeds([1.0, 0.5, 0.5])
     described = {**measured.model_dump(), "hosts": [{"kind": "cuda"}, {"count": 2, "kind": "cuda", "throughput": 0.5}]}
     assert faster == parse_cluster(described)
     assert planned(faster).placement.shares == pytest.approx((12, 6, 6))
     assert any(one.texts() == ("0,0", "1,2") for one, _ in Space(inputs(LARGE, faster)).layouts())
-    assert measured.at_speeds(ranks, [1.0] * 3) == measured
+    assert measured.at_speeds([1.0] * 3) == measured
     assert planned(measured).placement.shares is None
-    # What is planned for the first worker is done by rank 0, so the fastest machine has to be the first.
-    assert measured.at_speeds(ranks, [1.0, 2.0, 2.0]) is None
-    assert unequal(2, 1).at_speeds(["a", "b"], [2.0, 1.0]) == unequal(2, 1), "hosts of two kinds"
+    slow_first = measured.at_speeds([0.5, 1.0, 1.0])
+    assert planned(slow_first).placement.shares == pytest.approx((4.8, 9.6, 9.6)), "in the order of ranks"
     pairs = parse_cluster(
         {"hosts": [{"count": 2, "devices": 2}], "inside": {"bandwidth": 1e9}, "between": {"bandwidth": 1e9}}
     )
-    assert [host.throughput for _, host in pairs.at_speeds(["a", "a", "b", "b"], [1, 1, 0.25, 0.25]).by_worker] == [
-        1,
-        1,
-        0.25,
-        0.25,
+    assert [host.throughput for _, host in pairs.at_speeds([1, 0.9, 0.25, 0.3]).by_worker] == [0.9, 0.9, 0.25, 0.25]
+
+
+def test_hosts_of_other_devices_and_memory_are_planned_with_their_speeds():
+    kinds = [{"name": "A100", "memory": "40GB"}, {"name": "T4", "memory": "16GB"}, {"name": "T4", "memory": "15.99GB"}]
+    spec = parse_cluster({"hosts": [{"kind": "cuda", **kind} for kind in kinds], "between": {"bandwidth": 1e9}})
+    found = spec.at_speeds([1.0, 0.25, 0.25])
+    assert [(number, host.name, host.throughput) for number, host in found.by_worker] == [
+        (0, "A100", 1.0),
+        (1, "T4", 0.25),
+        (2, "T4", 0.25),
     ]
-    assert pairs.at_speeds(["a", "b", "a", "b"], [1, 0.25, 1, 0.25]) is None
+    assert [host.memory for host in found.hosts] == [host.memory for host in spec.hosts]
 
 
 @pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])

@@ -68,7 +68,7 @@ def test_a_timeline_shows_the_steps_after_the_first(place):
     assert timeline.facts["model"] == "tests.small_nets:plain"
     assert timeline.facts["micro_batches"] == 2
     assert timeline.facts["clocks"] == "one for all workers"
-    assert timeline.facts["prediction"].startswith("stages as profiled, all else as in the first 3 steps")
+    assert timeline.facts["prediction"] == "times of the stages alone"
 
 
 def test_stages_wait_for_each_other_in_what_was_recorded(two):
@@ -89,7 +89,7 @@ def test_stages_wait_for_each_other_in_what_was_recorded(two):
 def test_a_short_run_shows_what_it_has(tmp_path, steps, shown):
     train(tmp_path / "run", steps=steps, timeline=tmp_path / "trace.json", **PIPELINE)
     assert read_timeline(tmp_path / "trace.json").steps == shown
-    assert check_run(tmp_path / "run", steps=steps)["predicted_step_ms"] > 0
+    check_run(tmp_path / "run", steps=steps)
 
 
 def test_a_model_that_is_not_cut_has_a_timeline_without_a_prediction(tmp_path):
@@ -121,7 +121,6 @@ def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
     assert train(tmp_path / "run", timeline=tmp_path / "trace.json", **PIPELINE) == 143
     summary = check_run(tmp_path / "run", ended="interrupted")
     assert 4 <= summary["steps"] < 6
-    assert summary["predicted_step_ms"] > 0
     assert read_timeline(tmp_path / "trace.json").steps == list(range(4, summary["steps"] + 1))
 
 
@@ -154,7 +153,6 @@ def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
     assert train(tmp_path / "run", steps=6, timeline=tmp_path / "trace.json", **PIPELINE) == 0
     check_run(tmp_path / "run", steps=6)
     shown = capsys.readouterr().out
-    # So small a pipeline may also miss its prediction, which is another warning.
     assert sum(line.startswith("warning: there is no timeline") for line in shown.splitlines()) == 1
     assert "there is no timeline: cannot write" in shown.splitlines()[-1]
 
@@ -170,15 +168,8 @@ def test_the_plan_of_a_run_is_what_it_did(place):
     assert (plan.pipeline.schedule, plan.pipeline.micro_batches) == ("greedy", 2)
     assert plan.measured.profile == "measured"
     assert plan.measured.seed == 0
-    assert 0 < plan.predicted.bubble < 1
-    assert plan.predicted.peak_saved_bytes > 0
-    assert plan.predicted.step_ms == pytest.approx(summary["predicted_step_ms"], abs=1e-3)
-
-
-def test_predicted_bytes_are_the_bytes_that_were_sent(two):
-    predicted, summary = read_plan(two / "run" / "plan.json").predicted, check_run(two / "run")
-    agreement = 80  # 40 bytes around two workers: a message that the simulator counts as time only
-    assert 0 < summary["bytes_sent_per_step"] - predicted.bytes_sent_per_step <= agreement
+    assert plan.predicted is None
+    assert summary["predicted_step_ms"] is None, "only a search predicts"
 
 
 def test_another_run_follows_the_plan(one, tmp_path):

@@ -60,25 +60,11 @@ def test_the_most_crowded_resource_counts():
     )
 
 
-def test_of_a_fair_resource_who_wants_little_gets_it_whole():
-    core = Resource(1, fair=True)
-    assert run([[Phase(4, ((core, 0.25),))], [Phase(3, ((core, 1),))]]) == pytest.approx([4, 4])
-    # A fifth for the first; of the rest two fifths for each of the others, until the first is through.
-    core = Resource(1, fair=True)
-    ends = run([[Phase(5, ((core, 0.2),))], [Phase(4, ((core, 1),))], [Phase(4, ((core, 1),))]])
-    assert ends == pytest.approx([5, 9, 9])
-    # Two that want more than half of it get half each, whatever they want.
-    core = Resource(1, fair=True)
-    assert run([[Phase(3, ((core, 0.6),))], [Phase(3, ((core, 0.9),))]])[0] == pytest.approx(3.6)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 5), st.floats(0.01, 5)), min_size=1, max_size=8), st.integers(1, 3), st.booleans()
-)
+@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0.01, 5)), min_size=1, max_size=8), st.integers(1, 3))
 @settings(deadline=None)
-def test_no_work_is_lost_and_no_core_idles(jobs, cores, fair):
+def test_no_work_is_lost_and_no_core_idles(jobs, cores):
     """With equal sharing the resource is as busy as it can be, so the end is that of any order without idling."""
-    resource = Resource(cores, fair)
+    resource = Resource(cores)
     starts = [start for start, _ in jobs]
     ends = run([[Phase(work, ((resource, 1),))] for _, work in jobs], starts)
     assert resource.load == pytest.approx(0, abs=1e-9)

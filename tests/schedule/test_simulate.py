@@ -181,7 +181,7 @@ def test_optimizers_wait_for_everybody_where_a_step_can_be_rolled_back():
     assert span(bound, "1STEP") == span(bound, "0STEP") == pytest.approx((11.375, 11.875))
 
 
-# Cores. Two lanes of one worker compute side by side: 6 ms on two cores.
+# Processors. Two lanes of a worker compute side by side: 6 ms where each is as fast as alone.
 
 BESIDE = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
 APART = Layout((((0, 0), (0, 1)),))
@@ -191,20 +191,12 @@ APART = Layout((((0, 0), (0, 1)),))
     ("costs", "step"),
     [
         ({}, 6),
-        ({"cores": 2}, 6),
-        ({"cores": 1}, 12),
-        ({"cores": 1.5}, 8),
         ({"co_run": 1.25}, 7.5),
-        ({"cores": 1, "co_run": 1.25}, 12),
-        ({"cores": 2, "co_run": 2.0}, 12),
+        ({"co_run": 2.0}, 12),
     ],
 )
-def test_lanes_share_the_cores_of_their_worker(costs, step):
+def test_lanes_share_the_processor_of_their_worker(costs, step):
     assert predict(BESIDE, APART, **costs).step_ms == pytest.approx(step)
-
-
-def test_lanes_of_other_workers_do_not():
-    assert predict(BESIDE, Layout((((0, 0), (1, 0)),)), cores=1, co_run=1.5).step_ms == pytest.approx(6)
 
 
 def test_co_run_holds_while_all_lanes_compute():
@@ -212,44 +204,18 @@ def test_co_run_holds_while_all_lanes_compute():
     assert predict("0F0,0B0\n1F0,1B0\n", APART, forward_ms=(1.0, 4.0), co_run=1.5).step_ms == pytest.approx(4.5 + 3)
 
 
-def overlapped(**costs) -> Simulation:
-    """A sum of 2 ms, ready at 4, while the last backward pass runs from 4 to 6."""
+def test_a_codec_shares_the_processor_with_the_lane_that_computes():
+    # A message is encoded in 1 ms, from 4 on, while the last backward pass runs from 4 to 6: each has half until 6.
+    buckets = ((BucketCost(2 * KIB, ready=0.0, encode_ms=1.0, wire_ms=1.5, latency_ms=0.0),),)
+    result = predict(ONE, stages(1), replicas=2, buckets=buckets)
+    assert span(result, "0SYNC0") == pytest.approx((4, 7.5))
+    assert span(result, "0B1") == pytest.approx((4, 7))
+
+
+def test_moving_bytes_takes_nothing_of_a_processor():
     buckets = ((BucketCost(2 * KIB, ready=0.0),),)
-    return predict(ONE, stages(1), replicas=2, sync_link=WIRE, buckets=buckets, **costs)
-
-
-def test_moving_bytes_takes_core_time():
-    assert overlapped().step_ms == pytest.approx(6)
-    # The sum keeps half a core busy, which is its equal part, so it gets that; computing has the other half meanwhile.
-    busy = overlapped(cores=1, sync_cpu=0.5 / (1000 * KIB))
-    assert span(busy, "0SYNC0") == pytest.approx((4, 6))
-    assert span(busy, "0B1") == pytest.approx((4, 7))
-    assert overlapped(cores=2, sync_cpu=0.5 / (1000 * KIB)).step_ms == pytest.approx(6)
-    # A processor slower than the wire is what the sum takes.
-    assert overlapped(cores=2, sync_cpu=2 / (1000 * KIB)).sync_ms == pytest.approx((4,))
-
-
-def test_core_time_that_is_given_counts_in_place_of_what_bytes_take():
-    buckets = ((BucketCost(2 * KIB, ready=0.0, core_ms=1.0),),)
-    given = predict(ONE, stages(1), replicas=2, sync_link=WIRE, buckets=buckets, cores=1, sync_cpu=1.0)
-    assert span(given, "0SYNC0") == pytest.approx((4, 6))
-    assert span(given, "0B1") == pytest.approx((4, 7))
-
-
-@pytest.mark.parametrize(("part", "ends"), [(1.0, 8), (0.5, 6), (0.75, 7)])
-def test_collectives_that_do_not_fill_the_link_leave_room_for_others(part, ends):
-    """Two sums of 2 ms at a time; together they want 2 `part` of the link."""
-    one = BucketCost(2 * KIB, ready=0.0, wire_ms=2.0, latency_ms=0.0, link_part=part)
-    result = predict(ONE, stages(1), replicas=2, buckets=((one, one),), sync_lanes=2, sync_shares_link=True)
-    assert span(result, "0SYNC0") == span(result, "0SYNC1") == pytest.approx((4, ends))
-
-
-def test_transfers_take_core_time_at_both_ends():
-    costs = {"cores": 1, "send_cpu": 1 / (1000 * KIB), "receive_cpu": 0.5 / (1000 * KIB)}
-    result = predict(PAIR, stages(2), link=WIRE, **costs)
-    # Sender and wire both need 1 ms; from 1 to 3 worker 0 has the second forward pass beside it, so both take 2.
-    assert span(result, "0F1") == pytest.approx((1, 3))
-    assert span(result, "0SEND_F0") == pytest.approx((1, 3))
+    result = predict(ONE, stages(1), replicas=2, sync_link=WIRE, buckets=buckets)
+    assert span(result, "0SYNC0") == span(result, "0B1") == pytest.approx((4, 6))
 
 
 # Rules that hold for every schedule.
@@ -276,8 +242,7 @@ def cases(draw) -> tuple[Program, Costs]:
         forward,
         backward,
         link=Link(draw(st.sampled_from([0.0, 0.25])), draw(st.sampled_from([None, 500.0 * KIB, 4000.0 * KIB]))),
-        cores=draw(st.sampled_from([None, 1, 2])),
-        send_cpu=draw(st.sampled_from([0, 1e-7])),
+        co_run=draw(st.sampled_from([1.0, 1.5])),
         buckets=((BucketCost(3 * KIB, ready=draw(st.sampled_from([0.5, 1.0]))),),) * count,
         replicas=draw(st.integers(1, 3)),
         sync_link=Link(0.1, 1000.0 * KIB),
@@ -342,7 +307,6 @@ def test_everything_faster_by_a_factor_is_faster_by_that_factor(case, factor):
         backward_ms=tuple(time * factor for time in costs.backward_ms),
         link=_slower(costs.link, factor),
         sync_link=_slower(costs.sync_link, factor),
-        send_cpu=costs.send_cpu * factor,
         control_ms=costs.control_ms * factor,
     )
     assert simulate(program, slow).step_ms == pytest.approx(factor * simulate(program, costs).step_ms, rel=1e-6)
@@ -355,12 +319,9 @@ def test_a_faster_link_is_never_worse_where_nothing_is_shared(case, factor):
     program, costs = case
     workers = range(program.layout.workers)
     pairs = [(one, other) for one in workers for other in workers if one != other]
-    slow = replace(costs, links=dict.fromkeys(pairs, _slower(costs.link, factor)), **_NOTHING_SHARED)
-    fast = replace(costs, links=dict.fromkeys(pairs, costs.link), **_NOTHING_SHARED)
+    slow = replace(costs, links=dict.fromkeys(pairs, _slower(costs.link, factor)), sync_shares_link=False)
+    fast = replace(costs, links=dict.fromkeys(pairs, costs.link), sync_shares_link=False)
     assert simulate(program, fast).step_ms <= simulate(program, slow).step_ms + 1e-9
-
-
-_NOTHING_SHARED = {"cores": None, "sync_shares_link": False}
 
 
 def _slower(link: Link, factor: float) -> Link:
@@ -403,7 +364,6 @@ def test_costs_for_another_program_are_refused(costs, match):
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"cores": 0}, "cores is 0"),
         ({"co_run": 0.5}, "co_run is 0.5"),
         ({"replicas": 0}, "replicas is 0"),
         ({"sync_lanes": 0}, "sync_lanes is 0"),

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from hybridpar.errors import LaunchError
 from hybridpar.formats.cache import cache_directory
-from hybridpar.machine.probe import Programs, start_torch_probe
+from hybridpar.machine.probe import Programs, program_of
 
 Status = Literal["ok", "absent", "warning", "failed"]
 
@@ -75,23 +75,28 @@ class Finding:
     fix: str = ""
 
 
-def check_software() -> list[Finding]:
-    """Python, torch, TVM, and the optional packages."""
+def check_software() -> tuple[list[Finding], int]:
+    """Python, torch, TVM, and the optional packages; and the number of GPUs that torch sees, -1 without torch."""
     findings = [Finding("software", "Python", "ok", f"{platform.python_version()}, {sys.executable}")]
+    asked, gpus = program_of("hybridpar.machine.probe", "torch_facts"), -1
     # Both take seconds to import, so they do it at the same time.
-    with start_torch_probe() as torch, Programs([_TVM_PROGRAM], "importing tvm", workers=1) as tvm:
-        findings += _torch_findings(torch)
+    with (
+        Programs([asked], "importing torch", workers=1) as torch,
+        Programs([_TVM_PROGRAM], "importing tvm", workers=1) as tvm,
+    ):
+        try:
+            facts = json.loads(torch.answer())
+            findings += _torch_findings(facts)
+            gpus = len(facts["gpus"])
+        except LaunchError as error:
+            fix = "python -m pip install --force-reinstall torch torchvision"
+            findings.append(Finding("software", "torch", "failed", error.what, fix))
         findings.append(_tvm_finding(tvm))
-    return findings + [_extra_finding(*extra) for extra in _EXTRAS]
+    return findings + [_extra_finding(*extra) for extra in _EXTRAS], gpus
 
 
-def _torch_findings(probe: Programs) -> list[Finding]:
+def _torch_findings(facts: dict[str, Any]) -> list[Finding]:
     group = "software"
-    try:
-        facts = json.loads(probe.answer())
-    except LaunchError as error:
-        fix = "python -m pip install --force-reinstall torch torchvision"
-        return [Finding(group, "torch", "failed", error.what, fix)]
     version = facts["torch"]
     build = f"built for CUDA {facts['cuda_build']}" if facts["cuda_build"] else "built for the CPU only"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH:
@@ -105,7 +110,7 @@ def _torch_findings(probe: Programs) -> list[Finding]:
         findings.append(Finding(group, "torchvision", "failed", "missing, or built for another torch", fix))
     else:
         findings.append(Finding(group, "torchvision", "ok", facts["torchvision"]))
-    findings.append(_gpu_finding(facts))
+    findings += _gpu_findings(facts)
     has = facts["backends"]
     listed = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in has.items())
     # Gloo is what CPU workers talk over, and what control messages of GPU workers go over.
@@ -114,19 +119,25 @@ def _torch_findings(probe: Programs) -> list[Finding]:
     return [*findings, Finding(group, "backends", status, listed, fix)]
 
 
-def _gpu_finding(facts: dict[str, Any]) -> Finding:
-    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+def _gpu_findings(facts: dict[str, Any]) -> list[Finding]:
     if facts["gpus"] and facts["cuda_error"] is None:
-        return Finding("software", "CUDA", "ok", ", ".join(facts["gpus"]))
-    if not driver:
-        return Finding("software", "CUDA", "absent", "no NVIDIA driver; training runs on the CPU")
-    if facts["cuda_build"] is None:
-        fix = "python -m pip install --force-reinstall torch torchvision"
-        return Finding("software", "CUDA", "warning", "there is a driver, but torch is built for the CPU only", fix)
+        findings = [Finding("software", "CUDA", "ok", ", ".join(name for name, _ in facts["gpus"]))]
+        for index, (name, error) in enumerate(facts["gpus"]):
+            if error is not None:
+                value = f"{name} cannot be used: {error}"
+                findings.append(Finding("software", f"GPU {index}", "warning", value, "nvidia-smi"))
+        return findings
+    status: Status = "warning"
     reason = facts["cuda_error"] or "torch sees no device"
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return Finding("software", "CUDA", "warning", "CUDA_VISIBLE_DEVICES is empty", "unset CUDA_VISIBLE_DEVICES")
-    return Finding("software", "CUDA", "warning", f"there is a driver, but torch cannot use it: {reason}", "nvidia-smi")
+    value, fix = f"there is a driver, but torch cannot use it: {reason}", "nvidia-smi"
+    if not (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")):
+        status, value, fix = "absent", "no NVIDIA driver; training runs on the CPU", ""
+    elif facts["cuda_build"] is None:
+        fix = "python -m pip install --force-reinstall torch torchvision"
+        value = "there is a driver, but torch is built for the CPU only"
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        value, fix = "CUDA_VISIBLE_DEVICES is empty", "unset CUDA_VISIBLE_DEVICES"
+    return [Finding("software", "CUDA", status, value, fix)]
 
 
 def _tvm_finding(probe: Programs) -> Finding:

@@ -1,7 +1,8 @@
 """Examines this machine for `hybridpar doctor`, and shows the findings.
 
 Each thing looked at gives one `Finding` (`checkup.py`), shown as a screen, as plain lines where the output is no
-terminal, or as JSON. Software is examined in processes of its own, which a broken installation may crash.
+terminal, or as JSON. Software is examined, and hosts and links are measured, in processes of their own, which a broken
+installation may crash. They are measured as workers measure them before a search for a plan.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import sys
-import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from hybridpar.commands.doctor.checkup import Finding, check_places, check_software, check_tools
-from hybridpar.errors import LaunchError
-from hybridpar.machine.cluster import Cluster, Device, Link, default_backend, default_workers
-from hybridpar.machine.probe import probe_cluster
-from hybridpar.machine.process import available_cores, describe, worker_environment
+from hybridpar.errors import HybridparError, LaunchError
+from hybridpar.machine.cluster_file import ClusterSpec
+from hybridpar.machine.devices import machine_load
+from hybridpar.machine.probe import Programs, program_of
+from hybridpar.machine.process import available_cores, describe, usable_memory, worker_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+#: Load per core above which a measurement is not to be trusted.
+BUSY_LOAD = 0.5
 
 #: How a status is shown: on a Unicode screen, elsewhere, and its colour.
 _MARKS = {
@@ -43,7 +49,7 @@ class Diagnosis:
     """
 
     findings: tuple[Finding, ...]
-    cluster: Cluster | None
+    cluster: ClusterSpec | None
     use: str
 
     @property
@@ -70,64 +76,79 @@ def run_doctor(fresh: bool, as_json: bool) -> int:
 
 def diagnose(fresh: bool) -> Diagnosis:
     """Look at software, tools and directories, and measure the devices and links."""
-    findings = [*check_software(), *check_tools(), *check_places()]
-    if any(finding.status == "failed" and finding.name == "torch" for finding in findings):
+    software, gpus = check_software()
+    findings = [*software, *check_tools(), *check_places()]
+    if gpus < 0:
         return Diagnosis(tuple(findings), None, "")  # there is nothing to measure with
+    workers, load = gpus or min(2, len(available_cores())), machine_load()
     try:
-        cluster = probe_cluster(fresh=fresh)
+        cluster = probe_cluster(workers, fresh)
     except LaunchError as error:
-        findings.append(Finding("devices", "CPU", "failed", error.what))
+        fix = "hybridpar train resnet18 --workers 1" if workers > 1 else ""
+        findings.append(Finding("links", _count(workers), "failed", error.what, fix))
         return Diagnosis(tuple(findings), None, "")
+    if load > BUSY_LOAD:
+        value = f"other programs use the CPU ({load:.1f} per core); rates may be far too low"
+        findings.append(Finding("devices", "load", "warning", value, "hybridpar doctor --fresh"))
     findings += cluster_findings(cluster)
-    return Diagnosis(tuple(findings), cluster, _use(cluster))
+    return Diagnosis(tuple(findings), cluster, _use(workers, on_gpus=gpus > 0))
 
 
-def cluster_findings(cluster: Cluster) -> list[Finding]:
+def probe_cluster(workers: int, fresh: bool) -> ClusterSpec:
+    """What so many workers of this machine measure of it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"workers": workers, "port": port, "fresh": fresh}
+    programs = [program_of(__name__, "measure", rank=rank, **given) for rank in range(workers)]
+    with Programs(programs, f"measuring with {_count(workers)}", workers=workers) as probe:
+        return ClusterSpec.model_validate_json(probe.answer())
+
+
+def measure(rank: int, workers: int, port: int, fresh: bool) -> str:
+    """Be a worker of `probe_cluster`."""
+    from hybridpar.comm.world import World
+    from hybridpar.planner.links import measure_cluster
+
+    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update((name, str(value)) for name, value in job.items())
+    try:
+        with closing(World.join(lanes=1)) as world:
+            return measure_cluster(world, fresh=fresh).model_dump_json()
+    except HybridparError as error:
+        sys.exit(error.what)
+
+
+def cluster_findings(cluster: ClusterSpec) -> list[Finding]:
     """What was measured, as findings."""
-    devices = [Finding("devices", _device_name(device), "ok", _rates(device)) for device in cluster.devices]
-    links = [
-        Finding("links", f"{link.world_size} workers, {link.backend}", "ok", _link_rates(link))
-        for link in cluster.links
-    ]
-    linked = default_workers(cluster) < 2 or cluster.link(default_backend(cluster)) is not None
-    for problem in cluster.problems:
-        if problem.startswith("measuring the link"):
-            fix = "hybridpar train resnet18 --workers 1"
-            links.append(Finding("links", "between workers", "warning" if linked else "failed", problem, fix))
-        else:
-            devices.append(Finding("devices", "GPU", "warning", problem, "nvidia-smi"))
-    if cluster.busy:
-        value = f"measured while other programs used the CPU ({cluster.load:.1f} per core); rates may be far too low"
-        devices.append(Finding("devices", "load", "warning", value, "hybridpar doctor --fresh"))
-    return [*devices, *links]
-
-
-def _device_name(device: Device) -> str:
-    return "CPU" if device.kind == "cpu" else f"GPU {device.index}"
-
-
-def _rates(device: Device) -> str:
-    cores = f"{device.cores} core{'' if device.cores == 1 else 's'}, " if device.cores else ""
-    size = f"{device.memory_bytes / 2**30:.1f} GiB"
-    return f"{device.name}, {cores}{size}; copies {_figure(device.bytes_per_second / 1e9)} GB/s"
+    host, level = cluster.hosts[0], cluster.inside
+    copies = f"copies {_figure((host.memory_bandwidth or 0.0) * host.devices / 1e9)} GB/s"
+    if host.kind == "cpu":
+        cores = len(available_cores())
+        value = f"{host.name}, {cores} core{'' if cores == 1 else 's'}, {usable_memory() / 2**30:.1f} GiB; {copies}"
+    else:
+        memory = f"{(host.memory or 0) / 2**30:.1f} GiB each"
+        value = f"{host.name}, {memory}; {copies}, {_figure((host.host_link or 0.0) / 1e9)} GB/s each to the host"
+    findings = [Finding("devices", "CPU" if host.kind == "cpu" else f"GPUs: {host.devices}", "ok", value)]
+    if level is not None:
+        sums, messages = (level.bandwidth * part / 1e6 for part in (level.efficiency.all_reduce, level.efficiency.send))
+        value = f"{level.latency_ms:.2f} ms latency; per worker sums {sums:,.0f} MB/s, messages {messages:,.0f} MB/s"
+        findings.append(Finding("links", _count(cluster.workers), "ok", f"{cluster.name}: {value}"))
+    return findings
 
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _link_rates(link: Link) -> str:
-    return f"all-reduce: {link.latency_ms:.2f} ms latency, {link.bytes_per_second / 1e6:,.0f} MB/s per worker"
+def _count(workers: int) -> str:
+    return f"{workers} worker{'' if workers == 1 else 's'}"
 
 
-def _use(cluster: Cluster) -> str:
-    workers = default_workers(cluster)
-    count = f"{workers} worker{'' if workers == 1 else 's'}"
-    talk = f", {default_backend(cluster)}" if workers > 1 else ""
-    if cluster.of_kind("cuda"):
-        return f"{count}, one GPU each{talk}"
+def _use(workers: int, on_gpus: bool) -> str:
+    if on_gpus:
+        return f"{_count(workers)}, a GPU each"
     environment = {**os.environ, **worker_environment(workers, available_cores())}
-    return f"{count} on the CPU{talk}, {describe(environment)}"
+    return f"{_count(workers)} on the CPU, {describe(environment)}"
 
 
 def to_json(diagnosis: Diagnosis) -> str:
@@ -147,7 +168,7 @@ def plain_lines(diagnosis: Diagnosis) -> list[str]:
     for finding in diagnosis.findings:
         fix = f" -> {finding.fix}" if finding.fix else ""
         lines.append(f"{_MARKS[finding.status][1]:8}{finding.group}: {finding.name}: {finding.value}{fix}")
-    return [*lines, _measured_when(diagnosis), _verdict(diagnosis)]
+    return [*lines, _verdict(diagnosis)]
 
 
 def _show_screen(console: Console, diagnosis: Diagnosis) -> None:
@@ -169,24 +190,7 @@ def _show_screen(console: Console, diagnosis: Diagnosis) -> None:
                 value.append(f"\n{'→' if symbols else '->'} {finding.fix}", style="cyan")
             table.add_row(Text(f"  {symbol if symbols else word}", style=style), Text(finding.name), value)
         console.print(table)
-    console.print(Text(_measured_when(diagnosis), style="dim"))
     console.print(Text(_verdict(diagnosis), style="bold green" if diagnosis.ready else "bold red"))
-
-
-def _measured_when(diagnosis: Diagnosis) -> str:
-    if diagnosis.cluster is None:
-        return "Nothing was measured."
-    minutes = max(0.0, time.time() - diagnosis.cluster.measured_at) / 60
-    if minutes < 1:
-        return "Devices and links were measured just now."
-    age = (
-        f"{minutes:.0f} minutes"
-        if minutes < 120
-        else f"{minutes / 60:.0f} hours"
-        if minutes < 2880
-        else (f"{minutes / 1440:.0f} days")
-    )
-    return f"Devices and links were measured {age} ago; `hybridpar doctor --fresh` measures again."
 
 
 def _verdict(diagnosis: Diagnosis) -> str:

@@ -15,7 +15,7 @@ from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
     "plan", "Cut a model into balanced stages, or search for the fastest way to train it; write the plan.", PlanRequest
 )
 def _run(command: PlanRequest, arguments: Sequence[str]) -> int:
-    from hybridpar.machine.cluster import default_workers
+    from hybridpar.machine.devices import default_workers
 
     command.check(named_options(arguments, PlanRequest))
     if command.is_here:  # planned by the workers of this machine, which are started here unless a launcher has done so

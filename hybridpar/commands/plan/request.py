@@ -125,8 +125,8 @@ class PlanRequest:
 
     @property
     def is_here(self) -> bool:
-        """Whether the search is for the machine at hand, which is measured."""
-        return self.searches and self.cluster is None and self.inputs is None and self.measure
+        """Whether the search is for the machine at hand, whose links are measured."""
+        return self.searches and self.cluster is None and self.inputs is None
 
     def check(self, named: Collection[str] = ()) -> None:
         """Check what can be checked without the model; `named` are options that count as given at any value."""
@@ -188,7 +188,7 @@ class PlanRequest:
             raise UsageError(
                 f"--verify {self.verify} --verify-seconds {self.verify_seconds}", "Both are above 0.", "Try --verify 3."
             )
-        if self.verify and not self.is_here:
+        if self.verify and not (self.is_here and self.measure):
             raise UsageError(
                 "--verify with --cluster, --inputs or --no-measure",
                 "Plans are run on the machine at hand, which is measured.",

@@ -21,9 +21,7 @@ from hybridpar.commands.plan.partition import ProgressBar, build_to_measure, pri
 from hybridpar.commands.plan.request import PlanRequest, parse_bytes, parse_shape
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
-from hybridpar.machine.cluster import default_backend, default_workers
-from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file, spec_of_measured
-from hybridpar.machine.probe import probe_cluster
+from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models import require_trained
 from hybridpar.models.deferred import is_deferred
@@ -31,7 +29,8 @@ from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan, read_plan
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
-from hybridpar.planner.measure_run import Question, measure_inputs
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.probes import Question, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.scaling import Point, scaling_curve
 from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verdicts, verified
@@ -104,16 +103,13 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
     cluster: ClusterSpec | None = None
     if request.is_here:
         tune_worker(TrainConfig(), world)
-    elif request.cluster is not None:
-        cluster = read_cluster_file(request.cluster)
+        if not request.measure:
+            bar.announce("measuring the links")
+            cluster = measure_cluster(world, fresh=not request.cache)
     else:
-        bar.announce("measuring the machine")
-        found = probe_cluster()
-        cluster = spec_of_measured(found, request.workers or default_workers(found), default_backend(found))
-    if cluster is not None:
-        # With the threads that one of so many workers is given.
-        beside = cluster.hosts[0].devices if request.cluster is None else 1
-        torch.set_num_threads(threads_per_worker(beside, available_cores()))
+        assert request.cluster is not None
+        cluster = read_cluster_file(request.cluster)
+        torch.set_num_threads(threads_per_worker(1, available_cores()))
         if cluster.hosts[0].kind != "cuda":
             world.device = torch.device("cpu")
     if request.threads is not None:
@@ -141,26 +137,27 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
         cache=request.cache,
         announce=bar.announce,
         progress=bar.advance,
-    )
+    ).inputs
 
 
 def _run(
     plans: Sequence[Plan], model: nn.Module, request: PlanRequest, world: World, bar: ProgressBar
 ) -> list[list[float]]:
     """Milliseconds of the steps of plans, all of which are open at the same time and take turns; a collective."""
-    from hybridpar.commands.plan.trials import FIRST_STEPS, Trial, random_batch, time_plans
+    from hybridpar.planner.trials import FIRST_STEPS, random_batch, time_in_turns
+    from hybridpar.train.trainer import open_trial
 
-    images, targets = random_batch(parse_shape(request.input), request.batch_size, request.classes, world.device)
-    trials: list[Trial] = []
+    images = random_batch(parse_shape(request.input), request.batch_size, world.device)
+    trials = []
     try:
         for place, plan in enumerate(plans):
             bar.announce(f"starting finalist {place + 1} of {len(plans)}")
-            trials.append(Trial(plan, model, images, targets, world, TrainConfig()))
+            trials.append(open_trial(model, TrainConfig(), world, images, plan))
             for _ in range(FIRST_STEPS):
                 trials[-1].step()
         bar.announce("running the finalists in turns")
         steps = {str(place): trial.step for place, trial in enumerate(trials)}
-        times = time_plans(steps, world, rounds=ROUNDS, seconds=request.verify_seconds)
+        times = time_in_turns(steps, world, rounds=ROUNDS, seconds=request.verify_seconds)
         return [times[str(place)] for place in range(len(trials))]
     finally:
         for trial in trials:

@@ -22,7 +22,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.formats.file_reader import read_text
-from hybridpar.machine.cluster import default_workers
+from hybridpar.machine.devices import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models import seed_everything
 from hybridpar.planner.resolve import share_of_worker

@@ -17,8 +17,8 @@ from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import UsageError
 from hybridpar.models import deferred
 from hybridpar.models.deferred import is_deferred
+from hybridpar.partition import profile, profile_cache
 from hybridpar.partition.planning import require_model
-from hybridpar.partition.unit_runner import UnitRunner
 from hybridpar.plan import read_plan
 from hybridpar.planner.inputs import inputs_of_plan
 from tests.ranks import run_ranks
@@ -59,7 +59,7 @@ def test_workers_plan_together_and_run_the_finalists(tmp_path):
     plan = read_plan(output)
     recorded = inputs_of_plan(plan)
     assert recorded.cluster.inside is not None
-    assert recorded.cluster.inside.cores is not None, "the link was measured between these workers"
+    assert recorded.cluster.hosts[0].memory_bandwidth > 0, "it was measured by these workers"
     assert recorded.profile.crowd.keys() == {2}
     assert recorded.profile.update_ms is not None
     assert plan.workers in (1, 2)
@@ -86,13 +86,13 @@ def test_what_cannot_be_verified_is_refused(options, told):
 def test_a_large_model_is_planned_without_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(deferred, "MEASURED_BYTES", 0)
     seen: list[bool] = []
-    alone = UnitRunner.alone
+    times = profile.measure_units
 
-    def spy(self, index, clock, passes):
-        seen.append(is_deferred(self.units.model))
-        return alone(self, index, clock, passes)
+    def spy(units, *args, **options):
+        seen.append(is_deferred(units.model))
+        return times(units, *args, **options)
 
-    monkeypatch.setattr(UnitRunner, "alone", spy)
+    monkeypatch.setattr(profile_cache, "measure_units", spy)
     asked = {"model": "tests.small_nets:plain", "classes": 10, "input": "3x8x8", "passes": 2, "cache": False}
     output = tmp_path / "plan.json"
     assert run_plan(PlanRequest(**asked, output=output)) == 0

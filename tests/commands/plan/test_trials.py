@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
+from hybridpar.commands.plan.trials import Trial, random_batch, time_plans
 
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import Trial, random_batch, time_plans
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import parse_cluster

@@ -1,0 +1,461 @@
+"""Measures what a search for a plan reads, by the probes of one table.
+
+| probe | what it finds | steps |
+|---|---|---|
+| way | memory format, kernels, precision, threads, CUDA graph or torch.compile: `planner.ways` | 4 for each change |
+| units | the times of the model's units in that way, at some sizes of micro-batches | 8 |
+| links | hosts and links between workers: `planner.links` | 0 |
+| codecs | how fast codecs write and read gradients: `planner.rates` | 0 |
+
+All workers measure at the same time, so that what they take from each other is in the times, and how fast each is. Each
+probe keeps its result, under all that it depends on: a run after `hybridpar plan`, or after another run of the same
+kind, measures nothing again.
+
+Before a run, measuring must cost less than it can gain. A run of few steps is not planned at all. Of a longer one a
+step is timed, and it is left as it is where measuring would take more than half of what the run computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+
+from hybridpar.comm.world import PATIENCE, World
+from hybridpar.compress import parse_codec
+from hybridpar.compress.kernels import prepare_aside
+from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
+from hybridpar.errors import HybridparError
+from hybridpar.formats.cache import load_measurement, measurements_directory, store_measurement
+from hybridpar.machine.cluster_file import ClusterSpec
+from hybridpar.machine.process import available_cores, host_identity
+from hybridpar.machine.steady import MOST_NOISE
+from hybridpar.models import autocast, model_fingerprint
+from hybridpar.models.deferred import is_deferred
+from hybridpar.models.state import twin_of
+from hybridpar.partition.profile import Progress
+from hybridpar.partition.profile_cache import machine_key
+from hybridpar.partition.unit_runner import intra_op_threads
+from hybridpar.planner.choice import other_types
+from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
+from hybridpar.planner.fixed import Fixed
+from hybridpar.planner.inputs import Fidelity, PlannerInputs
+from hybridpar.planner.links import laps_of, measure_cluster, most_of_all
+from hybridpar.planner.measure import profile_model, set_way
+from hybridpar.planner.profile import ModelProfile
+from hybridpar.planner.rates import measure_rates
+from hybridpar.planner.trials import OpenTrial, random_batch
+from hybridpar.planner.ways import Way, choose_way
+
+#: Steps of the shortest run that is planned.
+LEAST_STEPS = 100
+
+#: Part of the run that measuring may take, and what it takes: seconds, and steps of the model.
+WORTH, SECONDS, STEPS = 0.5, 5.0, 25
+
+#: Bytes of gradients by which the link is judged before anything is measured.
+_PROBE_BYTES = 1 << 19
+
+#: Passes over the units.
+PASSES = 2
+
+#: Samples of the largest micro-batch that is measured for a cluster which is not the machine at hand.
+_MOST_ELSEWHERE = 64
+
+#: Hosts whose speeds are nearer than this factor count as equally fast.
+APART = 1.25
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is searched for.
+
+    Attributes:
+        name: What to call the model.
+        sample_shape: Of one sample.
+        batch: Samples of a step, over all workers.
+        fidelity: `exact`, `close` or `lossy`.
+        fixed: What is not searched for.
+        amp: `none`, `bf16` or `fp16`.
+        copies: Tensors per parameter that the optimizer keeps.
+        averages: Of these moving averages.
+        whole_model: Workers of a pipeline will hold the whole model.
+        bucket_bytes: Size at which a bucket of gradients is full.
+        sync_lanes: Buckets that a worker exchanges beside each other.
+        options: Options of the run, some of which a way to compute a step changes; None where nothing is run.
+        decided: Names of the options that the user decided on.
+        steps: Of the run that the plan is for; None to measure everything, however long it takes, also what is of use
+            only with other options or on other machines.
+        unequal: Replicas may differ in their parts of a batch, and in their numbers of workers.
+    """
+
+    name: str
+    sample_shape: tuple[int, ...]
+    batch: int
+    fidelity: Fidelity = "exact"
+    fixed: Fixed = field(default_factory=Fixed)
+    amp: str = "none"
+    copies: int = 1
+    averages: int = 0
+    whole_model: bool = False
+    bucket_bytes: int = 8 << 20
+    sync_lanes: int = 2
+    options: TrainConfig | None = None
+    decided: frozenset[str] = frozenset()
+    steps: int | None = None
+    unequal: bool = False
+
+    @classmethod
+    def of_run(
+        cls,
+        config: TrainConfig,
+        fixed: Fixed,
+        name: str,
+        sample_shape: Sequence[int],
+        steps: int | None,
+        decided: Collection[str] = (),
+    ) -> Question:
+        """The question of a training run with these options; see the attributes."""
+        return cls(
+            name,
+            tuple(sample_shape),
+            config.batch_size,
+            config.fidelity,
+            fixed,
+            config.amp,
+            state_copies(config),
+            int(config.model_ema is not None),
+            True,  # what is measured for a run is its model, which all workers have built
+            config.bucket_bytes,
+            config.sync_lanes,
+            config,
+            frozenset(decided),
+            steps,
+            # A loop that divides batches itself has decided on replicas.
+            config.may_be_unequal and fixed.replicas is None,
+        )
+
+    @property
+    def codecs(self) -> list[str]:
+        """What gradients may be sent as; with `steps` None also what a looser fidelity would allow."""
+        if self.fixed.codecs is not None:
+            return sorted(set(self.fixed.codecs.values()))
+        fidelity = "lossy" if self.steps is None else self.fidelity
+        outer = OUTER_CODECS[1:] if fidelity == "lossy" and not self.fixed.every_step else ()
+        return [*planned_codecs(fidelity), *outer]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a search for a run's plan reads, and the way to compute a step that it is for."""
+
+    inputs: PlannerInputs
+    way: Way | None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all probes know."""
+
+    model: nn.Module
+    asked: Question
+    world: World
+    workers: int
+    sizes: Sequence[int]
+    cluster: ClusterSpec | None
+    measure: bool
+    passes: int
+    cache: bool
+    open_trial: OpenTrial | None
+    announce: Callable[[str], None]
+    progress: Progress | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is a model that can be run."""
+        return self.measure and not is_deferred(self.model)
+
+    def example(self, samples: int) -> torch.Tensor:
+        """Random inputs of a micro-batch, the same on all workers."""
+        return random_batch(self.asked.sample_shape, samples, self.world.device)
+
+    def kept(self, kind: str, key: Mapping[str, object], types: TypeAdapter[_T], measure: Callable[[], _T]) -> _T:
+        """What was kept under a key, or is measured now and kept; a collective."""
+        found: _T | None = None
+        if self.cache and self.world.is_main:
+            try:
+                found = types.validate_python(load_measurement(kind, key))
+            except ValidationError:  # nothing, or a damaged file
+                found = None
+        found = self.world.gather(found)[0]  # type: ignore[assignment]
+        if found is None:
+            found = measure()
+            if self.cache and self.world.is_main and getattr(found, "noise", 0.0) <= MOST_NOISE:
+                store_measurement(kind, key, types.dump_python(found, mode="json", exclude_defaults=True))
+        return found
+
+
+def measure_inputs(
+    model: nn.Module,
+    asked: Question,
+    world: World,
+    *,
+    cluster: ClusterSpec | None = None,
+    measure: bool = True,
+    passes: int = PASSES,
+    cache: bool = True,
+    open_trial: OpenTrial | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+    progress: Progress | None = None,
+) -> Measured:
+    """Measure what a search reads, or find it in the cache; a collective."""
+    if not is_deferred(model):
+        model.to(world.device)
+    workers = world.size if cluster is None else min(cluster.workers, asked.batch)
+    sizes = _sizes(model, asked, workers, None if cluster is None else _MOST_ELSEWHERE)
+    given = (measure, passes, cache, open_trial, announce, progress)
+    job = _Job(model, asked, world, workers, sizes, cluster, *given)
+    codecs = _codecs(job)
+    if cluster is None and world.device.type == "cpu":
+        prepare_aside(map(parse_codec, codecs))
+    way = _measure_way(job)
+    profile = _measure_units(job, way)
+    spec = cluster or _measure_links(job, way)
+    rates = _measure_codecs(job, codecs)
+    fixed = asked.fixed
+    if fixed.codecs is not None:
+        fixed = replace(fixed, codecs={name: text for name, text in fixed.codecs.items() if text in rates})
+    inputs = PlannerInputs(
+        replace(profile, info=profile.info.model_copy(update={"name": asked.name})),
+        spec,
+        asked.batch,
+        asked.fidelity,
+        rates,
+        optimizer_copies=asked.copies,
+        averages=asked.averages,
+        whole_model=asked.whole_model,
+        bucket_bytes=asked.bucket_bytes,
+        sync_lanes=asked.sync_lanes,
+        # Each part of a step needs two samples, wherever it is computed.
+        most_micro_batches=max(1, min(32, asked.batch // (2 * spec.workers))),
+        fixed=fixed,
+        run_steps=asked.steps,
+    )
+    return Measured(inputs, way)
+
+
+# ---------------------------------------------------------------------------------------------------- the probes
+
+_WAY: TypeAdapter[Way] = TypeAdapter(Way)
+_PROFILE: TypeAdapter[ModelProfile] = TypeAdapter(ModelProfile)
+
+
+def _measure_way(job: _Job) -> Way | None:
+    """How a step is computed; None where no step can be taken."""
+    asked, open_trial = job.asked, job.open_trial
+    if not job.is_whole or open_trial is None or asked.options is None or job.cluster is not None:
+        return None
+    options = asked.options
+
+    def worth(step_ms: float) -> None:
+        """Raise where measuring takes longer than it can save."""
+        if asked.steps is None:
+            return
+        # A step of plain data parallelism takes as long as the longer of the two, at least.
+        step = max(1e-3 * step_ms, _exchange_seconds(job.model, job.world))
+        needs = SECONDS + STEPS * 1e-3 * step_ms
+        if needs > WORTH * asked.steps * step:
+            longest = f"more than half of {asked.steps:,} steps of {1e3 * step:,.0f} ms"
+            raise HybridparError(f"measuring would take {needs:,.1f} s, {longest}")
+
+    def choose() -> Way:
+        job.announce("planning: timing ways to compute a step (--plan none skips planning)")
+        example = job.example(job.sizes[-1])
+        return choose_way(job.model, options, asked.decided, job.world, example, open_trial, asked.steps, worth)
+
+    key = {**_key(job), "options": _options_key(options), "decided": sorted(asked.decided), "long": _magnitude(asked)}
+    return job.kept("way", key, _WAY, choose)
+
+
+def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
+    """The times of the model's units, and of the rest of a step."""
+    asked = job.asked
+    options = asked.options or TrainConfig(memory_format="contiguous")
+    if way is not None:
+        options = replace(options, **way.options)  # type: ignore[arg-type]
+    memory_format = asked.fixed.memory_format or ("channels_last" if options.uses_channels_last else "contiguous")
+    kernels = "tuned" if options.uses_kernels else "stock"
+    found: list[ModelProfile] = []
+
+    def profile() -> None:
+        copy = twin_of(job.model) if job.is_whole else job.model
+        examples = [set_way(copy, job.example(size), memory_format, kernels) for size in job.sizes]
+        threads = way.threads if way is not None else None
+        with autocast(options.amp, job.world.device), intra_op_threads(threads):
+            found.append(
+                profile_model(
+                    copy,
+                    examples,
+                    name=asked.name,
+                    measure=job.measure,
+                    passes=job.passes,
+                    memory_format=memory_format,
+                    kernels=kernels,
+                    progress=job.progress,
+                    announce=job.announce if asked.steps is None else None,
+                )
+            )
+
+    def measure() -> ModelProfile:
+        job.announce("planning: measuring the layers of the model")
+        if job.is_whole:
+            job.world.on_all(_named(profile))
+        else:
+            job.world.from_main(_named(profile), PATIENCE)
+        of_main: ModelProfile = job.world.gather(found[0] if found else None)[0]  # type: ignore[assignment]
+        return of_main if way is None else with_rest(of_main, way)
+
+    chosen = {"memory_format": memory_format, "kernels": kernels, "way": None if way is None else _WAY.dump_python(way)}
+    key = {**_key(job), "sizes": list(job.sizes), "passes": job.passes, "amp": options.amp, **chosen}
+    return job.kept("profile", key, _PROFILE, measure) if job.measure else measure()
+
+
+def with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
+    """The profile with what a step takes besides its units, and as fast as the way that was chosen makes all of it."""
+    variant = profile.variants[0]
+    mine = way.eager_ms * way.step_ms[0] / max(way.step_ms)
+    factor = max(way.step_ms) / way.eager_ms
+    rest = factor * max(0.0, mine - variant.step_ms)
+    # Units run one by one; together, as in a model that is compiled, they may be faster.
+    scaled = replace(variant.scaled(factor * min(1.0, mine / variant.step_ms)), update_ms=rest)
+    return replace(profile, variants=(scaled,), update_ms=rest)
+
+
+def _measure_links(job: _Job, way: Way | None) -> ClusterSpec:
+    """The hosts of the job with their speeds, and the links between them."""
+    world = job.world
+    what = f"links of {job.workers} workers" if job.workers > 1 else "machine"
+    job.announce(f"planning: measuring the {what}")
+    cluster = measure_cluster(world, fresh=not job.cache)
+    if way is None or not job.asked.unequal:
+        return cluster
+    hosts: list[str] = world.gather(host_identity())  # type: ignore[assignment]
+    speeds = speeds_of(hosts, way.step_ms)
+    return cluster if len(set(speeds)) == 1 else cluster.at_speeds(speeds)
+
+
+def _measure_codecs(job: _Job, codecs: Sequence[str]) -> dict[str, dict[int, tuple[float, float]]]:
+    """Milliseconds to write and to read gradients, by codec and number of elements."""
+    if codecs:
+        job.announce("planning: timing ways to compress gradients")
+    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    directory = measurements_directory() if job.cache else None
+    together = job.world if job.cluster is None else None
+    return measure_rates(codecs, trained, job.workers, job.world.device, world=together, cache=directory)
+
+
+# -------------------------------------------------------------------------------------------- what they share
+
+
+def speeds_of(hosts: Sequence[str], step_ms: Sequence[float]) -> list[float]:
+    """How fast workers are over the first one; those of a host, and of hosts that are nearly as fast, are equal."""
+    slowest: dict[str, float] = {}
+    for host, time in zip(hosts, step_ms, strict=True):
+        slowest[host] = max(time, slowest.get(host, 0.0))
+    groups: list[list[str]] = []
+    for host in sorted(slowest, key=slowest.__getitem__):
+        if not groups or slowest[host] > APART * slowest[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(host)
+    common = {host: max(slowest[other] for other in group) for group in groups for host in group}
+    return [common[hosts[0]] / common[host] for host in hosts]
+
+
+def _key(job: _Job) -> dict[str, object]:
+    """What all times depend on."""
+    asked, world = job.asked, job.world
+    return {
+        "model": model_fingerprint(job.model),
+        "name": asked.name,
+        "sample": list(asked.sample_shape),
+        "batch": asked.batch,
+        "largest": job.sizes[-1],
+        **({"unit by unit": True} if is_deferred(job.model) else {}),
+        **machine_key(world.device),
+        "hosts": sorted(Counter(str(host) for host in world.gather(host_identity())).values()),
+        "cores": len(available_cores()),
+    }
+
+
+def _options_key(options: TrainConfig) -> dict[str, str]:
+    """The options on which the time of a step depends."""
+    names = ("optimizer", "amp", "memory_format", "kernels", "compile", "cuda_graph", "guard", "fidelity", "clip_norm")
+    return {name: str(getattr(options, name)) for name in names if hasattr(options, name)}
+
+
+def _magnitude(asked: Question) -> int | None:
+    """The length of the run, as far as it says what is worth a try."""
+    return None if asked.steps is None else asked.steps.bit_length()
+
+
+def _exchange_seconds(model: nn.Module, world: World) -> float:
+    """About how long all gradients take between the workers as they are, by a small part of them; a collective."""
+    size = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    if world.size == 1 or not size:
+        return 0.0
+    message = torch.zeros(min(size, _PROBE_BYTES) // 4, device=world.device)
+    with world.named_errors("timing the link"):
+        (seconds,) = laps_of(world.lane_groups[0].all_reduce, message, 1)
+    return most_of_all(seconds, world) * size / message.nbytes
+
+
+def _named(act: Callable[[], _T]) -> Callable[[], _T]:
+    """What `act` does, with errors of any kind as the one kind that workers tell each other."""
+
+    def run() -> _T:
+        try:
+            return act()
+        except HybridparError:
+            raise
+        except Exception as error:
+            raise HybridparError(f"{type(error).__name__}: {error}") from error
+
+    return run
+
+
+def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) -> list[int]:
+    """Sizes of micro-batches to profile: all that can be where they are few, else some that lines are drawn through.
+
+    A small pass takes longer than the line through two larger ones says, or less.
+    """
+    fixed, whole = asked.fixed, max(2, -(-asked.batch // workers))
+    if fixed.micro_batches is not None:
+        counts = [fixed.replicas] if fixed.replicas else [one for one in range(1, workers + 1) if workers % one == 0]
+        found = {max(2, -(-asked.batch // (count * fixed.micro_batches))) for count in counts}
+        return sorted({min(found), max(found)})
+    if asked.steps is not None and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+        return [whole]  # they normalise over a micro-batch, so its size stays
+    whole = whole if most is None else min(whole, most)
+    return sorted({max(2, whole // 16), max(2, whole // 4), whole})
+
+
+def _codecs(job: _Job) -> Sequence[str]:
+    """The codecs that plans may have. What a run adds in shared memory is never sent, and no codec is faster."""
+    asked, world = job.asked, job.world
+    if job.cluster is not None:
+        return asked.codecs if job.workers > 1 else []
+    adds = world.transport == "shared memory" and asked.steps is not None
+    return [] if world.size == 1 or adds or other_types(job.model) else asked.codecs

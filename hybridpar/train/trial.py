@@ -1,0 +1,150 @@
+"""Takes steps of a model as a run would take them, on a copy of it, so that they can be timed and compared.
+
+The planner times ways to compute a model, and plans, by real steps: those of a `Trainer` with the options or the plan
+in question. Nothing that they do is seen by the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.data import Batch
+from hybridpar.data.sampling import FEWEST_PER_PART, allot
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.models.state import twin_of
+from hybridpar.plan import Plan, ResolvedPlan
+from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.planner.resolve import resolve
+from hybridpar.planner.trials import StepValues, any_loss
+
+#: With such a learning rate float32 weights stay as they are.
+_PLAIN = TrainConfig(plan="none", lr=1e-12)
+#: Options that a trial does not take from the run: they are of its data, its length and its files, or a plan says them.
+_LEFT_OUT = (
+    *("plan", "lr", "lr_per_sample", "recipe", "double_buffer", "timeline", "select_batch", "mixup", "cutmix", "sync"),
+    *("stages", "replicas", "micro_batches", "schedule", "placement", "recompute", "offload", "shares", "compress"),
+    *("freeze", "warm_start_steps"),
+)
+
+
+class Stepper(Protocol):
+    """What a trial needs of `hybridpar.train.trainer.Trainer`."""
+
+    model: nn.Module
+    world: World
+
+    def step(self, batch: Batch) -> Any:
+        """Take a step."""
+
+    def wait(self) -> None:
+        """Wait for its end."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class Trial:
+    """Steps of a copy of a model that can be taken; opening it is a collective of the world's workers.
+
+    Of the options those that say how work is divided do not count: `plan` says it, by default plain data parallelism.
+    `example` is the inputs of the whole batch, the same on all workers.
+    """
+
+    def __init__(
+        self,
+        open_trainer: Callable[..., Stepper],
+        model: nn.Module,
+        config: TrainConfig,
+        world: World,
+        example: Tensor,
+        plan: Plan | None = None,
+    ) -> None:
+        self._stack = ExitStack()
+        self.trainer: Stepper | None = None
+        workers = world.size if plan is None else plan.workers or 1
+        if plan is not None and 1 < workers < world.size and len(plan.partition.stages) > 1:
+            raise UsageError(
+                f"a pipeline on {workers} of {world.size} workers cannot be tried",
+                "Workers that are not used would have to leave the job.",
+                f"Start {workers} workers.",
+            )
+        plain = {name: getattr(_PLAIN, name) for name in _LEFT_OUT}
+        config = replace(config, batch_size=len(example), **plain)
+        run = resolve(config, workers, plan, (), device=world.device.type)
+        #: Steps from one exchange of an outer loop to the next.
+        self.interval = run.sync.outer or 1
+        try:
+            users = self._join(world, run)
+            if users is None:
+                return
+            self._batch = _share(example, run, users.rank)
+            self.trainer = open_trainer(
+                twin_of(model),
+                config=config,
+                loss=any_loss,
+                world=users,
+                lanes=self._stack.enter_context(Lanes(users.device)),
+                plan=PlannedRun(run),
+                example=example[: run.micro_batch_samples(len(example))],
+            )
+            self._stack.callback(self.trainer.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, world: World, run: ResolvedPlan) -> World | None:
+        """The workers of the plan, of which this is one; None where it is not."""
+        workers = sum(map(len, run.layout.ranks))
+        if workers == world.size == 1:
+            return world
+        if workers == world.size:
+            users = World.join(lanes=run.sync.groups, timeout=world.timeout, device=world.device)
+        else:
+            parties = [list(range(workers)), *([rank] for rank in range(workers, world.size))]
+            users = world.split(parties, run.sync.groups)
+        self._stack.callback(users.close)
+        return users if world.rank < workers else None
+
+    def step(self) -> None:
+        """Take a step, to its end; nothing on workers that the plan does not use."""
+        if self.trainer is not None:
+            self.trainer.step(self._batch)
+            self.trainer.wait()
+
+    def values(self) -> StepValues:
+        """Take a step of the whole model on this worker, and return what it computed."""
+        assert self.trainer is not None
+        model, device = self.trainer.model, self.trainer.world.device
+        before = _draw_state(device)
+        result = self.trainer.step(self._batch)
+        self.trainer.wait()
+        gradients = {name: one.grad.float().clone() for name, one in model.named_parameters() if one.grad is not None}
+        return StepValues(float(result.loss), gradients, draws=not torch.equal(before, _draw_state(device)))
+
+    def close(self) -> None:
+        """End what it holds. Safe to call twice."""
+        self._stack.close()
+
+
+def _draw_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _share(example: Tensor, run: ResolvedPlan, rank: int) -> Batch:
+    """A worker's micro-batches of a batch."""
+    replicas, replica = run.layout.replicas, run.layout.replica_of(rank)
+    count = run.pipeline.micro_batches
+    shares = run.placement.shares or (1.0,) * replicas
+    counts = allot(len(example), shares, FEWEST_PER_PART * count, idle=True, in_pairs=False)
+    start = sum(counts[:replica])
+    parts = example[start : start + counts[replica]].tensor_split(count) if counts[replica] else ()
+    return Batch(tuple((part, part) for part in parts), counts[replica], len(example))

@@ -1,0 +1,199 @@
+"""Ways to compute a step: what is open, what is believed, and what stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError
+from hybridpar.plan import Plan
+from hybridpar.planner import ways
+from hybridpar.planner.trials import StepValues, time_in_turns
+from hybridpar.planner.ways import Change, Way, choose_way, difference, open_changes
+from hybridpar.train.trainer import open_trial
+from tests.ranks import run_ranks
+from tests.small_nets import plain
+
+CPU = torch.device("cpu")
+PLAIN = {"a": torch.tensor([3.0, 4.0]), "bias": torch.tensor([1e-9])}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "loss", "said"),
+    [
+        (PLAIN, 1.0, ""),
+        ({"a": torch.tensor([3.01, 4.0]), "bias": torch.tensor([-1e-9])}, 1.001, ""),
+        ({"a": torch.tensor([3.5, 4.0]), "bias": torch.tensor([1e-9])}, 1.0, "the gradient of a is 0.1 times"),
+        ({"a": torch.tensor([1e33, 4.0]), "bias": torch.tensor([1e-9])}, 1.0, "the gradient of a is inf times"),
+        ({"a": torch.tensor([math.nan, 4.0]), "bias": torch.tensor([1e-9])}, 1.0, "the gradient of a is nan times"),
+        ({"a": torch.tensor([3.0, 4.0]), "bias": torch.tensor([1.0])}, 1.0, "the gradient of bias is 1e+09 times"),
+        ({"a": PLAIN["a"]}, 1.0, "gradients of other parameters"),
+        (PLAIN, 1.1, "its loss is 1.1, and 1 in a plain step"),
+        (PLAIN, math.nan, "its loss is nan"),
+    ],
+)
+def test_a_step_that_computes_something_else_is_named(gradients: Mapping[str, Tensor], loss: float, said: str):
+    found = difference(StepValues(loss, gradients), StepValues(1.0, PLAIN), ways.CLOSE)
+    assert found.startswith(said) or said in found
+    assert bool(found) == bool(said)
+
+
+@dataclass
+class Clockwork:
+    """Steps that take a given time of a made-up clock, and compute what they are told to."""
+
+    now: float = 0.0
+    opened: int = 0
+
+    def open(self, took: Mapping[str, float], wrong: str = "") -> Any:
+        def opening(model: nn.Module, config: TrainConfig, world: World, example: Tensor, plan: Plan | None) -> Any:
+            name = next((name for name, change in CHANGES.items() if given(change, config)), "plain")
+            self.opened += 1
+            return Steps(self, took[name], wrong == name)
+
+        return opening
+
+
+@dataclass
+class Steps:
+    clock: Clockwork
+    seconds: float
+    wrong: bool
+
+    def step(self) -> None:
+        self.clock.now += self.seconds
+        if math.isinf(self.seconds):
+            raise RuntimeError("out of memory\nmore of it")
+
+    def values(self) -> StepValues:
+        self.step()
+        return StepValues(1.0, {"a": torch.tensor([3.0, 1e20 if self.wrong else 4.0])})
+
+    def close(self) -> None:
+        self.clock.opened -= 1
+
+
+CHANGES = {
+    "both": {"memory_format": "channels_last", "amp": "bf16"},
+    "channels_last": {"memory_format": "channels_last"},
+    "bf16": {"amp": "bf16"},
+}
+
+
+def given(options: Mapping[str, object], config: TrainConfig) -> bool:
+    return all(getattr(config, name) == value for name, value in options.items())
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, took: Mapping[str, float], wrong: str = "", fidelity: str = "close") -> Way:
+    clock = Clockwork()
+    monkeypatch.setattr("hybridpar.planner.trials.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    config = TrainConfig(fidelity=fidelity)  # type: ignore[arg-type]
+    way = choose_way(plain(), config, (), World(), torch.zeros(4, 3, 8, 8), clock.open(took, wrong))
+    assert clock.opened == 0, "all are closed"
+    return way
+
+
+def test_every_change_is_kept_that_makes_the_step_faster_and_the_next_is_tried_on_top(monkeypatch):
+    way = chosen(monkeypatch, {"plain": 0.1, "channels_last": 0.08, "bf16": 9, "both": 0.04})
+    assert way.options == {"memory_format": "channels_last", "amp": "bf16"}
+    assert [(one.name, one.chosen) for one in way.worths] == [("channels_last", True), ("bf16", True)]
+    assert [one.ratio for one in way.worths] == [pytest.approx(0.8), pytest.approx(0.5)]
+    assert (way.plain_ms, way.eager_ms, way.step_ms) == (*map(pytest.approx, (100, 40)), (pytest.approx(40),))
+
+
+def test_a_change_within_the_noise_is_left(monkeypatch):
+    way = chosen(monkeypatch, {"plain": 0.1, "channels_last": 0.099, "bf16": 0.3, "both": 9})
+    assert (way.options, way.step_ms) == ({}, (pytest.approx(100),))
+    assert not any(one.chosen for one in way.worths)
+
+
+def test_what_computes_something_else_or_fails_is_refused_by_name(monkeypatch):
+    way = chosen(monkeypatch, {"plain": 0.1, "channels_last": 0.01, "bf16": math.inf, "both": 9}, "channels_last")
+    assert way.options == {}
+    refused = {one.name: one.why_not for one in way.worths}
+    assert refused["channels_last"].startswith("the gradient of a is")
+    assert refused["bf16"] == "RuntimeError: out of memory"
+
+
+def test_exact_never_changes_the_precision(monkeypatch):
+    way = chosen(monkeypatch, {"plain": 0.1, "channels_last": 0.2, "bf16": 0.01, "both": 0.01}, fidelity="exact")
+    assert [one.name for one in way.worths] == ["channels_last"]
+
+
+def test_what_the_user_decided_is_not_tried(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    config, shape = TrainConfig(fidelity="close"), (3, 8, 8)
+    names = [one.name for one in open_changes(plain(), config, (), shape, CPU, 0)]
+    assert names == ["channels_last", "bf16", "4 threads"]
+    assert [one.name for one in open_changes(plain(), config, ("amp",), (8,), CPU, 0)] == ["4 threads"]
+    gpu = torch.device("cuda")
+    names = [one.name for one in open_changes(plain(), config, (), shape, gpu, 0)]
+    assert names == ["channels_last", "bf16", "fp16", "CUDA graph"]
+    monkeypatch.setattr(ways, "can_compile", lambda device: True)
+    assert open_changes(plain(), config, (), shape, CPU, 1e6)[-1] == Change("torch.compile", {"compile": True})
+    fixed = TrainConfig(plan="none")
+    assert open_changes(plain(), fixed, TrainConfig.__dataclass_fields__, shape, CPU, 1e6) == []
+
+
+def test_what_measuring_costs_may_end_it():
+    def check(step_ms: float) -> None:
+        raise HybridparError("too long")
+
+    with pytest.raises(HybridparError, match="too long"):
+        choose_way(plain(), TrainConfig(), (), World(), torch.randn(4, 3, 8, 8), open_trial, check=check)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.conv(x)).mean((2, 3))
+
+
+@pytest.mark.parametrize("make", [plain, Dropping])
+def test_real_steps_leave_the_model_and_agree_in_all_ways(make):
+    model, config = make(), TrainConfig(fidelity="close")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    way = choose_way(model, config, (), World(), torch.randn(4, 3, 8, 8), open_trial)
+    assert [one.why_not for one in way.worths] == [""] * len(way.worths)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
+def together(world: World) -> Way:
+    return choose_way(plain(), TrainConfig(), (), world, torch.randn(4, 3, 8, 8), open_trial)
+
+
+def test_workers_choose_alike():
+    first, second = run_ranks(together, 2)
+    assert first == second
+    assert len(first.step_ms) == 2
+
+
+def turns(world: World) -> tuple[list[str], dict[str, int]]:
+    order: list[str] = []
+    steps = {name: (lambda name=name: order.append(name)) for name in ("a", "b", "c")}
+    times = time_in_turns(steps, world, rounds=6, seconds=0.0)
+    return order, {name: len(values) for name, values in times.items()}
+
+
+def test_plans_take_turns_and_stop_in_time_but_not_before_two_rounds():
+    first, second = run_ranks(turns, 2)
+    assert first == second
+    order, counts = first
+    assert counts == {"a": 2, "b": 2, "c": 2}
+    assert order == ["a", "b", "c", "b", "c", "a"]
+    assert len(time_in_turns({"a": int}, World(), rounds=4)["a"]) == 4
