@@ -11,6 +11,7 @@ plan made for another model is refused. A plan of another version is refused too
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -30,7 +31,9 @@ from pydantic import (
 
 from hybridpar.errors import PlanError, cannot_write, shortened
 from hybridpar.formats.file_reader import first_problem, read_json
-from hybridpar.schedule.layout import Layout
+from hybridpar.schedule.actions import Schedule, read_schedule
+from hybridpar.schedule.layout import Edge, Layout
+from hybridpar.schedule.schedules import ScheduleRequest, make_all
 
 PLAN_VERSION: Literal[2] = 2
 
@@ -71,6 +74,7 @@ class Partition(_Section):
     stages: tuple[Stage, ...] = Field(min_length=1)
     cut: str = Field("whole", description="what the cut was made for, in words")
     micro_batch: int | None = Field(None, ge=1, description="samples per micro-batch that the times are for")
+    edges: tuple[Edge, ...] = Field((), description="what flows between stages, per micro-batch")
     balance: float | None = Field(None, ge=1 - 1e-9, description="the largest stage time over the mean")
     cut_bytes: int | None = Field(None, ge=0)
 
@@ -90,9 +94,9 @@ def _read_layout(value: object) -> Layout:
 class Placement(_Section):
     """Which worker and lane each stage gets."""
 
-    layout: Annotated[
-        InstanceOf[Layout], BeforeValidator(_read_layout), PlainSerializer(Layout.texts, when_used="json")
-    ] = Field(description="for every replica the rank of each stage; `1.2` is lane 2 of rank 1")
+    layout: Annotated[InstanceOf[Layout], BeforeValidator(_read_layout), PlainSerializer(Layout.texts)] = Field(
+        description="for every replica the rank of each stage; `1.2` is lane 2 of rank 1"
+    )
     device: str = "cpu"
     shares: tuple[_Share, ...] | None = Field(
         None, description="what each replica gets of a batch, in any unit; without them equal parts"
@@ -110,8 +114,13 @@ class Pipeline(_Section):
     """How micro-batches flow."""
 
     schedule: str = "accumulate"
+    rows: tuple[tuple[str, ...], ...] = Field(
+        (),
+        description="for each replica that differs from others the passes of every lane, in their order; without them, "
+        "or for another number of micro-batches, they are made by the schedule's name",
+    )
     link_bytes_per_second: float | None = Field(
-        None, gt=0, description="that the order of `greedy` is made for; without it transfers take no time"
+        None, gt=0, description="that rows are made for; without it transfers take no time"
     )
     micro_batches: int = Field(1, ge=1)
     recompute: tuple[int, ...] = Field((), description="stages whose activations are recomputed in backward")
@@ -232,8 +241,9 @@ class Plan(_Section):
     measured: Measured | None = None
     predicted: Predicted | None = None
     ran: Ran | None = None
-    followed: bool | None = Field(None, description="of a run's plan: whether that run was laid out by a plan")
-    checksum: str | None = Field(None, description="of what a search decided; it is another one where that was edited")
+    checksum: str | None = Field(
+        None, description="the digest of the plan as it was made or followed, so that an edited one is known"
+    )
     inputs: dict[str, Any] | None = Field(None, description="what a search read, to repeat it; see hybridpar.planner")
 
     @model_validator(mode="after")
@@ -275,10 +285,42 @@ class Plan(_Section):
             return self.placement.layout
         return Layout.dealt(len(self.partition.stages), len(self.partition.stages), workers=1)
 
+    def orders(self, micro_batches: int | None = None) -> tuple[Schedule, ...]:
+        """The passes of every lane, for each replica that differs from others; default: of its micro-batches."""
+        pipeline = self.pipeline or Pipeline()
+        count = pipeline.micro_batches if micro_batches is None else micro_batches
+        rows = [read_schedule("\n".join(lanes), pipeline.schedule) for lanes in pipeline.rows]
+        if rows and all(schedule.micro_batches == count for schedule in rows):
+            return tuple(rows)
+        forward, backward = self.pass_ms() or (None, None)
+        saved = tuple(stage.saved_bytes for stage in self.partition.stages if stage.saved_bytes is not None)
+        request = ScheduleRequest(
+            self.layout,
+            count,
+            forward_ms=forward,
+            backward_ms=backward,
+            saved_bytes=saved if len(saved) == self.layout.stages else None,
+            bytes_per_second=pipeline.link_bytes_per_second,
+        )
+        return make_all(pipeline.schedule, request, self.partition.edges or None)
+
     @property
-    def is_followed(self) -> bool:
-        """Whether it was searched for, or is of a run that was laid out by a plan."""
-        return self.inputs is not None or bool(self.followed)
+    def digest(self) -> str:
+        """Equal for plans that do the same, whatever was predicted or measured of them."""
+        measured, pipeline, sync = self.measured or Measured(), self.pipeline or Pipeline(), self.sync or Sync()
+        facts = (
+            [stage.units for stage in self.partition.stages],
+            (self.layout.texts(), self.placement and self.placement.shares),
+            (measured.memory_format, self.kernels is not None),
+            pipeline.model_dump(mode="json"),
+            sync.model_dump(mode="json"),
+        )
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether it does not do any more what it did when it was made, so that its prediction does not hold."""
+        return self.checksum != self.digest
 
     def to_json(self) -> str:
         """The plan as indented JSON with a fixed key order and absent sections left out."""
@@ -362,6 +404,11 @@ class ResolvedPlan(Plan):
     def channels_last(self) -> bool:
         """Whether images and activations are in channels_last."""
         return self.compute.memory_format == "channels_last"
+
+    def with_rows(self) -> ResolvedPlan:
+        """The plan with the passes of every lane, where they have yet to be made."""
+        rows = tuple(tuple(order.to_csv().splitlines()) for order in self.orders())
+        return self.model_copy(update={"pipeline": self.pipeline.model_copy(update={"rows": rows})})
 
     def with_codec(self, codec: str) -> ResolvedPlan:
         """The plan with other codecs."""

@@ -103,7 +103,7 @@ def test_the_format_of_a_version_never_changes():
             "parameters": 11_689_512,
             "input": [3, 224, 224],
         },
-        "partition": {"stages": [{"units": ["conv1"], "parameter_bytes": 0}], "cut": "whole"},
+        "partition": {"stages": [{"units": ["conv1"], "parameter_bytes": 0}], "cut": "whole", "edges": []},
         "placement": {"layout": ["0", "1"], "device": "cpu"},
     }
 

@@ -20,6 +20,7 @@ from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome, StepRequest
 from hybridpar.plan import Plan
 from hybridpar.schedule.layout import Layout
+from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.sync.options import SyncOptions
 
 
@@ -59,14 +60,21 @@ class Ours:
             tuple(stage.forward_ms or 0.0 for stage in sections),
             tuple(stage.backward_ms or 0.0 for stage in sections),
         )
-        options = PipelineOptions(
-            Layout.repeated(plan.layout.rows[0], replicas),
-            schedule=schedule,
-            threads=threads,
+        layout = Layout.repeated(plan.layout.rows[0], replicas)
+        request = ScheduleRequest(
+            layout,
+            setting.micro_batches,
             forward_ms=forward,
             backward_ms=backward,
             latency_ms=link.latency_ms if link else 0.0,
             bytes_per_second=link.bytes_per_second if link else None,
+        )
+        options = PipelineOptions(
+            layout,
+            make_all(schedule, request),
+            threads=threads,
+            forward_ms=forward,
+            backward_ms=backward,
             sync=sync or SyncOptions(),
             sync_lanes=lanes_of_sync,
         )

@@ -27,7 +27,7 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import Measured, ModelInfo, Partition, Placement, Plan
 from hybridpar.plan import Stage as StagePlan
-from hybridpar.schedule.layout import Layout
+from hybridpar.schedule.layout import Edge, Layout
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ def make_plan(
             micro_batch=inputs[0].shape[0],
             balance=max(round(balance.balance, 6), 1.0),
             cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
+            edges=edges_of(graph, balance.stage_of),
         ),
         placement=_placement(problem),
         measured=Measured(
@@ -195,6 +196,11 @@ def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[floa
 def _placement(problem: Problem) -> Placement:
     slots = (problem.lanes[problem.lane_of(stage)] for stage in range(problem.stages))
     return Placement(layout=Layout.repeated(slots), device=problem.worker(0).device)
+
+
+def edges_of(graph: UnitGraph, stage_of: Sequence[int]) -> tuple[Edge, ...]:
+    """What flows between the stages of a partition."""
+    return tuple(Edge(*pair, *sizes) for pair, sizes in graph.crossing(stage_of).items())
 
 
 def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:

@@ -43,6 +43,7 @@ from hybridpar.pipeline.stage_module import (
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.schedule.layout import Edge
+from hybridpar.schedule.program import lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
 
@@ -101,7 +102,7 @@ class PipelineEngine:
             }
         # Before anything is exchanged: a schedule that cannot be is refused alike on all workers.
         for replica in layout.kinds:
-            options.order(layout.replica(replica, _plain_edges(stages)), micro_batches)
+            lower(options.order(replica, micro_batches), layout.replica(replica, _plain_edges(stages)))
         if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
             raise ScheduleError(
                 f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",

@@ -306,7 +306,7 @@ class Executor:
         options = self._options
         layout = options.layout.replica(self._replica, edges)
         return lower(
-            options.order(layout, count),
+            options.order(self._replica, count),
             layout,
             [buckets.get(index, 0) for index in range(layout.stages)],
             self._offload,

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from hybridpar.lanes import Event
 from hybridpar.pipeline.borders import BorderFacts
 from hybridpar.schedule.actions import Action, Schedule
 from hybridpar.schedule.layout import Layout
-from hybridpar.schedule.schedules import ScheduleRequest, make, order_of_replica
+from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.schedule.spans import Span
 from hybridpar.schedule.spans import StepSpans as StepSpans
 from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
@@ -364,18 +364,15 @@ class PipelineOptions:
 
     Attributes:
         layout: Where the stages of all replicas run.
+        orders: The passes of the lanes, for each replica that differs from others.
         devices: For every lane its device, where one worker drives several; empty for the device of the worker.
-        schedule: Name of the schedule; of unequal replicas, of those with a worker for each stage.
         recompute: Stages whose activations are computed again in the backward pass.
         offload: Stages whose activations wait for the backward pass in the host's memory.
         compile: Compile every stage with torch.compile.
         threads: Intra-op threads of every lane on a CPU.
         seed: Of the random operations inside the model.
-        forward_ms: For every stage the time of a forward pass, as measured; for schedules that look at it.
+        forward_ms: For every stage the time of a forward pass, as measured; what is ready first is issued first.
         backward_ms: The same for the backward pass, with what is computed again.
-        latency_ms: Of a transfer between workers.
-        bytes_per_second: Of a transfer between workers, that the schedule is made for; None where these take no time.
-        saved_bytes: For every stage the activations that a micro-batch keeps for its backward pass.
         sync: How gradients are exchanged between replicas.
         sync_lanes: Lanes on which that is done.
         capture: Steps are to be captured, so the host must not decide on them.
@@ -384,8 +381,8 @@ class PipelineOptions:
     """
 
     layout: Layout
+    orders: tuple[Schedule, ...]
     devices: tuple[str, ...] = ()
-    schedule: str = "1f1b"
     recompute: tuple[int, ...] = ()
     offload: tuple[int, ...] = ()
     compile: bool = False
@@ -393,33 +390,28 @@ class PipelineOptions:
     seed: int = 0
     forward_ms: tuple[float, ...] | None = None
     backward_ms: tuple[float, ...] | None = None
-    latency_ms: float = 0.0
-    bytes_per_second: float | None = None
-    saved_bytes: tuple[int, ...] | None = None
     sync: SyncOptions = field(default_factory=SyncOptions)
     sync_lanes: int = 2
     capture: bool = False
     record: bool = False
     own_only: bool = False
 
-    def request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
-        """What a schedule is made from."""
-        return ScheduleRequest(
-            layout,
-            micro_batches,
-            forward_ms=self.forward_ms,
-            backward_ms=self.backward_ms,
-            saved_bytes=self.saved_bytes,
-            latency_ms=self.latency_ms,
-            bytes_per_second=self.bytes_per_second,
+    def order(self, replica: int, micro_batches: int) -> Schedule:
+        """The passes of the lanes of a replica: of fewer micro-batches without those of others, of more once again."""
+        made = self.orders[0 if self.layout.is_equal else replica]
+        rows = (
+            tuple(
+                replace(action, index=first + action.index)
+                for first in range(0, micro_batches, made.micro_batches)
+                for action in row
+                if action.index is not None and first + action.index < micro_batches
+            )
+            for row in made.rows
         )
-
-    def order(self, layout: Layout, micro_batches: int) -> Schedule:
-        """The order of computation. A replica with several stages on a worker, beside others, has one made for it."""
-        name = self.schedule if self.layout.is_equal else order_of_replica(self.schedule, layout)
-        return make(name, self.request(layout, micro_batches))
+        return Schedule(made.name, tuple(rows), micro_batches)
 
 
 def whole_options(workers: int, **options: Any) -> PipelineOptions:
     """A model that is not cut on each of some workers: one stage, which runs one micro-batch after the other."""
-    return PipelineOptions(Layout.repeated([(0, 0)], workers), schedule="accumulate", **options)
+    layout = Layout.repeated([(0, 0)], workers)
+    return PipelineOptions(layout, make_all("accumulate", ScheduleRequest(layout, 1)), **options)

@@ -21,7 +21,7 @@ from hybridpar.errors import PartitionError
 from hybridpar.partition.balance import balance_graph
 from hybridpar.partition.cost import IntervalCosts, Link, Matrix, Problem, Worker
 from hybridpar.partition.cuts import Cuts, least_maximum, pick, stages_of
-from hybridpar.partition.planning import saved_bytes
+from hybridpar.partition.planning import edges_of, saved_bytes
 from hybridpar.planner.profile import ModelProfile, Parameter
 from hybridpar.schedule.layout import Edge
 
@@ -223,7 +223,7 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
         kept,
         tuple(map(tuple, parameters)),
         ready,
-        tuple(Edge(*pair, *sizes) for pair, sizes in graph.crossing(cut.stage_of).items()),
+        edges_of(graph, cut.stage_of),
         tuple(largest),
         tuple(sum(graph.units[unit].parameter_bytes for unit in own) for own in members),
         tuple(max(0, size - own) for size, own in zip(saved, kept, strict=True)),

@@ -209,10 +209,12 @@ class Evaluator:
             sent += factor * statistics
         return codec / choice.every, link / choice.every, sent / choice.every
 
-    def simulation(self, candidate: Candidate, costs: Costs, replica: int = 0) -> Simulation:
+    def simulation(
+        self, candidate: Candidate, costs: Costs, replica: int = 0, schedule: Schedule | None = None
+    ) -> Simulation:
         """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
         layout = self.layout(candidate, replica)
-        schedule = self.schedule(candidate, replica)
+        schedule = schedule or self.schedule(candidate, replica)
         counts = [len(buckets) for buckets in costs.buckets] if candidate.layout.replicas > 1 else ()
         program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
         return simulate(program, costs)

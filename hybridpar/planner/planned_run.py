@@ -278,14 +278,13 @@ def _follow_given(
     from hybridpar.partition.planning import require_model
     from hybridpar.planner.inputs import check_made_for
     from hybridpar.planner.links import measure_cluster
-    from hybridpar.planner.record import is_as_recorded
 
     require_model(plan, model, name)
     if plan.inputs is not None:
         check_made_for(plan, measure_cluster(world))
     followed = _as_followed(config, plan, decided, world.size)
     told = _expected(followed)
-    if followed.inputs is not None and not is_as_recorded(followed):
+    if followed.inputs is not None and followed.is_edited:
         followed, told = _unpredicted(followed), ", which was edited: what was predicted does not hold"
     if followed.inputs is not None and (other := _made_for_other(config, followed, sample_shape)):
         followed, told = _unpredicted(followed), f", which was made for {other}: its prediction does not hold here"
@@ -357,7 +356,7 @@ def _usable(place: Path) -> Plan | None:
         plan = read_plan(place)
     except HybridparError:
         return None
-    return plan if plan.is_followed and plan.placement is not None else None
+    return plan if plan.checksum is not None and plan.placement is not None else None
 
 
 def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:

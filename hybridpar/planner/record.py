@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 from hybridpar.compress import format_codec
 from hybridpar.partition.planning import plan_stages
 from hybridpar.plan import (
@@ -49,6 +46,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
         ),
         pipeline=Pipeline(
             schedule=candidate.schedule,
+            rows=_rows(evaluator, candidate),
             link_bytes_per_second=candidate.cut.link_speed,
             micro_batches=candidate.micro_batches,
             recompute=everything if candidate.cut.recompute else (),
@@ -82,7 +80,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
         ),
         inputs=inputs.to_data(),
     )
-    return plan.model_copy(update={"checksum": checksum_of(plan)})
+    return plan.model_copy(update={"checksum": plan.digest})
 
 
 def candidate_of(plan: Plan, space: Space) -> Candidate | None:
@@ -108,22 +106,10 @@ def candidate_of(plan: Plan, space: Space) -> Candidate | None:
     return Candidate(plan.layout, pipeline.micro_batches, cut, pipeline.schedule, *way, sharded)
 
 
-def checksum_of(plan: Plan) -> str:
-    """Equal for plans that do the same, whatever was predicted or measured of them."""
-    measured, pipeline = plan.measured or Measured(), plan.pipeline or Pipeline()
-    said = (
-        [stage.units for stage in plan.partition.stages],
-        (plan.layout.texts(), plan.placement and plan.placement.shares),
-        (measured.memory_format, plan.kernels is not None),
-        pipeline.model_dump(mode="json", exclude_none=True),
-        (plan.sync or Sync()).model_dump(mode="json"),
-    )
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
-
-
-def is_as_recorded(plan: Plan) -> bool:
-    """Whether a plan still says what its search said, so that its prediction holds: it was not edited."""
-    return plan.checksum == checksum_of(plan)
+def _rows(evaluator: Evaluator, candidate: Candidate) -> tuple[tuple[str, ...], ...]:
+    """The passes of every lane, for each replica that differs from others; none of a model that is not cut."""
+    kinds = candidate.layout.kinds if candidate.layout.stages > 1 else ()
+    return tuple(tuple(evaluator.schedule(candidate, replica).to_csv().splitlines()) for replica in kinds)
 
 
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
@@ -141,6 +127,7 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
         micro_batch=samples,
         balance=max(1.0, round(max(times) / mean, 6)) if mean > 0 else None,
         cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
+        edges=evaluator.figures(candidate).edges,
     )
 
 

@@ -66,13 +66,15 @@ def resolve(
     if shares is not None and ("shares" in decided or len(shares) != layout.replicas):
         shares = None
     count = layout.stages
-    pipeline = plan.pipeline if plan is not None else None
     micro_batches, schedule = config.micro_batches, config.schedule or "greedy"
     recompute, offload, speed = config.recompute, config.offload, None
-    if pipeline is not None:
+    rows: tuple[tuple[str, ...], ...] = ()
+    if plan is not None and (pipeline := plan.pipeline) is not None:
         micro_batches = micro_batches if "micro_batches" in decided else pipeline.micro_batches
         schedule = schedule if "schedule" in decided else pipeline.schedule
         speed = pipeline.link_bytes_per_second
+        if (layout, schedule) == (plan.layout, pipeline.schedule):
+            rows = pipeline.rows
         if not {"recompute", "offload"} & set(decided):
             recompute, offload = pipeline.recompute, pipeline.offload
     if count == 1:
@@ -103,6 +105,7 @@ def resolve(
         placement=Placement(layout=layout, device=device, shares=shares),
         pipeline=Pipeline(
             schedule=schedule,
+            rows=rows,
             link_bytes_per_second=speed,
             micro_batches=micro_batches,
             recompute=recompute,
@@ -113,8 +116,7 @@ def resolve(
         kernels=Kernels(database=compute.kernels) if config.uses_kernels else None,
         measured=(measured or Measured()).model_copy(update=facts),
         predicted=plan.predicted if plan is not None and searched else None,
-        followed=None if plan is None or searched else True,
-        checksum=plan.checksum if plan is not None else None,
+        checksum=None if plan is None else plan.checksum or plan.digest,
         inputs=plan.inputs if plan is not None else None,
     )
 

@@ -8,10 +8,9 @@ from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import Timeline, TimelineRow
 from hybridpar.plan import Plan
 from hybridpar.schedule.actions import Schedule
-from hybridpar.schedule.costs import Costs
-from hybridpar.schedule.layout import Edge, Layout
+from hybridpar.schedule.costs import Costs, Link
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
-from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.schedule.spans import StepSpans
 
@@ -39,9 +38,9 @@ def step_of_plan(plan: Plan) -> tuple[Simulation, Layout] | None:
         return None
     if (predicted := _predicted(plan)) is not None:
         return predicted
-    layout, speed = _layout_of_plan(plan), plan.pipeline.link_bytes_per_second
-    request = ScheduleRequest(layout, plan.pipeline.micro_batches, *times, bytes_per_second=speed)
-    return simulate(lower(make(plan.pipeline.schedule, request), layout), request.costs), layout
+    layout = plan.layout.replica(0, plan.partition.edges or None)
+    costs = Costs(*times, link=Link(bytes_per_second=plan.pipeline.link_bytes_per_second))
+    return simulate(lower(plan.orders()[0], layout), costs), layout
 
 
 def _predicted(plan: Plan) -> tuple[Simulation, Layout] | None:
@@ -57,19 +56,10 @@ def _predicted(plan: Plan) -> tuple[Simulation, Layout] | None:
     if (one := candidate_of(plan, evaluator.space)) is None:
         return None
     steps = [
-        (evaluator.simulation(one, evaluator.costs(one, replica=each), each), one.layout.replica(each))
-        for each in one.layout.kinds
+        (evaluator.simulation(one, evaluator.costs(one, replica=each), each, order), one.layout.replica(each))
+        for each, order in zip(one.layout.kinds, plan.orders(), strict=True)
     ]
     return max(steps, key=lambda step: step[0].step_ms)
-
-
-def _layout_of_plan(plan: Plan) -> Layout:
-    """Where stages run; what a stage sends is taken to go to the next, as a plan without its search says no more."""
-    edges = (
-        Edge(index, index + 1, stage.cut_bytes or 0, stage.cut_bytes or 1)
-        for index, stage in enumerate(plan.partition.stages[:-1])
-    )
-    return plan.layout.replica(0, tuple(edges))
 
 
 def simulated(schedule: Schedule, layout: Layout, costs: Costs, facts: dict[str, Any]) -> Timeline:

@@ -426,7 +426,7 @@ class Run(RunLog):
         if self.kernels is not None:
             notes += self.kernels.notes()
             plan = plan.model_copy(update={"kernels": self.kernels.section()})
-        if self.is_main and not plan.is_followed and self.place.continues:
+        if self.is_main and plan.checksum is None and self.place.continues:
             set_aside(self.place.directory / "plan.json")
         return plan, self._begin_with(
             plan,

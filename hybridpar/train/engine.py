@@ -152,7 +152,7 @@ class Engine:
             stages = self._stages
             with self.autocast():
                 device, own_only = self._lanes.device, self.own_only
-                options = pipeline_options(plan, example, config, sync, world, device, own_only)
+                options = pipeline_options(plan, example, config, sync, world, device, micro_batches, own_only)
         else:
             stages = [WholeModel(self.model)]
             options = whole_options(

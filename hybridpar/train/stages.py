@@ -72,6 +72,7 @@ def cut_model(
         facts = {"memory_format", "dtype", "seed"}
         measured = (made.measured or plan.measured).model_copy(update=plan.measured.model_dump(include=facts))
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
+    plan = plan.with_rows()
     if deferred is None:
         return plan, stages_from_plan(model, plan, (example,))
     ranks = plan.layout.rows[plan.layout.replica_of(world.rank)]
@@ -117,15 +118,16 @@ def pipeline_options(
     sync: SyncOptions,
     world: World,
     device: torch.device,
+    micro_batches: int,
     own_only: bool = False,
 ) -> PipelineOptions:
     """The options of the pipeline that follows a plan."""
-    sections, layout, pipeline = plan.partition.stages, plan.layout, plan.pipeline
+    layout, pipeline, orders = plan.layout, plan.pipeline, plan.orders(micro_batches)
     if world.size < layout.workers:  # an outer loop trains each replica by itself
-        layout = layout.replica(layout.replica_of(world.members[0]))
+        replica = layout.replica_of(world.members[0])
+        layout, orders = layout.replica(replica), (orders[0 if layout.is_equal else replica],)
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
     forward, backward = plan.pass_ms(scale) or (None, None)
-    saved = [round(scale * stage.saved_bytes) for stage in sections if stage.saved_bytes is not None]
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = layout.lanes_each
     if pipeline.offload and device.type == "cpu" and world.is_main:
@@ -133,8 +135,8 @@ def pipeline_options(
     count = torch.cuda.device_count() if device.type == "cuda" and world.job_size == 1 else 1
     return PipelineOptions(
         layout,
+        orders,
         devices=tuple(f"cuda:{lane * count // lanes}" for lane in range(lanes)) if count > 1 else (),
-        schedule=pipeline.schedule,
         recompute=pipeline.recompute,
         offload=pipeline.offload,
         compile=config.compile,
@@ -142,8 +144,6 @@ def pipeline_options(
         seed=config.seed,
         forward_ms=forward,
         backward_ms=backward,
-        bytes_per_second=pipeline.link_bytes_per_second,
-        saved_bytes=tuple(saved) if len(saved) == len(sections) else None,
         sync=sync,
         sync_lanes=plan.sync.lanes,
         capture=config.cuda_graph,

@@ -26,6 +26,7 @@ from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome, StepRequest
 from hybridpar.schedule.layout import Layout
+from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 from tests.lanes.checked import Checker, Lanes
@@ -39,6 +40,19 @@ def places(stages: int, kind: str = "linear", *, workers: int = 1) -> Layout:
     lanes = stages if kind == "linear" else stages // 2
     lane_of = Layout.dealt(stages, lanes, kind).lane_of
     return Layout.repeated((lane * workers // lanes, lane) for lane in lane_of)
+
+
+def options_of(
+    layout: Layout,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    *,
+    bytes_per_second: float | None = None,
+    **options: Any,
+) -> PipelineOptions:
+    """Options of a pipeline that follows a schedule."""
+    request = ScheduleRequest(layout, micro_batches, bytes_per_second=bytes_per_second)
+    return PipelineOptions(layout, make_all(schedule, request), **options)
 
 
 def images(samples: int, seed: int = 1) -> Batch:
@@ -242,7 +256,7 @@ def train_stages(
     with Lanes("cpu", check=check) as lanes:
         replicas = world.size // where.workers
         layout = Layout.repeated(where.rows[0], replicas) if replicas > 1 else where
-        pipeline = PipelineOptions(layout, schedule=schedule, sync=setting.sync, **options)
+        pipeline = options_of(layout, setting.micro_batches, schedule, sync=setting.sync, **options)
         with setting.modes():
             engine = PipelineEngine(model, stages, world, lanes, setting.loss, make, pipeline, setting.micro_batches)
         try:

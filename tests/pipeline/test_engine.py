@@ -17,7 +17,7 @@ from hybridpar.errors import HybridparError, ScheduleError
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
+from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.step import StepState
 from hybridpar.schedule.layout import Layout
 from tests.lanes.checked import Checker, Lanes
@@ -33,6 +33,7 @@ from tests.pipeline.oracle import (
     cut,
     first_output,
     images,
+    options_of,
     places,
     seeded,
     train_stages,
@@ -338,7 +339,7 @@ def test_torchs_runtime_fed_our_schedule_gives_the_same_gradients(name: str, sch
 
 def open_engine(world: World, stages: Any, model: nn.Module, layout: Layout, **options: Any) -> None:
     with Lanes("cpu") as lanes:
-        made = PipelineOptions(layout, **options)
+        made = options_of(layout, 2, **options)
         engine = PipelineEngine(model, stages, world, lanes, F.cross_entropy, lambda stage: None, made, 2)
         engine.close()
 

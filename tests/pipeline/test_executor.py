@@ -38,6 +38,7 @@ from tests.pipeline.oracle import (
     cut,
     cut_evenly,
     images,
+    options_of,
     places,
     run_step,
     seeded,
@@ -317,7 +318,6 @@ def _with_a_bad_step(
     """Trains on all batches, the third of which goes bad, and keeps the state after each."""
     from hybridpar.comm.world import World
     from hybridpar.lanes import Lanes
-    from hybridpar.pipeline.engine import PipelineOptions
 
     def step_of(stage: nn.Module) -> Any:
         optimizer = make(stage)
@@ -325,7 +325,7 @@ def _with_a_bad_step(
 
     run = Run()
     with Lanes("cpu") as lanes:
-        options = PipelineOptions(places(len(parts)), schedule=schedule, sync=setting.sync)
+        options = options_of(places(len(parts)), setting.micro_batches, schedule, sync=setting.sync)
         engine = PipelineEngine(model, parts, World(), lanes, setting.loss, step_of, options, setting.micro_batches)
         for number, batch in enumerate(batches):
             model.bad = number == 2

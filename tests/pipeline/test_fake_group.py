@@ -27,12 +27,12 @@ from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.lanes import Lanes
 from hybridpar.partition import partition_model
-from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
+from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 from hybridpar.sync.reducer import Reducer, open_sync_lanes
-from tests.pipeline.oracle import run_step
+from tests.pipeline.oracle import options_of, run_step
 from tests.pipeline.tape import StreamLanes, stand_in
 from tests.small_nets import SmallNet
 
@@ -106,9 +106,10 @@ def train(world: World, positions: int, schedule: str, *, batch_norm: bool = Fal
     torch.manual_seed(0)
     model = Chain()
     stages = partition_model(model, torch.randn(SAMPLES, 6), positions, measure=False).stages
-    options = PipelineOptions(
+    options = options_of(
         Layout.dealt(positions, positions, replicas=world.size // positions),
-        schedule=schedule,
+        MICRO_BATCHES,
+        schedule,
         sync=SyncOptions(bucket_bytes=100, sync_batch_norm=batch_norm),
         sync_lanes=2,
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Lanes
-from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
+from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.schedule.layout import Layout
 from hybridpar.sync.pieces import step_optimizer
 from tests.pipeline.oracle import (
@@ -30,6 +30,7 @@ from tests.pipeline.oracle import (
     batches_of,
     cut,
     images,
+    options_of,
     places,
     run_step,
     seeded,
@@ -94,7 +95,7 @@ def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any
     try:
         with Lanes("cpu") as lanes:
             layout = Layout.dealt(stages, stages, replicas=size // stages)
-            options = PipelineOptions(layout, schedule="1f1b")
+            options = options_of(layout, 4)
             engine = PipelineEngine(model, parts, world, lanes, F.cross_entropy, _no_step, options, 4)
             outcome = None
             for batch in batches_of(8, 4):
@@ -151,9 +152,7 @@ class TestErrorsOfOneWorker:
         batch = Setting().of_replica(batches_of(8)[0], 0)
         with Lanes("cpu") as lanes:
             parts = cut(model, images(4)[0], 2)
-            engine = PipelineEngine(
-                model, parts, World(), lanes, F.cross_entropy, step_of, PipelineOptions(places(2)), 2
-            )
+            engine = PipelineEngine(model, parts, World(), lanes, F.cross_entropy, step_of, options_of(places(2), 2), 2)
             with pytest.raises(ZeroDivisionError):
                 run_step(engine, batch, 8).wait()
             for _ in range(2):
@@ -221,7 +220,7 @@ def test_a_thousand_steps_leave_nothing() -> None:
     optimizers = [sgd(part) for part in parts]
     before = (threading.active_count(), open_files())
     with Lanes("cpu") as lanes:
-        options = PipelineOptions(places(2), recompute=(1,))
+        options = options_of(places(2), 2, recompute=(1,))
         engine = PipelineEngine(
             model, parts, World(), lanes, F.cross_entropy, lambda part: _stepper(optimizers[part.index]), options, 2
         )
@@ -250,7 +249,7 @@ def test_outcomes_that_are_kept_keep_no_batch() -> None:
     batches: list[weakref.ref[Tensor]] = []
     parts = cut(model, images(2)[0], 2)
     with Lanes("cpu") as lanes:
-        options = PipelineOptions(places(2))
+        options = options_of(places(2), 2)
         engine = PipelineEngine(model, parts, World(), lanes, F.cross_entropy, _no_step, options, 2)
         for step in range(4):
             x, y = images(8, seed=step)
@@ -289,7 +288,7 @@ def test_closing_waits_for_the_step_that_runs() -> None:
         engine = PipelineEngine(
             *(model, parts, World(), lanes, slow_loss),
             lambda part: lambda factor, commit, pieces: stepped.append(part.index),
-            PipelineOptions(places(2)),
+            options_of(places(2), 2),
             2,
         )
         run_step(engine, [(x[:4], y[:4]), (x[4:], y[4:])], 8)

@@ -8,7 +8,7 @@ from hybridpar.plan import Plan, Ran
 from hybridpar.planner.compare import prediction_warnings
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.record import is_as_recorded, plan_of
+from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Space
 from tests.planner.small import cluster, inputs
@@ -41,12 +41,12 @@ def test_every_plan_of_a_space_is_told_from_the_others_and_from_edited_ones():
     answer = find_plan(inputs(fidelity="lossy"), prune=False)
     assert len(answer.ranked) > 20
     plans = [plan_of(answer, outcome) for outcome in answer.ranked]
-    assert all(is_as_recorded(plan) for plan in plans)
+    assert not any(plan.is_edited for plan in plans)
     assert len({plan.checksum for plan in plans}) == len(plans)
     plan = plans[0]
     assert plan.pipeline is not None
     edited = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"micro_batches": 999})})
-    assert not is_as_recorded(edited)
+    assert edited.is_edited
 
 
 def test_a_run_as_predicted_is_no_warning():

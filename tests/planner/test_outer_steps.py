@@ -12,7 +12,7 @@ from hybridpar.plan import Sync
 from hybridpar.planner import outer_steps
 from hybridpar.planner.fixed import decided_options, fixed_by
 from hybridpar.planner.outer_steps import OuterSteps, expected_steps, planned_intervals
-from hybridpar.planner.record import is_as_recorded, plan_of
+from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.search import find_plan
 from tests.planner.small import RATES, chain, cluster, inputs
@@ -123,8 +123,8 @@ def test_the_plan_says_it():
     plan = plan_of(found)
     assert plan.sync is not None
     assert (plan.sync.outer, plan.sync.codec) == (16, "onebit")
-    assert is_as_recorded(plan)
-    assert not is_as_recorded(plan.model_copy(update={"sync": plan.sync.model_copy(update={"outer": 8})}))
+    assert not plan.is_edited
+    assert plan.model_copy(update={"sync": plan.sync.model_copy(update={"outer": 8})}).is_edited
     resolved = resolve(TrainConfig(fidelity="lossy"), 2, plan)
     assert resolved.sync.outer == 16
     assert resolve(TrainConfig(sync="outer:4"), 2, plan).sync.outer == 4

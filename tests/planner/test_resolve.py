@@ -97,7 +97,7 @@ def test_plain_options_are_a_plan_whose_stages_have_yet_to_be_cut() -> None:
     assert [stage.units for stage in made.partition.stages] == [(), ()]
     assert (made.pipeline.schedule, made.pipeline.micro_batches, made.pipeline.recompute) == ("greedy", 4, (1,))
     assert (made.sync.codec, made.measured.dtype, made.measured.seed) == ("fp16", "bfloat16", 3)
-    assert (made.workers, made.layout.replicas, made.is_followed) == (4, 2, False)
+    assert (made.workers, made.layout.replicas, made.checksum) == (4, 2, None)
     whole = resolve(TrainConfig(kernels="auto", micro_batches=2), 2)
     assert (whole.is_staged, whole.channels_last, whole.pipeline.schedule) == (False, True, "accumulate")
     assert whole.kernels == Kernels(database="auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hybridpar.comm.world import World
@@ -12,6 +13,8 @@ from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ModelInfo, Plan, ResolvedPlan
 from hybridpar.planner.resolve import resolve
+from hybridpar.schedule.actions import Schedule
+from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.sync.options import SyncOptions
 from hybridpar.train.stages import cut_model, pipeline_options
 from hybridpar.train.trainer import Trainer
@@ -31,7 +34,7 @@ def cut(
 
 
 def options_of(plan: ResolvedPlan, example: torch.Tensor, config: TrainConfig) -> PipelineOptions:
-    return pipeline_options(plan, example, config, SyncOptions(), World(), CPU)
+    return pipeline_options(plan, example, config, SyncOptions(), World(), CPU, plan.pipeline.micro_batches)
 
 
 def test_the_stages_are_the_models_own() -> None:
@@ -54,7 +57,35 @@ def test_times_of_the_plan_reach_the_schedule() -> None:
     twice = options_of(plan, torch.cat([EXAMPLE, EXAMPLE]), config)
     assert options.backward_ms is not None
     assert twice.backward_ms == tuple(2 * time for time in options.backward_ms), "times are those of the plan's batch"
-    assert (options.schedule, options.seed, options.recompute, options.sync_lanes) == ("gpipe", 5, (1,), 3)
+    assert (options.orders[0].name, options.seed, options.recompute, options.sync_lanes) == ("gpipe", 5, (1,), 3)
+
+
+def passes_of(config: TrainConfig, plan: Plan | None = None) -> tuple[ResolvedPlan, Schedule]:
+    """The plan of a training, and the passes that its first step ran."""
+    with Trainer(seeded(Residuals), config=config, plan=plan, example=EXAMPLE) as trainer:
+        trainer.step(images(6))
+        program = trainer.engine.pipeline.executor.program
+        assert program is not None
+        return trainer.plan, program.schedule
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "accumulate"])
+def test_the_passes_that_run_are_those_of_the_plan(schedule: str) -> None:
+    stages, kind = (4, "loop") if schedule in ("interleaved", "looped_bfs") else (2, "linear")
+    config = TrainConfig(stages=stages, placement=kind, schedule=schedule, micro_batches=3)
+    plan, ran = passes_of(config)
+    assert plan.orders() == (ran,)
+    assert plan.pipeline.rows == (tuple(ran.to_csv().splitlines()),)
+
+
+def test_the_passes_that_a_plan_names_run_whatever_its_schedule_would_make() -> None:
+    plan, ran = passes_of(TrainConfig(stages=2, schedule="gpipe", micro_batches=3))
+    named = plan.pipeline.model_copy(update={"schedule": "1f1b"})
+    _, again = passes_of(TrainConfig(), Plan.model_validate(plan.model_dump() | {"pipeline": named}))
+    assert again.rows == ran.rows
+    other, fewer = passes_of(TrainConfig(micro_batches=2), plan)
+    assert fewer.micro_batches == 2, "made for another number of micro-batches"
+    assert other.orders() == (fewer,)
 
 
 def cut_by_main(world: World) -> tuple[str, list[list[str]]]:

@@ -10,6 +10,7 @@ from hybridpar.schedule.schedules.base import (
     SCHEDULES,
     ScheduleRequest,
     make,
+    make_all,
     order_of_replica,
     planned_schedules,
     register_schedule,
@@ -18,4 +19,12 @@ from hybridpar.schedule.schedules.base import (
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
 
-__all__ = ["SCHEDULES", "ScheduleRequest", "make", "order_of_replica", "planned_schedules", "register_schedule"]
+__all__ = [
+    "SCHEDULES",
+    "ScheduleRequest",
+    "make",
+    "make_all",
+    "order_of_replica",
+    "planned_schedules",
+    "register_schedule",
+]

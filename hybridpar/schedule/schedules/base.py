@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridpar.errors import ScheduleError
 from hybridpar.registry import Registry
 from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.costs import Costs, Link
-from hybridpar.schedule.layout import Layout
+from hybridpar.schedule.layout import Edge, Layout
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,22 @@ def order_of_replica(name: str, layout: Layout) -> str:
         The name, or `greedy` where a lane has several stages.
     """
     return name if layout.lanes == layout.stages else "greedy"
+
+
+def make_all(name: str, request: ScheduleRequest, edges: tuple[Edge, ...] | None = None) -> tuple[Schedule, ...]:
+    """The schedules of all replicas of a request's layout that differ.
+
+    Args:
+        name: One of `SCHEDULES`.
+        request: Of a layout of several replicas.
+        edges: What flows between stages; default: as the layout says.
+    """
+    made = []
+    for index in request.layout.kinds:
+        layout = request.layout.replica(index, edges)
+        own = name if request.layout.is_equal else order_of_replica(name, layout)
+        made.append(make(own, replace(request, layout=layout)))
+    return tuple(made)
 
 
 def forwards(stage: int, count: int) -> list[Action]:
