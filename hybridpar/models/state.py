@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridpar.models.deferred import like_tensor, places, storage_of
 from hybridpar.models.random_state import same_random
 
-#: `forward` does not count in objects of these packages, and of Python's own.
+#: `forward` does not count in objects of these packages, nor of Python's library.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})
 
 #: What every module has.
@@ -64,7 +64,7 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Cal
     Yields a function that copies something else, whose tensors share memory with the copies as they did with the model.
     """
     scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-    tensors = [one for module in scripted for one in (*module.parameters(False), *module.buffers(False))]
+    tensors = [tensor for module in scripted for tensor in (*module.parameters(False), *module.buffers(False))]
     values = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
     with same_random(devices), with_copies(model, _copy_of) as memo:
@@ -73,7 +73,7 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Cal
         try:
             yield lambda value: copy.deepcopy(value, memo)
         finally:
-            for tensor, value, gradient in values:  # a scripted module holds no other tensors than its own
+            for tensor, value, gradient in values:  # a scripted module cannot hold other tensors
                 tensor.detach().copy_(value)
                 tensor.grad = gradient
 

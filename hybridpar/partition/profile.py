@@ -163,12 +163,12 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
     """
     if len(tries) < 2:
         return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
-    times = torch.tensor([(one.forward_ms, one.backward_ms) for one in tries], dtype=torch.float64)
-    least, second = times.sort(dim=0).values[:2]
+    values = torch.tensor([(times.forward_ms, times.backward_ms) for times in tries], dtype=torch.float64)
+    least, second = values.sort(dim=0).values[:2]
     apart = float((second - least).sum() / least.sum()) if least.any() else 0.0
     forward, backward = (tuple(each.tolist()) for each in least)
-    noise = min(apart, *(one.noise for one in tries))
-    return UnitTimes(forward, backward, min(one.step_ms for one in tries), noise)
+    noise = min(apart, *(times.noise for times in tries))
+    return UnitTimes(forward, backward, min(times.step_ms for times in tries), noise)
 
 
 def measure_lanes(

@@ -11,6 +11,7 @@ tensor that another stage still uses, or a received leaf, which autograd forbids
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import fx
 from hybridpar.errors import PartitionError
 from hybridpar.partition.graph_facts import GraphFacts, memory_of, resolve_attribute, state_users, tensors_of
 from hybridpar.partition.nest import TensorFacts, rebuild
-from hybridpar.partition.stage import Stage, StageGraph
+from hybridpar.partition.stage import Stage, StageGraph, targets_of
 from hybridpar.partition.trace import TracedModel
 from hybridpar.partition.units import ModelUnits, aliases_under_change
 
@@ -260,23 +261,15 @@ def _leftover_state(units: ModelUnits, stage_graphs: Sequence[Sequence[StageGrap
     A second name of a tensor goes to the stage that holds the tensor; what nothing uses goes to the last stage, so
     that the union of the stages' state dicts is the model's.
     """
-    count = len(stage_graphs)
-    called: list[set[str]] = [
-        {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op in ("call_module", "get_attr")}
-        for graphs in stage_graphs
-    ]
+    called = [{name for graph in graphs for name in targets_of(graph)} for graphs in stage_graphs]
     state = units.model.state_dict(keep_vars=True)
-    holder: dict[int, int] = {}
-    missing = []
+    stage_of: dict[str, int | None] = {}
+    for name in state:
+        parents = {*itertools.accumulate(name.split("."), "{}.{}".format)}
+        stage_of[name] = next((index for index, names in enumerate(called) if names & parents), None)
+    holder = {id(state[name]): stage for name, stage in stage_of.items() if stage is not None}
+    leftover: list[list[str]] = [[] for _ in stage_graphs]
     for name, tensor in state.items():
-        parts = name.split(".")
-        prefixes = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-        stage = next((index for index in range(count) if prefixes & called[index]), None)
-        if stage is None:
-            missing.append(name)
-        else:
-            holder[id(tensor)] = stage
-    names: list[list[str]] = [[] for _ in range(count)]
-    for name in missing:
-        names[holder.get(id(state[name]), count - 1)].append(name)
-    return names
+        if stage_of[name] is None:
+            leftover[holder.get(id(tensor), -1)].append(name)
+    return leftover

@@ -66,7 +66,7 @@ class Stage(fx.GraphModule):
         written: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__({}, fx.Graph(), f"Stage{index}")
-        called = _targets(train_graph) + (_targets(eval_graph) if eval_graph is not None else [])
+        called = targets_of(train_graph) + (targets_of(eval_graph) if eval_graph is not None else [])
         for name in dict.fromkeys((*called, *attributes)):
             _place(root, self, name, constants or {})
         self.index = index
@@ -134,7 +134,8 @@ def run_stages(stages: Sequence[Stage], *inputs: torch.Tensor) -> Any:
     return stages[-1](*(values[tensor.name] for tensor in stages[-1].inputs))
 
 
-def _targets(stage_graph: StageGraph) -> list[str]:
+def targets_of(stage_graph: StageGraph) -> list[str]:
+    """Qualified names of what a graph calls or reads."""
     return [str(node.target) for node in stage_graph.graph.nodes if node.op in ("call_module", "get_attr")]
 
 

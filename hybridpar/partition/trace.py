@@ -158,7 +158,7 @@ def _is_leaf(module: nn.Module, path: str) -> bool:
 
 
 def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
-    """Sub-modules of classes whose traced code computes something else; none where that is the model's own code."""
+    """Sub-modules of classes whose traced code computes something else; none if the model's code does."""
     classes: dict[type[nn.Module], set[str]] = {}
     for path, module in model.named_modules():
         if path and not _is_leaf(module, path):
@@ -174,7 +174,7 @@ def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceChe
     closed = set(classes)
     if differs(closed):
         return set()
-    for kind in classes:  # outer ones first: what they call is still kept whole
+    for kind in classes:  # outer ones first: what they call is still whole
         if not differs(closed - {kind}):
             closed = closed - {kind}
     return set[str]().union(*(classes[kind] for kind in closed)) - whole

@@ -130,18 +130,18 @@ class TraceCheck:
         if self._is_deferred:
             return "there are no values to compare" if suspects else None
         for training, expected in self._expected.items():
-            found = self._differs(graphs[training], constants, training, expected)
-            if found is None:
+            first = self._differs(graphs[training], constants, training, expected)
+            if first is None:
                 continue
-            certain = AUTOCAST in suspects or found.relative > ROUNDING
+            certain = AUTOCAST in suspects or first.relative > ROUNDING
             if certain or self._differs(graphs[training], constants, training, None) is not None:
-                return f"in {'training' if training else 'evaluation'}, {found.text}"
+                return f"in {'training' if training else 'evaluation'}, {first.text}"
         return None
 
     def _differs(
         self, graph: fx.Graph, constants: Mapping[str, torch.Tensor], training: bool, expected: list[Outcome] | None
     ) -> Difference | None:
-        """Where a graph first differs; without what the model gave in its dtype, whether it does in float64."""
+        """Where a graph first differs from what the model gave; if that is None, both run in float64."""
         wide = expected is None
         batches = [tuple(map(_double, batch)) for batch in self._batches] if wide else self._batches
 
@@ -161,10 +161,10 @@ class TraceCheck:
                 return Difference("float64", torch.inf)
         try:
             # Not called itself: fx would print where an error is.
-            found = run(lambda values: Stage(self.model, 0, StageGraph(graph, (), ()), constants=values).forward)
+            outcomes = run(lambda values: Stage(self.model, 0, StageGraph(graph, (), ()), constants=values).forward)
         except Exception as error:  # the model's code
             return Difference(f"the graph fails where the model does not ({type(error).__name__}: {error})", torch.inf)
-        return next(filter(None, map(_first_difference, expected, found)), None)
+        return next(filter(None, map(_first_difference, expected, outcomes)), None)
 
 
 def _two_batches(inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Inputs, ...]]:
@@ -191,7 +191,7 @@ def _random_like(item: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def _pass(model: nn.Module, call: Callable[..., Any], batch: Inputs, seed: int) -> Outcome:
-    """Results of a model, or of a graph in its place, on a micro-batch."""
+    """Results of a model, or of a graph instead of it, on a micro-batch."""
     _seed(model, seed)
     return _results(model, call(*(item.detach().clone() for item in batch)))
 
@@ -228,19 +228,19 @@ def _loss_of(output: Any) -> torch.Tensor | None:
 
 
 def _results(model: nn.Module, output: Any) -> Outcome:
-    found: Outcome = {f"output{[*path] or ''}": leaf.detach().clone() for path, leaf in tensor_leaves(output)}
+    outcome: Outcome = {f"output{[*path] or ''}": leaf.detach().clone() for path, leaf in tensor_leaves(output)}
     for parameter in model.parameters():
         parameter.grad = None
     if (loss := _loss_of(output)) is not None:
-        found["loss"] = loss.detach()
+        outcome["loss"] = loss.detach()
         loss.backward()  # type: ignore[no-untyped-call]
-    found |= {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
+    outcome |= {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
     # Forward may change parameters as well, though seldom: no copy of all of them for that.
     for name, parameter in model.named_parameters():
         values = parameter.detach()
-        found[f"norm of {name}"] = (values if values.is_floating_point() else values.to(_wide(values))).norm()
-    found |= {_GRADIENT + name: parameter.grad for name, parameter in model.named_parameters()}
-    return found
+        outcome[f"norm of {name}"] = (values if values.is_floating_point() else values.to(_wide(values))).norm()
+    outcome |= {_GRADIENT + name: parameter.grad for name, parameter in model.named_parameters()}
+    return outcome
 
 
 def _first_difference(expected: Outcome, found: Outcome) -> Difference | None:
