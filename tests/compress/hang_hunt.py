@@ -15,7 +15,6 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress import CODECS
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
-from hybridpar.pipeline.step import WHOLE
+from hybridpar.pipeline.step import whole_options
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 from tests.lanes.checked import Checker, Lanes
@@ -94,7 +93,7 @@ def chase(world: World, codec: str, seed: int, steps: int, checked: bool = False
     def step_of(_: nn.Module) -> Callable[[float | None, Tensor | None], None]:
         return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)
 
-    whole = replace(WHOLE, sync=options)
+    whole = whole_options(few.size, sync=options)
     with Lanes("cpu", check=Checker(seed=seed + world.rank) if checked else None) as lanes:
         engine = PipelineEngine(model, [WholeModel(model)], few, lanes, loss, step_of, whole, 1)
         for step in range(steps):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.pipeline import local_stage
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
-from hybridpar.pipeline.step import WHOLE
+from hybridpar.pipeline.step import whole_options
 from hybridpar.run.sync import table_csv, table_lines
 from hybridpar.sync.compression import Decision
 from hybridpar.sync.compression_table import kind_of, layer_bytes
@@ -148,7 +147,7 @@ def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor]]:
         doing = f"end of {step}"
 
     sync = SyncOptions(bucket_bytes=4096, codec="onebit")
-    options = replace(WHOLE, sync=sync, capture=True)  # the host must not read decisions
+    options = whole_options(world.size, sync=sync, capture=True)  # the host must not read decisions
     with Lanes(world.device) as lanes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_stage, "Decision", Watched)
         engine = PipelineEngine(model, [WholeModel(model)], world, lanes, loss, lambda _: apply, options, 1)
