@@ -104,7 +104,7 @@ class Job:
         # Each with torch's default, all cores, they would be in each other's way; also where they do not tune
         # themselves.
         threads = {"OMP_NUM_THREADS": str(threads_per_worker(self.workers, available_cores()))}
-        own = {
+        named = {
             "RANK": str(self.first + index),
             "LOCAL_RANK": str(index),
             "WORLD_SIZE": str(self.size or self.workers + self.servers),
@@ -115,7 +115,7 @@ class Job:
         }
         return subprocess.Popen(
             [sys.executable, *self.program],
-            env={**threads, **os.environ, **self.environment, **own},
+            env={**threads, **os.environ, **self.environment, **named},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C comes from us, once, and to workers only
         )

@@ -32,6 +32,7 @@ class Fixed:
         every_step: Gradients are exchanged in every step: options were given that an outer loop does not know.
         exchanged: Only plans with several replicas: something was asked for that acts on what replicas exchange.
         staged: Only plans with several stages: something was asked for that acts on stages.
+        equal: Replicas have equal numbers of workers: options were given that need it.
         shard_optimizer: Whether replicas divide the optimizer's state; None where memory may decide.
     """
 
@@ -48,6 +49,7 @@ class Fixed:
     every_step: bool = False
     exchanged: bool = False
     staged: bool = False
+    equal: bool = False
     shard_optimizer: bool | None = None
 
 
@@ -113,6 +115,7 @@ def fixed_by(
         every_step="sync" in decided or codecs is not None or config.cuda_graph or config.shares.strip() != "equal",
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
+        equal=not config.may_be_unequal,
         shard_optimizer=config.shard_optimizer if "shard_optimizer" in decided or _looks_at_all(config) else None,
         **chosen,
     )

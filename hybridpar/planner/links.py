@@ -46,7 +46,7 @@ CONFIRMED = 1.5
 #: Hosts of one kind whose memory differs by less than this factor have the least of them.
 ALIKE = 1.1
 
-#: Seconds that one way of using a link is timed for.
+#: Seconds that a way of using a link is timed for.
 LINK_SECONDS = 0.12
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones; and of a copy in memory.
@@ -61,11 +61,11 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
     What is remembered holds for these hosts, with so many workers each, and for as long as the link still carries about
     what it did, which a few messages tell; else all is measured again.
     """
-    places: list[_Place] = world.gather(_place(world))  # type: ignore[assignment]
+    workers: list[_Worker] = world.gather(_this_worker(world))  # type: ignore[assignment]
     key = {
-        "places": [place.host for place in places],
+        "hosts": [worker.host for worker in workers],
         "shared": world.transport,
-        "device": places[0].name,
+        "device": workers[0].name,
         "torch": str(torch.__version__),
     }
     if not fresh:
@@ -74,9 +74,9 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
             return known
 
     def measure() -> ClusterSpec:
-        hosts = _hosts(places, world)
+        hosts = _hosts(workers, world)
         with world.named_errors("measuring the links between workers"):
-            levels = _levels(world, [place.host for place in places], seconds) if world.size > 1 else {}
+            levels = _levels(world, [worker.host for worker in workers], seconds) if world.size > 1 else {}
         return ClusterSpec(
             name=f"a job over {world.transport}" if world.size > 1 else "this machine", hosts=hosts, **levels
         )
@@ -96,7 +96,7 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
     return tries[-1]
 
 
-class _Place(NamedTuple):
+class _Worker(NamedTuple):
     """Where a worker is.
 
     Attributes:
@@ -110,14 +110,14 @@ class _Place(NamedTuple):
     name: str
 
 
-def _place(world: World) -> _Place:
+def _this_worker(world: World) -> _Worker:
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
-        return _Place(host_identity(), properties.total_memory, properties.name)
-    return _Place(host_identity(), usable_memory(), cpu_name())
+        return _Worker(host_identity(), properties.total_memory, properties.name)
+    return _Worker(host_identity(), usable_memory(), cpu_name())
 
 
-def _hosts(places: Sequence[_Place], world: World) -> tuple[Hosts, ...]:
+def _hosts(workers: Sequence[_Worker], world: World) -> tuple[Hosts, ...]:
     """The hosts of the workers in the order of ranks, those that are alike as one entry."""
     on_gpu = world.device.type == "cuda"
     # All workers copy at the same time, as those of a host share its memory.
@@ -126,18 +126,18 @@ def _hosts(places: Sequence[_Place], world: World) -> tuple[Hosts, ...]:
     outside = (
         _copy_rate(source, torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True), world) if on_gpu else None
     )
-    workers = Counter(place.host for place in places)
+    counts = Counter(worker.host for worker in workers)
     hosts = []
-    for name, row in groupby(places, key=lambda place: place.host):
-        own = list(row)
+    for name, row in groupby(workers, key=lambda worker: worker.host):
+        first, *others = row
         # Memory differs a little between hosts that are alike, and from an hour to the next.
-        alike = (one.memory for one in places if one.name == own[0].name and one.memory > own[0].memory / ALIKE)
-        memory = min(alike) // (1 if on_gpu else workers[name]) >> 20 << 20
+        alike = (each.memory for each in workers if each.name == first.name and each.memory > first.memory / ALIKE)
+        memory = min(alike) // (1 if on_gpu else counts[name]) >> 20 << 20
         hosts.append(
             Hosts(
-                devices=len(own),
+                devices=1 + len(others),
                 kind="cuda" if on_gpu else "cpu",
-                name=own[0].name,
+                name=first.name,
                 memory=memory,
                 memory_bandwidth=2 * inside,  # a copy reads and writes
                 host_link=outside,
@@ -252,7 +252,7 @@ def _time(work: _Work | None, sent: float, world: World, seconds: float) -> tupl
 
 
 def laps_of(work: _Work, message: Tensor, repeats: int) -> list[float]:
-    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link."""
+    """Seconds of message after message, but for a first that is not counted: it also fills the queues of the link."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()

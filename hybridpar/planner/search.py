@@ -331,7 +331,7 @@ def least_workers(evaluator: Evaluator, first: int = 1) -> tuple[int, Candidate]
 def _nothing_left(space: Space) -> PlanError:
     """The error that says what is decided, as together that leaves nothing."""
     fixed = space.inputs.fixed
-    apart = ("codecs", "parts", "every_step", "exchanged", "staged")
+    apart = ("codecs", "parts", "every_step", "exchanged", "staged", "equal")
     said = {name: value for name, value in vars(fixed).items() if name not in apart}
     told = [f"{name} {value}" for name, value in said.items() if value is not None]
     told += ["several replicas"] * fixed.exchanged + ["several stages"] * fixed.staged

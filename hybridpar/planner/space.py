@@ -186,7 +186,7 @@ class Space:
         The workers are divided where devices differ. Each side has replicas of its own number of workers, and the
         stages are those of the side with more.
         """
-        if self.inputs.fixed.shard_optimizer:  # whose parts belong to the workers of equal replicas
+        if self.inputs.fixed.equal or self.inputs.fixed.shard_optimizer:
             return
         placed = [host for _, host in self.inputs.by_worker[:workers]]
         for first in range(1, workers):

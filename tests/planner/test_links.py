@@ -78,7 +78,7 @@ def test_hosts_are_in_the_order_of_ranks_and_those_that_are_alike_are_equal(monk
     monkeypatch.setattr(links, "_copy_rate", lambda *_: 1e9)
 
     def devices_of(*workers: tuple[str, str, int]) -> list[tuple[int, int]]:
-        places = [links._Place(host, memory << 20, name) for host, name, memory in workers]
+        places = [links._Worker(host, memory << 20, name) for host, name, memory in workers]
         link = LinkLevel(bandwidth=1)
         spec = ClusterSpec(hosts=links._hosts(places, World()), inside=link, between=link)
         return [(number, host.memory >> 20) for number, host in spec.by_worker]

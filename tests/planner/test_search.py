@@ -404,6 +404,12 @@ def test_a_large_device_is_alone_beside_two_small_ones_as_a_pipeline():
     assert "x1 (1 device), throughput 1: ranks 1 to 2, 4" in told
 
 
+def test_options_that_need_equal_replicas_leave_no_others_to_the_search_however_unlike_hosts_are():
+    spec = unequal(2, 1, 1, small=14e6)
+    assert any(shape.homes for shape in Space(inputs(LARGE, spec)).shapes())
+    assert not any(shape.homes for shape in Space(inputs(LARGE, spec, fixed=Fixed(equal=True))).shapes())
+
+
 def test_small_devices_are_left_out_where_nothing_fits_or_their_link_is_slow():
     for spec in (unequal(2, 1, 1, small=1e6), unequal(2, 1, 1, small=14e6, bandwidth=1e6)):
         found = find_plan(inputs(LARGE, spec, batch=16, most_stages=4))
