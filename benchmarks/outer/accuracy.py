@@ -232,7 +232,7 @@ def train_worker(world: World, turn: Any, model: nn.Module, data: ImageData, con
     batches = TrainBatches(
         data,
         seed=config.seed,
-        batch_size=config.batch_size,
+        batch_size=config.samples_per_step,
         rank=world.rank,
         workers=world.size,
         micro_batches=config.micro_batches,

@@ -123,7 +123,7 @@ class _Planned:
             config,
             world=place.world(run.sync.groups),
             plan=PlannedRun(run),
-            example=torch.zeros(config.batch_size // (replicas * parts), 3, setting.side, setting.side),
+            example=torch.zeros(config.samples_per_step // (replicas * parts), 3, setting.side, setting.side),
         )
 
     def step(self, batch: MicroBatches) -> None:
@@ -197,7 +197,7 @@ def _plan(call: Call) -> None:
     config = TrainConfig(data="digits", batch_size=setting.batch * call.ranks, fidelity="lossy")
     model = setting.build()
     shape = (3, setting.side, setting.side)
-    steps = MOST_EPOCHS * (len(load_dataset(config).train) // config.batch_size)
+    steps = MOST_EPOCHS * (len(load_dataset(config).train) // config.samples_per_step)
 
     def planned() -> dict[str, Any]:
         world.barrier()

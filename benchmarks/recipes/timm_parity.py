@@ -84,7 +84,7 @@ def batches_of(options: TrainConfig, steps: int) -> tuple[list[tuple[Tensor, Ten
     train = TrainBatches(
         data,
         seed=options.seed,
-        batch_size=options.batch_size,
+        batch_size=options.samples_per_step,
         rank=0,
         workers=1,
         micro_batches=1,

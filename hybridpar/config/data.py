@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from hybridpar.errors import UsageError
+
 
 def unless(said: str, otherwise: str) -> Any:
     """The help of an option that is on, and is given as `--no-NAME`."""
@@ -29,8 +31,9 @@ class DataConfig:
     table, and for `hf/webdataset` it holds tar shards."""
     download: bool = False
     """Let torchvision download the data set into --data-root."""
-    batch_size: int = 64
-    """Samples per step, over all workers and micro-batches."""
+    batch_size: int | Literal["auto"] = 64
+    """Samples per step, over all workers and micro-batches. `auto`: the smallest batch that is about as fast as
+    any that fits into memory."""
     loader_workers: int | None = None
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
     image_size: int | None = None
@@ -49,6 +52,21 @@ class DataConfig:
     of the test (skip); or the run ends (error)."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """`batch_size` as a number.
+
+        Raises:
+            UsageError: It is `auto`, which only `hybridpar train` replaces by a number.
+        """
+        if self.batch_size == "auto":
+            raise UsageError(
+                "batch_size is auto",
+                "Only `hybridpar train` chooses a batch; a script makes its own.",
+                "Give a number, such as batch_size=64.",
+            )
+        return self.batch_size
 
 
 def data_set_kind(name: str) -> str:

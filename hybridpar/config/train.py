@@ -282,7 +282,7 @@ class TrainConfig(
     def peak_lr(self) -> float:
         """The learning rate of which every step's is a fraction."""
         if self.lr_per_sample is not None:
-            return self.lr_per_sample * self.batch_size
+            return self.lr_per_sample * self.samples_per_step
         return RATE if self.lr is None and self.recipe != "none" else super().peak_lr
 
     def parts_per_step(self, micro_batches: int) -> int:
@@ -406,6 +406,7 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
             "adafactor" in config.optimizer and config.uses_channels_last,
         ),
         "another codec": (f"--compress {config.compress}", another_codec),
+        "batch auto": ("--batch-size auto", config.batch_size == "auto"),
         "batch norm sync": ("--batch-norm sync", config.batch_norm == "sync"),
         "codec": (coded, config.may_compress(config.compress)),
         "codec auto": ("--compress auto", config.chooses),
@@ -435,6 +436,7 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         "select batch": (f"--select-batch {config.select_batch}", bool(config.select_batch)),
         "servers": (sync, config.parameter_servers is not None),
         "shard optimizer": ("--shard-optimizer", config.shard_optimizer),
+        "shares": (shares, config.shares.strip() != "equal"),
         "shares auto": (shares, config.shares.strip() == "auto"),
         "staged": (f"--stages {config.stages}", config.stages > 1),
         "steps": (f"--steps {config.steps}", config.steps is not None),
@@ -464,6 +466,11 @@ _TOGETHER = "No step is made by all workers together."
 
 #: Pairs of options that contradict each other, and why.
 CONFLICTS = (
+    ("batch auto", "servers", "It times steps that all workers make together."),
+    ("batch auto", "plan file", "A plan is for the batch that it was made with."),
+    ("batch auto", "staged", "It times steps of the whole model."),
+    ("batch auto", "shares", "It times steps of equal parts."),
+    ("batch auto", "select batch", "Both choose the batch."),
     ("plan file", "servers", "Replicas make their steps apart, and each would have to follow it."),
     ("placed", "servers", _WHOLE),
     ("staged", "servers", _WHOLE),

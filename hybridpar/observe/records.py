@@ -130,5 +130,7 @@ class RunInfo:
     """How gradients are exchanged, as `--sync` has it."""
     servers: int = 0
     """Server processes."""
+    batch_line: str = ""
+    """Why `--batch-size auto` chose this batch; empty where it was given."""
     data_line: str = ""
     """What to say of the data at the start; by default their name."""

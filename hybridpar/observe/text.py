@@ -58,7 +58,7 @@ def describe_run(info: RunInfo) -> list[tuple[str, str]]:
         ("model", f"{info.model}, {info.parameters:,} parameters"),
         ("data", info.data_line or info.data),
         ("workers", f"{info.workers} on {info.device}"),
-        ("batch", f"{info.batch_size:,} samples per step"),
+        ("batch", f"{info.batch_size:,} samples per step{info.batch_line and f' (auto: {info.batch_line})'}"),
         ("steps", f"{info.steps_total:,} ({epochs if whole else f'{info.steps_per_epoch:,} per epoch'})"),
         ("run dir", str(info.run_dir)),
     ]

@@ -213,7 +213,7 @@ def plan_loop(
     asked, decided = config, decided_options(config)
     if config.plan_file is None and plan is None:
         replicas = resolve(config, world.size).layout.replicas
-        samples = config.batch_size if example is None else example.shape[0] * replicas * config.micro_batches
+        samples = config.samples_per_step if example is None else example.shape[0] * replicas * config.micro_batches
         asked = replace(config, replicas=replicas, batch_size=samples)
         # Between two exchanges of an outer loop the workers' models differ, which a script would have to know.
         decided |= {"stages", "replicas", "micro_batches", "sync"}
@@ -298,8 +298,8 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
 
     inputs = inputs_of_plan(plan)
     told = []
-    if inputs.batch != config.batch_size:
-        told.append(f"a batch of {inputs.batch}, not {config.batch_size}")
+    if inputs.batch != config.samples_per_step:
+        told.append(f"a batch of {inputs.batch}, not {config.samples_per_step}")
     if sample_shape is not None and plan.model.input and tuple(plan.model.input) != tuple(sample_shape):
         shapes = ("x".join(map(str, shape)) for shape in (plan.model.input, sample_shape))
         told.append("samples of {}, not {}".format(*shapes))

@@ -132,7 +132,7 @@ class Question:
         return cls(
             name,
             tuple(sample_shape),
-            config.batch_size,
+            config.samples_per_step,
             config.fidelity,
             fixed,
             config.amp,

@@ -249,4 +249,4 @@ def share_of_worker(config: TrainConfig, workers: int) -> WorkerShare:
     """What each of so many workers on this machine does, as the launcher sets it up."""
     plan = resolve(config, workers, None if config.plan_file is None else read_plan(config.plan_file))
     threads = threads_per_worker(workers, available_cores())
-    return WorkerShare(plan.micro_batch_samples(config.batch_size), max(1, threads // plan.layout.lanes_each))
+    return WorkerShare(plan.micro_batch_samples(config.samples_per_step), max(1, threads // plan.layout.lanes_each))

@@ -117,7 +117,7 @@ class BatchSelector:
         self.pace = Pace(config.epochs)
         self._chosen: int | None = None
         self._first_factor: float | None = None
-        self._begin(0, 0, config.batch_size)
+        self._begin(0, 0, config.samples_per_step)
 
     @property
     def batches(self) -> TrainBatches:
@@ -130,7 +130,7 @@ class BatchSelector:
 
     def choose(self, epoch: int) -> str:
         """Search, and go on with what was found; a collective, between steps."""
-        start = self._config.batch_size
+        start = self._config.samples_per_step
         factor = self.pace.factor(self._trainer.steps_done, self._config) / self.pace.samples
         self._first_factor = self._first_factor or factor
         multiple = min(64, max(1, start // 4))
@@ -152,7 +152,7 @@ class BatchSelector:
 
         def trial(batch_size: int) -> float:
             undo()
-            samples = batch_size / self._config.batch_size
+            samples = batch_size / self._config.samples_per_step
             engine.set_batch_scale(samples)
             losses, counted = 0.0, 0
             for number, batch in enumerate(self._make_batches(batch_size).epoch(epoch)):

@@ -27,14 +27,14 @@ from hybridpar.train.model_check import check_outputs
 
 def steps_of(config: TrainConfig, samples: int) -> int:
     """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`."""
-    return config.steps if config.steps is not None else config.epochs * max(1, samples // config.batch_size)
+    return config.steps if config.steps is not None else config.epochs * max(1, samples // config.samples_per_step)
 
 
 def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
     """Refuse a batch of more samples than there are; too few for the workers are refused by `cut_epoch`."""
-    if config.batch_size > samples >= FEWEST_PER_PART * workers * config.parts_per_step(config.micro_batches):
+    if config.samples_per_step > samples >= FEWEST_PER_PART * workers * config.parts_per_step(config.micro_batches):
         raise UsageError(
-            f"--batch-size is {config.batch_size:,}, and the training set has {samples:,} samples",
+            f"--batch-size is {config.samples_per_step:,}, and the training set has {samples:,} samples",
             "A step sees a sample once at most.",
             f"Use --batch-size {samples} or less.",
         )
@@ -42,7 +42,7 @@ def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
 
 def example_batch(data: ImageData, config: TrainConfig, plan: ResolvedPlan) -> torch.Tensor:
     """Something of the size of a micro-batch, for measuring the model."""
-    samples = plan.micro_batch_samples(config.batch_size)
+    samples = plan.micro_batch_samples(config.samples_per_step)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -103,7 +103,7 @@ def test_batches(
     """This worker's share of the test set."""
     return TestBatches(
         data,
-        batch_size=max(2, config.batch_size // workers),
+        batch_size=max(2, config.samples_per_step // workers),
         rank=share,
         workers=count,
         shares=shares if shares is not None and len(shares) == count else None,

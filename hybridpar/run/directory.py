@@ -181,9 +181,10 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
         if name not in began or _plain(now) == began[name]:
             continue
         option, before = f"--{name.replace('_', '-')}", _text(began[name])
-        if named is not None and name not in named and name not in _AS_GIVEN:
+        is_left = named is not None and name not in named and name not in _AS_GIVEN
+        if is_left or (name == "batch_size" and now == "auto"):  # which the run has chosen
             # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
-            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
+            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in (named or ())):
                 taken[name] = _typed(began[name], hints[name])
                 recalled.append(f"{option[2:]} {before}")
         elif name in _FIXED:
@@ -196,6 +197,19 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
             changed.append(f"resumed  {option[2:]}: {before} -> {_text(now)} after step {step_of(checkpoint)}")
     lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
     return dataclasses.replace(config, **taken), (*lines, *changed)
+
+
+def recorded_batch(place: RunPlace) -> int | None:
+    """The batch of the run that goes on here, or whose checkpoint is gone on from; None where there is none."""
+    if place.continues:
+        directory = place.directory
+    elif place.checkpoint is not None:
+        directory = place.checkpoint.parents[1]
+    else:
+        return None
+    began = read_facts(directory).get("options")
+    batch = began.get("batch_size") if isinstance(began, dict) else None
+    return batch if isinstance(batch, int) else None
 
 
 def claim_place(

@@ -46,7 +46,7 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
             trained, model = _load_on_all(trained, data.classes, config.uses_channels_last, world)
         batches = TestBatches(
             data,
-            batch_size=max(2, config.batch_size // world.size),
+            batch_size=max(2, config.samples_per_step // world.size),
             rank=world.rank,
             workers=world.size,
             loader_workers=config.loader_workers,

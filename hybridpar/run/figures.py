@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from hybridpar.machine.devices import machine_load
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.records import EpochRecord, RunInfo
 from hybridpar.observe.summary import step_without_data_ms
+from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import Plan, Ran, StepFigures
 from hybridpar.run.best import MetricRule
 from hybridpar.run.plan import sync_of
@@ -85,6 +87,18 @@ def predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:
     fields["predicted_step_ms"] = round(predicted.step_ms, 3)
     fields["predicted_compute_ms"] = round(predicted.step_ms - (predicted.exposed_sync_ms or 0.0), 3)
     return fields
+
+
+def expected_lines(predicted: StepFigures | None, steps: int, now: datetime | None = None) -> list[str]:
+    """When the steps that are left will be done, and the memory of a worker; nothing where nothing was predicted."""
+    if predicted is None or predicted.step_ms is None:
+        return []
+    begins = now or datetime.now()
+    seconds = 1e-3 * predicted.step_ms * steps
+    end = begins + timedelta(seconds=seconds)
+    until = f"{end:%H:%M}" if end.date() == begins.date() else f"{end:%Y-%m-%d %H:%M}"
+    memory = "" if predicted.memory_bytes is None else f"; {format_bytes(predicted.memory_bytes)} per worker"
+    return [f"expected about {format_duration(seconds)}, until {until}, without data and tests{memory}"]
 
 
 def ran_of(summary: Mapping[str, Any]) -> Ran | None:

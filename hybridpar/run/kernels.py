@@ -120,7 +120,7 @@ def prepare_kernels(
     choices = active_choices()
     if plan.kernels is None or choices is None:
         return None
-    samples = plan.micro_batch_samples(config.batch_size)
+    samples = plan.micro_batch_samples(config.samples_per_step)
     layout = Layout.CHANNELS_LAST if plan.channels_last else Layout.CONTIGUOUS
     layers: list[DepthwiseLayer] = []
     norms: list[NormLayer] = []

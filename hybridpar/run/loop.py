@@ -45,6 +45,8 @@ class RunLog:
     #: What the data set is, in a line, and the steps of the run.
     data_line: str
     total: int
+    #: Why `--batch-size auto` chose the batch.
+    batch_line: str = ""
     #: This worker's share of the test set.
     test: TestBatches
     trainer: Trainer
@@ -104,10 +106,11 @@ class RunLog:
             model=self.model_name,
             data=self.config.data,
             data_line=self.data_line,
+            batch_line=self.batch_line,
             device=device,
             steps_total=self.total,
             parameters=plan.model.parameters,
-            batch_size=self.config.batch_size,
+            batch_size=self.config.samples_per_step,
             run_dir=self.at.directory,
             stages=len(plan.partition.stages),
             micro_batches=plan.pipeline.micro_batches,

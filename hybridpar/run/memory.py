@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 _STATUS = Path("/proc/self/status")
+_SHARES = Path("/proc/self/smaps_rollup")
 _PEAK_RESET = Path("/proc/self/clear_refs")
 
 
@@ -18,7 +19,8 @@ class MemoryMeter:
 
     On a GPU that is what torch has handed out at its peak. On a CPU it is by how much the process has grown at its
     peak, without pages of files: code that is first run meanwhile is no need of the model, and the system can drop it.
-    Systems that do not tell give None.
+    Of memory that several workers share, such as that in which they add gradients, each has its part. Systems that do
+    not tell give None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,14 +40,14 @@ class MemoryMeter:
         except OSError:
             self._resettable = False
         # The process is weighed afterwards: what is freed above must not count as having been there.
-        own = _without_files("VmRSS")
+        own = _anonymous("VmRSS")
         self._before = None if own is None else own - holding // 1024
 
     def peak_bytes(self) -> int | None:
         """The peak; None where the system does not tell it."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        peak = _without_files("VmHWM")
+        peak = _anonymous("VmHWM")
         if peak is None or self._before is None or not self._resettable:
             return None
         return max(0, 1024 * (peak - self._before))
@@ -58,16 +60,19 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _without_files(name: str) -> int | None:
-    """A figure of the process in kB, less the pages of files that it has in memory now."""
-    whole, files = _kilobytes(name), _kilobytes("RssFile")
-    return None if whole is None or files is None else whole - files
+def _anonymous(name: str) -> int | None:
+    """A figure of the process in kB, less the pages of files that it has in memory now, and its part of shared ones."""
+    whole, files, shared = _kilobytes(name), _kilobytes("RssFile"), _kilobytes("RssShmem")
+    if whole is None or files is None or shared is None:
+        return None
+    mine = _kilobytes("Pss_Shmem", _SHARES)
+    return whole - files - shared + (shared if mine is None else mine)
 
 
-def _kilobytes(name: str) -> int | None:
+def _kilobytes(name: str, file: Path | None = None) -> int | None:
     """A figure of this process from procfs."""
     try:
-        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+        lines = (file or _STATUS).read_text(encoding="ascii", errors="replace").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
     except (OSError, StopIteration, ValueError, IndexError):
         return None

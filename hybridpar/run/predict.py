@@ -56,7 +56,7 @@ class Predictor:
         workers = self._config.loader_workers
         batches = TestBatches(
             named_images(files, self.facts, self._config),
-            batch_size=self._config.batch_size,
+            batch_size=self._config.samples_per_step,
             rank=0,
             workers=1,
             loader_workers=0 if workers is None and len(files) < _FEW else workers,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
@@ -52,10 +52,19 @@ from hybridpar.run.data import (
     test_batches,
     with_images_of_model,
 )
-from hybridpar.run.directory import RunPlace, before_the_start, claim_place, find_place, recall_options, was_restarted
+from hybridpar.run.directory import (
+    RunPlace,
+    before_the_start,
+    claim_place,
+    find_place,
+    recall_options,
+    recorded_batch,
+    was_restarted,
+)
 from hybridpar.run.figures import (
     WorkerFigures,
     close_plan,
+    expected_lines,
     measured_fields,
     predicted_fields,
     recipe_fields,
@@ -194,6 +203,8 @@ class Run(RunLog):
             model = deferred.module
         self.data_line = world.from_main(lambda: describe_data(data))
         self.place = place_of_all(config, model_name, world)
+        if config.batch_size == "auto":
+            config = self.config = self._with_batch(config, model, data, given)
         check_batch(config, len(data.train), world.size)
         self.weights_lines: list[str] = [] if told is None else [told]
         if self.place.checkpoint is None and config.weights is not None:
@@ -269,7 +280,12 @@ class Run(RunLog):
         self.shares: ShareTuner | None = None
         if config.shares.strip() == "auto" and self.replicas > 1:
             self.shares = ShareTuner(
-                *(world, plan.layout.ranks, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
+                *(
+                    world,
+                    plan.layout.ranks,
+                    config.samples_per_step,
+                    config.parts_per_step(plan.pipeline.micro_batches),
+                ),
                 idle=plan.sync.batch_norm != "sync",
                 in_pairs=config.mixes,
                 wait=self.trainer.wait,
@@ -309,6 +325,21 @@ class Run(RunLog):
         self._last_save = time.monotonic()
         self._saved = self._progress_made() if self.at.resumed_from is not None else None
 
+    def _with_batch(
+        self, config: TrainConfig, model: nn.Module, data: ImageData, given: Collection[str]
+    ) -> TrainConfig:
+        """The options with a number for `--batch-size auto`: that of the run that goes on, or a new choice."""
+        batch = self.world.from_main(lambda: recorded_batch(self.place))
+        if batch is None:
+            from hybridpar.planner.batch import measure_batch
+
+            shape, announce = data.sample_shape, self.progress.prepare
+            choice = measure_batch(
+                model, config, self.world, given, shape, len(data.train), open_trial=open_trial, announce=announce
+            )
+            batch, self.batch_line = choice.batch, choice.why
+        return replace(config, batch_size=batch)
+
     def _divide(self, plan: ResolvedPlan) -> Callable[[int], TrainBatches]:
         """Divide batches and the test set as a plan says; returns what makes batches of another size."""
         config, world = self.config, self.world
@@ -316,7 +347,7 @@ class Run(RunLog):
         self.replicas = plan.layout.replicas
         shares = shares_of(config, plan)
         batches_of = batch_maker(self.data, config, plan, world.device, plan.layout.replica_of(world.rank), shares)
-        self.batches = batches_of(config.batch_size)
+        self.batches = batches_of(config.samples_per_step)
         divided = world.size, world.rank, world.size
         if self._own_only and plan.layout.positions > 1:  # the workers of a replica evaluate together
             divided = self.replicas, plan.layout.replica_of(world.rank), self.replicas
@@ -426,6 +457,7 @@ class Run(RunLog):
         if self.kernels is not None:
             notes += self.kernels.notes()
             plan = plan.model_copy(update={"kernels": self.kernels.section()})
+        notes += expected_lines(plan.predicted, self.total - self.trainer.steps_done)
         if self.is_main and plan.checksum is None and self.place.continues:
             set_aside(self.place.directory / "plan.json")
         return plan, self._begin_with(
@@ -661,7 +693,7 @@ class Run(RunLog):
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
         if trained_plan.sync.outer is not None and (rate := self.timings.steps_per_second()) is not None:
-            summary["images_per_second"] = round(rate * self.config.batch_size, 3)  # few steps exchange anything
+            summary["images_per_second"] = round(rate * self.config.samples_per_step, 3)  # few steps exchange anything
             summary |= self.timings.mean_step()
         shares = self.batches.shares if self.shares is None else self.shares.counts
         if shares is not None:

@@ -1,0 +1,199 @@
+"""Chooses the batch of a run (`--batch-size auto`) by predicted memory and measured speed.
+
+Batches are powers of two times the parts of a step: workers x micro-batches. A batch is tried only where the memory
+that it is predicted to need is there, so nothing ever runs out of it. Speed is that of real steps of plain data
+parallelism on a copy of the model. Larger batches cost accuracy, so of all that are about as fast the smallest is
+chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError, UsageError
+from hybridpar.machine.cluster_file import ClusterSpec
+from hybridpar.models import autocast
+from hybridpar.models.deferred import is_deferred
+from hybridpar.models.random_state import same_random
+from hybridpar.models.state import twin_of
+from hybridpar.planner.evaluate import Evaluator
+from hybridpar.planner.fixed import decided_options, fixed_by
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.measure import profile_model, set_way
+from hybridpar.planner.probes import Question
+from hybridpar.planner.profile import ModelProfile
+from hybridpar.planner.space import Candidate, Space
+from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, random_batch, time_in_turns
+from hybridpar.schedule.layout import Layout
+
+#: Samples of a part of the first batch, and of the smallest that is tried where that does not fit.
+FIRST, LEAST = 8, 2
+#: Twice the batch must raise the samples per second by this part, else no larger ones are tried; and the batch that is
+#: chosen is slower than the fastest by no more than that.
+GAIN = 0.05
+#: Steps of an epoch with the largest batch that is tried.
+LEAST_STEPS = 8
+#: Steps of each batch that are timed, and seconds after which there is no other.
+STEPS, SECONDS = 5, 1.5
+
+
+class Need(NamedTuple):
+    """Bytes that a worker needs, and that it has: of the worker with the least left."""
+
+    bytes: float
+    limit: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether all workers have the memory that they need."""
+        return self.bytes <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.bytes / 1e9:,.2f} GB of {self.limit / 1e9:,.2f} GB per worker"
+
+
+@dataclass(frozen=True)
+class BatchChoice:
+    """The batch that was chosen, and why neither less nor more."""
+
+    batch: int
+    why: str
+
+
+def choose_batch(parts: int, most: int, need: Callable[[int], Need], rate: Callable[[int], float]) -> BatchChoice:
+    """The smallest batch that is about as fast as the fastest of those that fit into memory.
+
+    `need` predicts the memory of a batch, and `rate` measures its samples per second; the latter is asked only for
+    batches that fit, from small to large. `most` is the largest batch that is of use.
+    """
+    least = LEAST * parts
+    if least > most:
+        raise _refused(f"an epoch of {LEAST_STEPS} steps has fewer than {LEAST} samples for each of {parts} part(s)")
+    if not need(least).fits:
+        raise _refused(f"{LEAST} samples on each worker need {need(least)}")
+    batch = FIRST * parts
+    while batch > most or not need(batch).fits:
+        batch //= 2
+    rates = {batch: rate(batch)}
+    while not (end := _end_of(2 * batch, most, need)):
+        batch *= 2
+        rates[batch] = rate(batch)
+        if rates[batch] < (1 + GAIN) * rates[batch // 2]:
+            break
+    chosen = min(one for one in rates if rates[one] >= (1 - GAIN) * max(rates.values()))
+    reasons = [
+        f"{one:,} would be {abs(change):.0%} {'slower' if change < 0 else 'faster'}"
+        for one in (chosen // 2, 2 * chosen)
+        if one in rates
+        for change in [rates[one] / rates[chosen] - 1]
+    ]
+    return BatchChoice(chosen, ", ".join([*reasons, *([end] if chosen == batch else [])]))
+
+
+def _end_of(batch: int, most: int, need: Callable[[int], Need]) -> str:
+    """Why a batch is not tried; empty where it can be."""
+    if batch > most:
+        return f"{batch:,} would leave fewer than {LEAST_STEPS} steps in an epoch"
+    return "" if need(batch).fits else f"{batch:,} needs {need(batch)}"
+
+
+def _refused(why: str) -> UsageError:
+    return UsageError(
+        f"--batch-size auto: {why}",
+        f"It chooses among batches that fit into memory and leave {LEAST_STEPS} steps in an epoch.",
+        "Name a number, such as --batch-size 64, or start another number of workers.",
+    )
+
+
+def memory_of(profile: ModelProfile, cluster: ClusterSpec, asked: Question, parts: int) -> Callable[[int], Need]:
+    """Predicts what a worker needs for plain data parallelism, by the samples of a step.
+
+    `parts` are those of a step of a worker: micro-batches.
+    """
+    workers, fixed = cluster.workers, replace(asked.fixed, shard_optimizer=bool(asked.fixed.shard_optimizer))
+
+    def need(batch: int) -> Need:
+        inputs = PlannerInputs(
+            profile,
+            cluster,
+            batch,
+            optimizer_copies=asked.copies,
+            averages=asked.averages,
+            whole_model=asked.whole_model,
+            bucket_bytes=asked.bucket_bytes,
+            sync_lanes=asked.sync_lanes,
+            fixed=fixed,
+        )
+        space = Space(inputs, workers)
+        codec = len(space.codec_choices) - 1 if fixed.codecs is not None and workers > 1 else 0
+        sharded = fixed.shard_optimizer is True and workers > 1
+        whole = space.library.cuts(1)[0]
+        layout = Layout.repeated([(0, 0)], workers)
+        candidate = Candidate(layout, parts, whole, "accumulate", codec, sharded=sharded)
+        pairs = Evaluator(space).least_needs(candidate)
+        return Need(*max(pairs, key=lambda pair: pair[0] / pair[1]))
+
+    return need
+
+
+def sizes_of(model: nn.Module, asked: Question, world: World) -> ModelProfile:
+    """The graph of a model with the sizes of its tensors, and times that are estimated."""
+    options = asked.options or TrainConfig()
+    memory_format = "channels_last" if options.uses_channels_last else "contiguous"
+    copy = twin_of(model)
+    example = set_way(copy, random_batch(asked.sample_shape, LEAST, world.device), memory_format)
+    with autocast(options.amp, world.device):
+        return profile_model(copy, [example], name=asked.name, measure=False)
+
+
+def measure_batch(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    given: Collection[str],
+    sample_shape: Sequence[int],
+    samples: int,
+    open_trial: OpenTrial,
+    announce: Callable[[str], None] = lambda text: None,
+) -> BatchChoice:
+    """Choose the batch for a model and a training set of so many samples; a collective."""
+    # Compiling for each size takes minutes, and a captured step is as fast as its kernels.
+    options = replace(config, batch_size=FIRST, compile=False, cuda_graph=False)
+    parts = options.parts_per_step(options.micro_batches)
+    names = [name for name, _ in model.named_parameters()]
+    fixed = fixed_by(options, decided_options(config, given), world.size, names)
+    asked = Question.of_run(options, fixed, type(model).__name__, sample_shape, None)
+    with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
+        if is_deferred(model):
+            raise _refused("no worker holds all of the model to measure it")
+        model.to(world.device)
+        announce("choosing the batch: predicting memory")
+        try:
+            profile = world.on_all(lambda: sizes_of(model, asked, world))
+        except HybridparError as error:
+            raise UsageError(
+                f"--batch-size auto: {error.what}",
+                "The memory of a batch is predicted from a trace of the model.",
+                "Name a number, such as --batch-size 64.",
+            ) from error
+        need = memory_of(profile, measure_cluster(world), asked, parts)
+
+        def rate(batch: int) -> float:
+            announce(f"choosing the batch: timing steps of {batch:,} samples")
+            example = random_batch(asked.sample_shape, batch // parts, world.device)
+            opened = world.on_all(lambda: open_trial(model, options, world, example, None))
+            with contextlib.closing(opened) as trial:
+                for _ in range(FIRST_STEPS):
+                    trial.step()
+                times = time_in_turns({"": trial.step}, world, rounds=STEPS, seconds=SECONDS)[""]
+            return 1e3 * len(example) / min(times)
+
+        return choose_batch(world.size * parts, samples // LEAST_STEPS, need, rate)
