@@ -220,13 +220,6 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
 
     Compared are the hosts that the plan uses, their devices, and the speed of the link between hosts. A plan without
     recorded inputs was not chosen for a machine, and passes.
-
-    Args:
-        plan: The plan.
-        cluster: What is at hand.
-
-    Raises:
-        PlanError: It was made for another one; the message says in what they differ, and how to plan again.
     """
     if plan.inputs is None:
         return

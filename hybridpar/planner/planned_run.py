@@ -13,10 +13,8 @@ import contextlib
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +28,6 @@ from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state_dicts import require_saved, require_unwrapped
-from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import ModelInfo, Plan, ResolvedPlan, parse_plan, read_plan
 from hybridpar.planner.fixed import (
     decided_options,
@@ -43,17 +40,9 @@ from hybridpar.planner.resolve import resolve
 from hybridpar.schedule.layout import Layout
 
 if TYPE_CHECKING:  # a run without a search does not import the planner
-    from hybridpar.planner.evaluate import Outcome
-    from hybridpar.planner.inputs import PlannerInputs
-    from hybridpar.planner.probes import Question
-    from hybridpar.planner.search import Answer
     from hybridpar.planner.trials import OpenTrial
-    from hybridpar.planner.ways import Way
 
 _log = logging.getLogger(__name__)
-
-#: Where a run keeps everything that the search read, and what it predicted.
-_DETAILS = ", details in plan.json"
 
 #: Options that decide what samples and weights are, and nothing that a plan says.
 _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
@@ -61,10 +50,6 @@ _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
     *("memory_format", "kernels", "amp", "compile", "cuda_graph", "stages", "sync"),
 }
 
-
-#: Plans that take a few steps before a run, if they are predicted to take at most this multiple of the best; their
-#: rounds, and seconds after which there is no other.
-FINALISTS, NEAR, ROUNDS, MOST_SECONDS = 4, 1.3, 5, 1.5
 
 #: What is followed, if anything, and what to tell of it at the start.
 _Found = tuple[Plan | None, tuple[str, ...]]
@@ -145,6 +130,7 @@ def plan_run(
         found = _unplanned(f"no prediction knows {option}")
     else:
         from hybridpar.models.random_state import same_random
+        from hybridpar.planner.decide import decide_plan
         from hybridpar.planner.probes import Question
         from hybridpar.tvm_kernels.swap import has_tuned_kernels
 
@@ -153,8 +139,13 @@ def plan_run(
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
         question = Question.of_run(config, fixed, name, sample_shape or (), steps, decided)
         with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
-            planned, said = _search(model, world, question, open_trial, announce)
-            found = planned, (*found[1], *said)
+            try:
+                planned, said = decide_plan(model, world, question, open_trial, announce)
+                found = planned, (*found[1], *said)
+            except SyncError:
+                raise
+            except HybridparError as error:
+                found = None, (*found[1], *_unplanned(error.what)[1])
     followed, lines = found
     resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
     _require_effect(config, named, world.size, resolved.layout)
@@ -230,7 +221,7 @@ def plan_loop(
         open_trial=None if is_deferred(model) else open_trial,
     )
     for line in found.lines if world.is_main else ():
-        _log.info(line.removesuffix(_DETAILS))  # there is no run directory here
+        _log.info(line)
     return found
 
 
@@ -371,96 +362,6 @@ def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
     return ""
 
 
-def _search(
-    model: nn.Module, world: World, question: Question, open_trial: OpenTrial, announce: Callable[[str], None]
-) -> _Found:
-    """Measure, and take the fastest plan; where that fails the run goes on without a plan."""
-    from hybridpar.planner.probes import measure_inputs
-    from hybridpar.planner.record import plan_of
-    from hybridpar.planner.search import finalists, find_plan, verified
-    from hybridpar.planner.ways import compute_of_way
-
-    begun = time.perf_counter()
-    try:
-        measured = measure_inputs(model, question, world, open_trial=open_trial, announce=announce)
-    except SyncError:
-        raise
-    except HybridparError as error:
-        return _unplanned(error.what)
-    inputs, way = measured.inputs, measured.way
-    compute = {"compute": compute_of_way(question.options or TrainConfig(), way)}
-    found: list[tuple[Answer, list[Outcome]]] = []
-
-    def predict() -> tuple[tuple[str, ...], list[str]]:
-        """Why there is no plan, or the plans that are worth a few steps."""
-        announce("planning: predicting the ways to divide the work")
-        try:
-            answer = find_plan(inputs)
-        except PlanError as error:
-            return _unplanned(error.what)[1], []
-        outcomes = [one for one in finalists(answer, FINALISTS) if one.score <= NEAR * answer.chosen.score]
-        found.append((answer, outcomes))
-        return (), [plan_of(answer, one).model_copy(update=compute).to_json() for one in outcomes]
-
-    why_not, texts = world.from_main(predict, long=True)
-    if why_not:
-        return None, why_not
-    plans = [parse_plan(json.loads(text)) for text in texts]
-    times = _run_finalists(plans, model, question, world, open_trial, announce)
-
-    def decide() -> tuple[str, tuple[str, ...]]:
-        answer, outcomes = found[0]
-        run = [outcomes[index] for index in times]
-        result = verified(answer, run, list(times.values())) if times else None
-        outcome = answer.chosen if result is None else result.chosen
-        plan = plan_of(answer, outcome).model_copy(update=compute)
-        if result is not None:
-            step_ms = result.measured_ms[run.index(outcome)]
-            plan = _with_step(plan, step_ms)
-        return plan.to_json(), _told(answer, outcome, plan, inputs, way, len(times), time.perf_counter() - begun)
-
-    text, lines = world.from_main(decide)
-    return parse_plan(json.loads(text)), lines
-
-
-def _with_step(plan: Plan, step_ms: float) -> Plan:
-    """The plan with the time of its steps as it was measured, which is what the run is to take."""
-    assert plan.predicted is not None
-    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_ms": round(step_ms, 3)})})
-
-
-def _run_finalists(
-    plans: Sequence[Plan],
-    model: nn.Module,
-    question: Question,
-    world: World,
-    open_trial: OpenTrial,
-    announce: Callable[[str], None],
-) -> dict[int, list[float]]:
-    """Milliseconds of steps of the best plans, by index, which take turns; none of a single plan; a collective."""
-    from hybridpar.planner.trials import FIRST_STEPS, random_batch, time_in_turns
-
-    if len(plans) < 2:
-        return {}
-    announce(f"planning: running some steps of the {len(plans)} best plans")
-    example = random_batch(question.sample_shape, question.batch, world.device)
-    with contextlib.ExitStack() as stack:
-        steps = {}
-        for index, plan in enumerate(plans):
-            assert question.options is not None
-            assert plan.compute is not None
-            options = replace(question.options, **plan.compute.options)
-            opening = partial(open_trial, model, options, world, example, plan)
-            with intra_op_threads(plan.compute.threads), contextlib.suppress(UsageError):
-                trial = stack.enter_context(contextlib.closing(world.on_all(opening)))
-                for _ in range(FIRST_STEPS):
-                    trial.step()
-                steps[str(index)] = trial.step
-        threads = plans[0].compute.threads if plans[0].compute is not None else None
-        times = time_in_turns(steps, world, rounds=ROUNDS, seconds=MOST_SECONDS, threads=threads)
-    return {index: times[str(index)] for index in range(len(plans)) if str(index) in times}
-
-
 def _unplanned(why: str) -> tuple[None, tuple[str, ...]]:
     return None, (f"plan     none: {why}",)
 
@@ -468,88 +369,3 @@ def _unplanned(why: str) -> tuple[None, tuple[str, ...]]:
 def _expected(plan: Plan) -> str:
     predicted = plan.predicted.step_ms if plan.predicted is not None else None
     return f", predicted {predicted:,.1f} ms a step" if predicted is not None else ""
-
-
-def _told(
-    answer: Answer,
-    outcome: Outcome,
-    plan: Plan,
-    inputs: PlannerInputs,
-    way: Way | None,
-    timed: int,
-    seconds: float,
-) -> tuple[str, ...]:
-    """What was chosen, what it won, and what planning cost."""
-    from hybridpar.planner.codecs import proof_lines
-    from hybridpar.planner.explain import brief, caveats
-    from hybridpar.planner.space import DATA_PARALLEL
-
-    assert plan.predicted is not None
-    assert plan.predicted.step_ms is not None
-    line = f"plan     {brief(outcome.candidate, answer)}, about {_ms(plan.predicted.step_ms)} a step"
-    others = (other for other in answer.ranked if _kind(other) != _kind(outcome))
-    if (other := next(others, None)) is not None:
-        gap = other.score - outcome.score
-        difference = (
-            "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
-        )
-        line += f" (next best: {brief(other.candidate, answer)}, {difference})"
-    lines = [line]
-    if way is not None:
-        lines += [f"         {text}" for text in _worth_lines(way)]
-        plain = answer.baselines.get(DATA_PARALLEL)
-        if plain is not None:
-            baseline = plain.step_ms + way.plain_ms - max(way.step_ms)
-            cost = f"planning took {seconds:.1f} s{f', {timed} plans were run' * (timed > 0)}"
-            lines.append(f"         {cost}; without it a step takes about {_ms(baseline)}{_DETAILS}")
-    choice = answer.evaluator.space.codec_choices[outcome.candidate.codec]
-    if (outer := choice.outer) is not None:
-        exchange_ms = outer.every * sum(answer.evaluator.outer(outcome.candidate)[:2])
-        lines.append(
-            f"         an exchange takes about {_ms(exchange_ms)}, so it is made every {outer.every} steps only"
-        )
-        lines.append(f"         expected, as ResNet-18 on digits showed: {outer.told()}")
-    lines += [f"         {line}" for line in proof_lines(choice.codecs.values())]
-    if fewer := _fewer_workers(answer, inputs):
-        lines.append(f"         {fewer}")
-    return (*lines, *(f"         {one}" for one in caveats(inputs)))
-
-
-def _worth_lines(way: Way) -> list[str]:
-    """What each way to compute a step was worth."""
-    tried = [
-        f"{worth.name} {worth.ratio:.2f}x{', chosen' * worth.chosen}" for worth in way.worths if worth.ratio is not None
-    ]
-    lines = [f"a step takes, with {'; '.join(tried)}"] if tried else []
-    return lines + [f"not {worth.name}: {worth.why_not}" for worth in way.worths if worth.why_not]
-
-
-def _kind(outcome: Outcome) -> tuple[object, ...]:
-    """What tells ways to divide the work apart; cuts, placements and schedules are details of it."""
-    one = outcome.candidate
-    layout = one.layout
-    return layout.stages, layout.replicas, layout.lanes_each, one.micro_batches, one.codec, one.variant
-
-
-def _ms(time: float) -> str:
-    return f"{time:,.0f} ms" if time >= 10 else f"{time:,.1f} ms"
-
-
-def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
-    """Whether fewer workers than were started would be faster, beyond the noise; empty where they would not.
-
-    On a CPU they are predicted with their own cores alone, though they would get those of the others as well.
-    """
-    from hybridpar.planner.search import find_plan
-
-    fixed = inputs.fixed
-    if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
-        return ""
-    library = answer.evaluator.space.library
-    fewer = find_plan(replace(inputs, fixed=replace(fixed, workers=None)), keep=1, library=library)
-    candidate, step = fewer.chosen.candidate, fewer.chosen.step_ms
-    workers, count = candidate.layout.workers, candidate.micro_batches
-    if workers >= inputs.workers or step * (1 + answer.noise) >= answer.chosen.step_ms:
-        return ""
-    same = f" --micro-batches {count}" if inputs.profile.batch_norm and count > 1 else ""
-    return f"fewer would be faster: {_ms(step)} a step with --workers {workers}{same}"

@@ -51,7 +51,7 @@ from hybridpar.planner.links import laps_of, measure_cluster, most_of_all
 from hybridpar.planner.measure import profile_model, set_way
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rates import measure_rates
-from hybridpar.planner.trials import OpenTrial, random_batch
+from hybridpar.planner.trials import OpenTrial, as_problem, random_batch
 from hybridpar.planner.ways import Way, choose_way
 
 #: Steps of the shortest run that is planned.
@@ -322,9 +322,9 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
     def measure() -> ModelProfile:
         job.announce("planning: measuring the layers of the model")
         if job.is_whole:
-            job.world.on_all_patiently(_named(profile))
+            job.world.on_all_patiently(as_problem(profile))
         else:
-            job.world.from_main(_named(profile), long=True)
+            job.world.from_main(as_problem(profile), long=True)
         of_main: ModelProfile = job.world.gather(found[0] if found else None)[0]  # type: ignore[assignment]
         return of_main if way is None else with_rest(of_main, way)
 
@@ -420,20 +420,6 @@ def _exchange_seconds(model: nn.Module, world: World) -> float:
     with world.named_errors("timing the link"):
         (seconds,) = laps_of(world.lane_groups[0].all_reduce, message, 1)
     return most_of_all(seconds, world) * size / message.nbytes
-
-
-def _named(act: Callable[[], _T]) -> Callable[[], _T]:
-    """What `act` does, with errors of any kind as the one kind that workers tell each other."""
-
-    def run() -> _T:
-        try:
-            return act()
-        except HybridparError:
-            raise
-        except Exception as error:
-            raise HybridparError(f"{type(error).__name__}: {error}") from error
-
-    return run
 
 
 def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) -> list[int]:

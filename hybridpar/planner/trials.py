@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan
+
+_T = TypeVar("_T")
 
 #: Steps of a plan that are not counted: shapes are found, buckets are cut anew.
 FIRST_STEPS = 2
@@ -46,12 +49,26 @@ class Trial(Protocol):
 OpenTrial = Callable[[nn.Module, TrainConfig, World, Tensor, Plan | None], Trial]
 
 
+def as_problem(act: Callable[[], _T]) -> Callable[[], _T]:
+    """What `act` does, with errors of any kind as the one kind that workers tell each other."""
+
+    def run() -> _T:
+        try:
+            return act()
+        except HybridparError:
+            raise
+        except Exception as error:
+            raise HybridparError(f"{type(error).__name__}: {error}") from error
+
+    return run
+
+
 def timed(step: Callable[[], object], world: World, threads: int | None = None) -> tuple[float, ...]:
     """Milliseconds of a step of every worker; a collective."""
     world.barrier()
     began = time.perf_counter()
     with intra_op_threads(threads):
-        world.on_all(step)
+        world.on_all(as_problem(step))
     return tuple(map(float, world.gather(1e3 * (time.perf_counter() - began))))  # type: ignore[arg-type]
 
 

@@ -28,7 +28,7 @@ from hybridpar.models.state import twin_of
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Compute
 from hybridpar.planner.resolve import compute_of
-from hybridpar.planner.trials import OpenTrial, StepValues, Trial, timed
+from hybridpar.planner.trials import OpenTrial, StepValues, Trial, as_problem, timed
 from hybridpar.tvm_kernels.swap import has_tuned_kernels
 
 #: A change stays where the step takes at most this part of the time without it.
@@ -184,11 +184,11 @@ class _Contest:
 
     def begin(self) -> None:
         """Take steps with the options as they were given, by which all changes are judged."""
-        self._best = best = self._world.on_all(lambda: self._open(self._trained, {}))
-        self._plain = self._world.on_all(best.values)
+        self._best = best = self._world.on_all(as_problem(lambda: self._open(self._trained, {})))
+        self._plain = self._world.on_all(as_problem(best.values))
         if any(self._world.gather(self._plain.draws)):  # another way may draw other numbers
             self._compared = twin_of(self._trained).eval()
-            self._plain = self._world.on_all(lambda: self._values({}))
+            self._plain = self._world.on_all(as_problem(lambda: self._values({})))
         self.times = timed(best.step, self._world)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
 from hybridpar.plan import Plan
-from hybridpar.planner import choice, planned_run
+from hybridpar.planner import choice, decide, planned_run
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.probes import Question
@@ -93,7 +93,7 @@ def settled(world: World) -> tuple[list[Question], PlannedRun]:
 
     config = TrainConfig(plan="none", compress="auto", fidelity="close", stages=2, micro_batches=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned_run, "_search", search)
+        patch.setattr(decide, "decide_plan", search)
         return asked, planned_run.plan_loop(Staged(), config, world, batch(0, 0)[0], 10**6, "net", None, mock.Mock())
 
 

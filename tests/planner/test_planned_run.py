@@ -27,7 +27,7 @@ from hybridpar.formats.cache import measurements_directory
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.observe import read_metrics
 from hybridpar.plan import Compute, Pipeline, Plan, Predicted, Stage, Sync, read_plan
-from hybridpar.planner import planned_run, probes, search
+from hybridpar.planner import decide, probes
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.record import plan_of
@@ -61,7 +61,7 @@ def always_planned(noise: float = math.inf) -> Iterator[None]:
 
 @contextmanager
 def never_searched() -> Iterator[None]:
-    with mock.patch.object(search, "find_plan", side_effect=AssertionError("searched")):
+    with mock.patch.object(decide, "find_plan", side_effect=AssertionError("searched")):
         yield
 
 
@@ -582,7 +582,7 @@ def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys
 
 def shown(asked: PlannerInputs, way: Way | None = None) -> list[str]:
     answer = find_plan(asked)
-    return list(planned_run._told(answer, answer.chosen, plan_of(answer), asked, way, 0, 0.1))
+    return list(decide.said(answer, answer.chosen, plan_of(answer), asked, way, 0, 0.1))
 
 
 def test_a_link_that_makes_the_second_worker_a_loss_is_told():
@@ -606,7 +606,7 @@ def test_a_plan_is_shown_with_the_next_best_what_it_won_and_what_it_cost():
     assert shown(fast, way)[1:] == [
         "         a step takes, with channels_last 0.80x, chosen",
         "         not bf16: its loss is 3, and 2 in a plain step",
-        "         planning took 0.1 s; without it a step takes about 250 ms, details in plan.json",
+        "         planning took 0.1 s; without it a step takes about 250 ms",
     ]
     alone = inputs(chain(times, [(64, 64)] * 2), cluster(1), fixed=Fixed(workers=1, stages=1, micro_batches=2))
     assert shown(alone) == ["plan     one worker, 2 micro-batches, about 400 ms a step"]

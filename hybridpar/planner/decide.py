@@ -1,0 +1,197 @@
+"""Decides how a run is trained: measures, searches, and lets the best plans take real steps.
+
+Of the plans that the search ranks first, those of different kinds that are predicted to be nearly as fast as the best
+one are run for some steps, in turns, and the clock chooses. What was chosen is kept with what it was chosen from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError, SyncError
+from hybridpar.formats.cache import load_measurement, store_measurement
+from hybridpar.partition.unit_runner import intra_op_threads
+from hybridpar.plan import Plan, parse_plan
+from hybridpar.planner.codecs import proof_lines
+from hybridpar.planner.evaluate import Outcome
+from hybridpar.planner.explain import brief, caveats
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.probes import Question, measure_inputs
+from hybridpar.planner.record import plan_of
+from hybridpar.planner.search import Answer, finalists, find_plan, verified
+from hybridpar.planner.space import DATA_PARALLEL
+from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, as_problem, random_batch, time_in_turns, timed
+from hybridpar.planner.ways import Way, compute_of_way
+
+#: Plans that take a few steps before a run, if they are predicted to take at most this multiple of the best; their
+#: rounds, and seconds after which there is no other.
+FINALISTS, NEAR, ROUNDS, MOST_SECONDS = 4, 1.3, 5, 1.5
+
+
+def decide_plan(
+    model: nn.Module, world: World, question: Question, open_trial: OpenTrial, announce: Callable[[str], None]
+) -> tuple[Plan, tuple[str, ...]]:
+    """The fastest plan, and lines that say why; a HybridparError says why there is none; a collective."""
+    begun = time.perf_counter()
+    measured = measure_inputs(model, question, world, open_trial=open_trial, announce=announce)
+    inputs, way = measured.inputs, measured.way
+    compute = {"compute": compute_of_way(question.options or TrainConfig(), way)}
+    found: list[tuple[Answer, list[Outcome]]] = []
+
+    def predict() -> list[str]:
+        """The plans that are worth a few steps."""
+        announce("planning: predicting the ways to divide the work")
+        answer = find_plan(inputs)
+        outcomes = [one for one in finalists(answer, FINALISTS) if one.score <= NEAR * answer.chosen.score]
+        found.append((answer, outcomes))
+        return [plan_of(answer, one).model_copy(update=compute).to_json() for one in outcomes]
+
+    texts = world.from_main(predict, long=True)
+    plans = [parse_plan(json.loads(text)) for text in texts]
+    key = {"inputs": inputs.key, "plans": [plan.checksum for plan in plans]}
+    times = world.from_main(lambda: _kept_times(key, len(plans)))
+    if times is None:
+        announce(f"planning: running some steps of the {len(plans)} best plans")
+        times = _run_in_turns(plans, model, question, world, open_trial)
+        if world.is_main:
+            store_measurement("finalists", key, times)
+    timed_plans = [index for index, row in enumerate(times) if row]
+
+    def decide() -> tuple[str, tuple[str, ...]]:
+        answer, outcomes = found[0]
+        run = [outcomes[index] for index in timed_plans]
+        result = verified(answer, run, [times[index] for index in timed_plans]) if run else None
+        outcome = answer.chosen if result is None else result.chosen
+        plan = plan_of(answer, outcome).model_copy(update=compute)
+        if result is not None and plan.predicted is not None:  # what was measured is what the run is to take
+            step_ms = round(result.measured_ms[run.index(outcome)], 3)
+            plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_ms": step_ms})})
+        return plan.to_json(), said(answer, outcome, plan, inputs, way, len(run), time.perf_counter() - begun)
+
+    text, lines = world.from_main(decide)
+    return parse_plan(json.loads(text)), lines
+
+
+def _kept_times(key: Mapping[str, object], count: int) -> list[list[float]] | None:
+    """What the plans took when they were last run; nothing of a single plan, which need not run."""
+    if count < 2:
+        return [[]] * count
+    kept = load_measurement("finalists", key)
+    is_whole = isinstance(kept, list) and len(kept) == count and all(isinstance(row, list) for row in kept)
+    return kept if is_whole else None
+
+
+def _run_in_turns(
+    plans: Sequence[Plan], model: nn.Module, question: Question, world: World, open_trial: OpenTrial
+) -> list[list[float]]:
+    """Milliseconds of steps of plans, none of a plan that cannot run here; a collective."""
+    example = random_batch(question.sample_shape, question.batch, world.device)
+    threads: int | None = None
+    with contextlib.ExitStack() as stack:
+        steps = {}
+        for index, plan in enumerate(plans):
+            assert question.options is not None
+            assert plan.compute is not None
+            threads = plan.compute.threads
+            options = replace(question.options, **plan.compute.options)
+            opening = as_problem(partial(open_trial, model, options, world, example, plan))
+            try:
+                with intra_op_threads(threads):
+                    trial = stack.enter_context(contextlib.closing(world.on_all(opening)))
+                for _ in range(FIRST_STEPS):
+                    timed(trial.step, world, threads)
+            except SyncError:
+                raise
+            except HybridparError:
+                continue
+            steps[str(index)] = trial.step
+        times = time_in_turns(steps, world, rounds=ROUNDS, seconds=MOST_SECONDS, threads=threads)
+    return [times.get(str(index), []) for index in range(len(plans))]
+
+
+def said(
+    answer: Answer,
+    outcome: Outcome,
+    plan: Plan,
+    inputs: PlannerInputs,
+    way: Way | None,
+    count: int,
+    seconds: float,
+) -> tuple[str, ...]:
+    """What was chosen, what it won, and what planning cost."""
+    assert plan.predicted is not None
+    assert plan.predicted.step_ms is not None
+    line = f"plan     {brief(outcome.candidate, answer)}, about {_ms(plan.predicted.step_ms)} a step"
+    others = (other for other in answer.ranked if _kind(other) != _kind(outcome))
+    if (other := next(others, None)) is not None:
+        gap = other.score - outcome.score
+        difference = (
+            "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
+        )
+        line += f" (next best: {brief(other.candidate, answer)}, {difference})"
+    lines = [line]
+    if way is not None:
+        lines += [f"         {text}" for text in _worth_lines(way)]
+        plain = answer.baselines.get(DATA_PARALLEL)
+        if plain is not None:
+            baseline = plain.step_ms + way.plain_ms - max(way.step_ms)
+            cost = f"planning took {seconds:.1f} s{f', {count} plans were run' * (count > 0)}"
+            lines.append(f"         {cost}; without it a step takes about {_ms(baseline)}")
+    choice = answer.evaluator.space.codec_choices[outcome.candidate.codec]
+    if (outer := choice.outer) is not None:
+        exchange_ms = outer.every * sum(answer.evaluator.outer(outcome.candidate)[:2])
+        lines.append(
+            f"         an exchange takes about {_ms(exchange_ms)}, so it is made every {outer.every} steps only"
+        )
+        lines.append(f"         expected, as ResNet-18 on digits showed: {outer.told()}")
+    lines += [f"         {line}" for line in proof_lines(choice.codecs.values())]
+    if fewer := _fewer_workers(answer, inputs):
+        lines.append(f"         {fewer}")
+    return (*lines, *(f"         {one}" for one in caveats(inputs)))
+
+
+def _worth_lines(way: Way) -> list[str]:
+    """What each way to compute a step was worth."""
+    tried = [
+        f"{worth.name} {worth.ratio:.2f}x{', chosen' * worth.chosen}" for worth in way.worths if worth.ratio is not None
+    ]
+    lines = [f"a step takes, with {'; '.join(tried)}"] if tried else []
+    return lines + [f"not {worth.name}: {worth.why_not}" for worth in way.worths if worth.why_not]
+
+
+def _kind(outcome: Outcome) -> tuple[object, ...]:
+    """What tells ways to divide the work apart; cuts, placements and schedules are details of it."""
+    one = outcome.candidate
+    layout = one.layout
+    return layout.stages, layout.replicas, layout.lanes_each, one.micro_batches, one.codec, one.variant
+
+
+def _ms(time: float) -> str:
+    return f"{time:,.0f} ms" if time >= 10 else f"{time:,.1f} ms"
+
+
+def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
+    """Whether fewer workers than were started would be faster, beyond the noise; empty where they would not.
+
+    On a CPU they are predicted with their own cores alone, though they would get those of the others as well.
+    """
+    fixed = inputs.fixed
+    if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
+        return ""
+    library = answer.evaluator.space.library
+    fewer = find_plan(replace(inputs, fixed=replace(fixed, workers=None)), keep=1, library=library)
+    candidate, step = fewer.chosen.candidate, fewer.chosen.step_ms
+    workers, count = candidate.layout.workers, candidate.micro_batches
+    if workers >= inputs.workers or step * (1 + answer.noise) >= answer.chosen.step_ms:
+        return ""
+    same = f" --micro-batches {count}" if inputs.profile.batch_norm and count > 1 else ""
+    return f"fewer would be faster: {_ms(step)} a step with --workers {workers}{same}"
