@@ -236,7 +236,7 @@ class Verified:
 def finalists(answer: Answer, count: int) -> list[Outcome]:
     """The plans that are worth running: the chosen one, plain data parallelism, and the best by prediction.
 
-    Of plans that differ only in their schedule or cut and are predicted equal, as ties may be hundreds, one is enough.
+    They differ in stages, replicas, placement or codec: what differs in less is predicted well enough.
     """
     workers = answer.evaluator.space.workers
     found: dict[tuple[object, ...], Outcome] = {}
@@ -247,7 +247,7 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
             continue  # a pipeline on a part of the workers cannot run beside the others
         if answer.evaluator.space.codec_choices[one.candidate.codec].every > 1:
             continue  # a few steps do not show what it takes
-        key = (round(one.score, 3), layout.stages, layout.replicas, one.candidate.codec, one.candidate.variant)
+        key = layout.stages, layout.replicas, layout.kind, one.candidate.codec
         found.setdefault(key, one)
     must = list(found.values())[: 1 if plain is None or plain == answer.chosen else 2]
     best = sorted(found.values(), key=lambda one: one.score)[:count]

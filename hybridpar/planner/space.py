@@ -250,7 +250,8 @@ class Space:
             if positions * lanes <= most:
                 yield positions * lanes, lanes, "linear"
         if positions > 1 and 2 * positions <= most:
-            yield 2 * positions, 1, "loop"
+            if self.inputs.fixed.placement == "loop" or self.inputs.fixed.schedule in NEVER_BEST:
+                yield 2 * positions, 1, "loop"  # never the best either
             yield 2 * positions, 1, "v"
         for stages in (2, 4, 8, 16) if positions == 1 and saving else ():
             if stages <= most:

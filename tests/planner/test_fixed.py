@@ -35,7 +35,7 @@ wishes = st.builds(
     stages=st.sampled_from([None, 1, 2]),
     replicas=st.sampled_from([None, 1, 2]),
     schedule=st.sampled_from([None, "1f1b"]),
-    placement=st.sampled_from([None, "linear", "loop"]),
+    placement=st.sampled_from([None, "linear", "v"]),
     exchanged=st.booleans(),
     staged=st.booleans(),
 )
