@@ -189,7 +189,7 @@ def drawn_plans(
         The plans, and for each fidelity the name of the one that the planner chooses.
     """
     answers = {one: find_plan(inputs.with_fidelity(one)) for one in ("exact", "close", "lossy")}
-    answer = find_plan(inputs, prune=False)
+    answer = find_plan(inputs)
     codec_choices = answer.evaluator.space.codec_choices
     ranked = [one for one in answer.ranked if _can_run(one, inputs.workers)]
     outcomes = {describe(one.candidate, answer): one for one in reversed(ranked)}  # of equal names the fastest

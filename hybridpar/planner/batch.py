@@ -135,11 +135,11 @@ def memory_of(profile: ModelProfile, cluster: ClusterSpec, asked: Question, part
         space = Space(inputs, workers)
         codec = len(space.codec_choices) - 1 if fixed.codecs is not None and workers > 1 else 0
         sharded = fixed.shard_optimizer is True and workers > 1
-        whole = space.library.cuts(1)[0]
         layout = Layout.repeated([(0, 0)], workers)
-        candidate = Candidate(layout, parts, whole, "accumulate", codec, sharded=sharded)
-        pairs = Evaluator(space).least_needs(candidate)
-        return Need(*max(pairs, key=lambda pair: pair[0] / pair[1]))
+        whole = space.cut(layout)
+        assert whole is not None
+        outcome = Evaluator(space).outcome(Candidate(layout, parts, whole, "accumulate", codec, sharded=sharded))
+        return Need(outcome.memory_bytes, outcome.limit_bytes)
 
     return need
 

@@ -1,8 +1,7 @@
 """The partitions of a model that a search tries, for each number of stages, and what their stages cost.
 
-For every number of stages a handful of cuts is tried: balanced for computing alone, balanced together with transfers on
-links of several speeds, and the one that needs the least memory. None of that depends on the cluster's own link or
-memory, so a faster link or more memory never takes a candidate away.
+For every number of stages one cut is tried: stages are balanced together with what they send over the cluster's link.
+Where that does not fit into memory, the cut that needs the least is tried too.
 
 Where the devices of a pipeline differ, stages are balanced by the speed of the device that each will run on, and memory
 counts in proportion to what each device has. There, cuts between the balanced one and that of least memory are tried
@@ -24,9 +23,6 @@ from hybridpar.partition.cuts import Cuts, least_maximum, pick, stages_of
 from hybridpar.partition.planning import edges_of, saved_bytes
 from hybridpar.planner.profile import ModelProfile, Parameter
 from hybridpar.schedule.layout import Edge
-
-#: Speeds of links, in bytes per second, for which cuts are made; None for one that costs nothing.
-LINKS = (None, 1e9, 1e8, 1e7)
 
 #: Of the memory that the balanced cut needs beyond the least possible, the parts with which others are made where
 #: devices differ, with what they are called.
@@ -119,48 +115,54 @@ class CutLibrary:
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
-        self.cuts = cache(lambda stages, devices=(): cuts_of(profile, stages, devices))
+        self.balanced = cache(lambda stages, devices=(), speed=None: balanced_cut(profile, stages, devices, speed))
+        self.smaller = cache(lambda stages, devices=(): smaller_cuts(profile, stages, devices))
         self.figures = cache(lambda cut, variant, samples: figures_of(profile, cut, variant, samples))
 
 
-def cuts_of(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] = ()) -> tuple[Cut, ...]:
-    """The cuts to try, without those that are equal.
+def balanced_cut(
+    profile: ModelProfile, stages: int, devices: Sequence[StageDevice] = (), speed: float | None = None
+) -> Cut | None:
+    """The cut whose slowest stage is fastest, with what it sends over a link of some speed; None where there is none.
 
-    They balance stages, whatever lanes these are put on: a lane with several short stages of equal length is as
+    It balances stages, whatever lanes these are put on: a lane with several short stages of equal length is as
     balanced as one with a long one, and balancing lanes over many stages takes seconds where this takes milliseconds.
     """
     count = len(profile.graph)
     if stages == 1:
-        return (Cut("whole", (0,) * count),)
+        return Cut("whole", (0,) * count)
     if stages > count:
-        return ()
-    graph = profile.timed(0, profile.samples)
-    found: dict[tuple[int, ...], Cut] = {}
+        return None
     workers = tuple(Worker(speed=one.speed) for one in devices)
-    by = " by speed" if len({one.speed for one in devices}) > 1 else ""
-    for speed in LINKS:
-        problem = Problem(stages, workers, link=Link(speed), noise=profile.resolution)
-        try:
-            balance = balance_graph(graph, problem)
-        except PartitionError:
-            continue  # pinned units leave no cut into so many stages
-        name = f"balanced{by}" if speed is None else f"balanced{by} for {speed / 1e6:,.0f} MB/s"
-        found.setdefault(balance.stage_of, Cut(name, balance.stage_of, speed))
-    problem = Problem(stages, workers)
-    costs = IntervalCosts(graph)
+    problem = Problem(stages, workers, link=Link(speed), noise=profile.resolution)
+    try:
+        balance = balance_graph(profile.timed(0, profile.samples), problem)
+    except PartitionError:  # pinned units leave no cut into so many stages
+        return None
+    name = "balanced by speed" if len({one.speed for one in devices}) > 1 else "balanced"
+    return Cut(name, balance.stage_of, speed)
+
+
+def smaller_cuts(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] = ()) -> tuple[Cut, ...]:
+    """The cuts that need less memory than the balanced one."""
+    count = len(profile.graph)
+    if not 1 < stages <= count:
+        return ()
+    costs = IntervalCosts(profile.timed(0, profile.samples))
+    problem = Problem(stages, tuple(Worker(speed=one.speed) for one in devices))
     needs = [costs.stage_bytes(problem, stage) for stage in range(stages)]
-    saving: list[tuple[str, Cuts | None]] = []
-    if not devices:
-        saving.append(("least memory", least_maximum(needs)[1]))
-    else:
+    if devices:
         times = [costs.stage_ms(problem, stage) for stage in range(stages)]
         parts = [np.where(costs.empty, np.inf, need / one.memory) for need, one in zip(needs, devices, strict=True)]
-        saving += [(f"balanced{by} in {name} memory", ends) for name, ends in _within_memory(times, parts)]
-    for name, ends in saving:
-        least = tuple(stages_of(ends, count)) if ends is not None else (0,)
-        if max(least) + 1 == stages:
-            found.setdefault(least, Cut(name, least))
-    return tuple(found.values())
+        found = [(f"balanced in {name} memory", ends) for name, ends in _within_memory(times, parts)]
+    else:
+        found = [("least memory", least_maximum(needs)[1])]
+    cuts: dict[tuple[int, ...], Cut] = {}
+    for name, ends in found:
+        stage_of = tuple(stages_of(ends, count)) if ends is not None else (0,)
+        if max(stage_of) + 1 == stages:
+            cuts.setdefault(stage_of, Cut(name, stage_of))
+    return tuple(cuts.values())
 
 
 def _within_memory(times: Sequence[Matrix], needs: Sequence[Matrix]) -> Iterator[tuple[str, Cuts | None]]:

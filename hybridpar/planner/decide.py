@@ -188,7 +188,7 @@ def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
     if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
         return ""
     library = answer.evaluator.space.library
-    fewer = find_plan(replace(inputs, fixed=replace(fixed, workers=None)), keep=1, library=library)
+    fewer = find_plan(replace(inputs, fixed=replace(fixed, workers=None)), library=library)
     candidate, step = fewer.chosen.candidate, fewer.chosen.step_ms
     workers, count = candidate.layout.workers, candidate.micro_batches
     if workers >= inputs.workers or step * (1 + answer.noise) >= answer.chosen.step_ms:

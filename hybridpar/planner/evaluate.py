@@ -15,7 +15,7 @@ from itertools import accumulate
 from hybridpar.compress import Collective
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
-from hybridpar.planner.memory import device_bytes, device_limits, gradient_bytes, least_saved
+from hybridpar.planner.memory import device_bytes, device_limits, gradient_bytes
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import LEAST_MS, shares_by_speed, stage_speeds, stage_throughputs
@@ -23,7 +23,7 @@ from hybridpar.schedule.actions import Schedule
 from hybridpar.schedule.costs import BucketCost, Costs, Link
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
-from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make, order_of_replica
+from hybridpar.schedule.schedules import ScheduleRequest, make, order_of_replica
 from hybridpar.schedule.shares import WorkCost, best_division
 from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.shards import largest_share
@@ -119,9 +119,9 @@ class Evaluator:
             candidate.cut, candidate.variant, self.samples(candidate.layout, candidate.micro_batches, replica)
         )
 
-    def costs(self, candidate: Candidate, *, exchange: bool = True, replica: int = 0) -> Costs:
+    def costs(self, candidate: Candidate, *, replica: int = 0) -> Costs:
         """What its actions take on this cluster."""
-        return self._costs(candidate, self.figures(candidate, replica), exchange, replica)
+        return self._costs(candidate, self.figures(candidate, replica), True, replica)
 
     def _costs(self, candidate: Candidate, figures: StageFigures, exchange: bool, replica: int) -> Costs:
         inputs, layout, count = self._inputs, candidate.layout, candidate.micro_batches
@@ -304,32 +304,6 @@ class Evaluator:
             hosts=self._network(layout).grouping.hosts,
         )
 
-    def may_fit(self, candidate: Candidate, *, make_order: bool = False) -> bool:
-        """Whether a candidate may fit into memory, by what its schedule keeps at least."""
-        return all(
-            need <= limit
-            for replica in candidate.layout.kinds
-            for need, limit in self.least_needs(candidate, make_order=make_order, replica=replica)
-        )
-
-    def missing(self, candidate: Candidate) -> float:
-        """Bytes that a device lacks at least for a candidate; below 0 where all have more than that."""
-        return max(
-            need - limit
-            for replica in candidate.layout.kinds
-            for need, limit in self.least_needs(candidate, replica=replica)
-        )
-
-    def least_needs(
-        self, candidate: Candidate, *, make_order: bool = False, replica: int = 0
-    ) -> list[tuple[float, float]]:
-        """What the device of every worker needs at least, without a simulation, and what it has."""
-        name = candidate.schedule if make_order or not SCHEDULES.get(candidate.schedule).searches else None
-        schedule = None if name is None else self.schedule(candidate, replica)
-        peaks = least_saved(self.layout(candidate, replica), self.figures(candidate, replica), schedule)
-        limits = device_limits(self._inputs, candidate.layout, replica)
-        return list(zip(self.needs(candidate, peaks, replica), limits, strict=True))
-
     # ---------------------------------------------------------------- made once
 
     def _make_throughput(self, layout: Layout, count: int, coded: bool | None, replica: int) -> tuple[float, ...]:
@@ -349,7 +323,8 @@ class Evaluator:
 
     def _unequal_shares(self, layout: Layout, count: int) -> tuple[float, ...]:
         """Samples of replicas of different numbers of workers, by what a step is predicted to take each of them."""
-        cut, batch = self.space.cuts(layout)[0], self._inputs.batch
+        cut, batch = self.space.cut(layout), self._inputs.batch
+        assert cut is not None
         candidate = Candidate(layout, count, cut, "1f1b")
         parts = [batch / layout.replicas] * layout.replicas
         known: list[WorkCost] = []

@@ -198,7 +198,7 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
             found.append(WhatIf(name, now, why=why))
             continue
         try:
-            other = find_plan(changed, keep=1, library=answer.evaluator.space.library, advise=False)
+            other = find_plan(changed, library=answer.evaluator.space.library, advise=False)
         except PlanError as error:
             found.append(WhatIf(name, now, why=error.what))
             continue
@@ -208,8 +208,8 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
 
 def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
     """What the reader must know of the figures."""
-    ruled_out = answer.considered - answer.simulated
-    lines = [f"{answer.simulated:,} plans simulated, {ruled_out:,} ruled out by a lower bound or by memory"]
+    unfit = answer.considered - len(answer.ranked)
+    lines = [f"{answer.considered:,} plans simulated, of which {unfit:,} do not fit into memory"]
     if inputs.profile.noise > NOISY:
         lines.append(
             f"the profile's noise is {100 * inputs.profile.noise:.0f} %, so its times are doubtful, though plans only "

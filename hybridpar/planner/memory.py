@@ -20,9 +20,7 @@ from hybridpar.planner.codecs import stage_buckets
 from hybridpar.planner.cuts import StageFigures
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import Candidate
-from hybridpar.schedule.actions import Schedule
 from hybridpar.schedule.layout import Layout
-from hybridpar.schedule.memory import most_held
 from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES
 
 #: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
@@ -113,22 +111,6 @@ def gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, buc
         waiting = sum(copied) if micro_batches > 1 else max(copied, default=0)
         sizes.append(4 * sum(one.count for one in parameters) + waiting)
     return tuple(sizes)
-
-
-def least_saved(layout: Layout, figures: StageFigures, schedule: Schedule | None) -> tuple[int, ...]:
-    """For every worker what its activations take at least, whatever the times of its actions are.
-
-    A lane runs its passes one after the other, so their order alone says what it holds at most; of several lanes
-    on a worker the fullest counts. Without a schedule: each keeps one micro-batch of each stage, at different times.
-    """
-    sizes = figures.saved_bytes
-    homes, held = [layout.home(stage) for stage in range(layout.stages)], sizes
-    if schedule is not None:
-        homes, held = list(layout.worker_of), most_held(schedule, layout, sizes).lane_bytes
-    peaks = [0] * layout.workers
-    for home, size in zip(homes, held, strict=True):
-        peaks[home] = max(peaks[home], size)
-    return tuple(peaks)
 
 
 def device_limits(inputs: PlannerInputs, layout: Layout, replica: int = 0) -> list[float]:

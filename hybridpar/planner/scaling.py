@@ -50,7 +50,7 @@ def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> li
     points, library = [], CutLibrary(inputs.profile)
     for place, count in enumerate(counts):
         try:
-            answer = find_plan(inputs, workers=count, keep=1, library=library, advise=False)
+            answer = find_plan(inputs, workers=count, library=library, advise=False)
             plain = answer.baselines.get(DATA_PARALLEL)
             points.append(Point(count, answer, None if plain is None else plain.score))
         except HybridparError as error:

@@ -1,123 +1,24 @@
 """Finds the candidate with the least time to the same result, and the simplest of those that are equally fast.
 
-Candidates are simulated in the order of their lower bounds. As soon as the bound of the next one is above all that
-could still matter, the rest is left out: it cannot change the answer. Two plans that are closer than the noise of the
-profile are equal, whatever the digits say; of all that are equal to the fastest the simplest is chosen.
-
-Candidates are left out by a lower bound of their step time, without simulating them: `lower_bound_ms` never exceeds
-what the simulator says of any schedule of a candidate (it is admissible), so a candidate whose bound is above what is
-already reached may be left out, and the search still answers what exhaustive enumeration answers. Tests compare both.
+All candidates are simulated. Two plans that are closer than the noise of the profile are equal, whatever the digits
+say; of all that are equal to the fastest the simplest is chosen. What saves memory is tried where it is short.
 
 Also chooses among the best plans by the times that they took when they were run.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from hybridpar.errors import PlanError
-from hybridpar.planner.cuts import Cut, CutLibrary
+from hybridpar.planner.cuts import CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
-from hybridpar.schedule.actions import Kind
-from hybridpar.schedule.costs import Costs
-from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.schedules import SCHEDULES
-
-
-def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
-    """Time that no schedule of these stages beats.
-
-    The largest of the following, each of which every simulated step takes at least; sharing a processor or links, and
-    waiting in queues, only adds to the durations used here.
-
-    1. *Lanes.* A lane runs M forward and M backward passes of each of its stages, one at a time. Before the first of
-       them, some micro-batch has gone forward through all stages before one of the lane's (`head`, the longest path of
-       passes and transfers). The last thing that a lane runs is a backward pass, and afterwards that micro-batch's
-       gradient goes back through the stages before (`tail`). So: least head + M (F + B) + least tail.
-    2. *One micro-batch.* It goes forward to the last stage and back to the first: the longest path through it. That is
-       (head + F + B + tail) of each stage, as a stage's backward pass follows its forward pass.
-    3. *Links.* The first bucket of a stage is ready no earlier than after M forward passes, M - 1 backward passes and
-       its part of the last one, and the head. From the earliest of these on, all buckets of a worker pass over its
-       link, which carries no more than one at its full speed.
-    4. *Processor.* All that a worker computes, encodes and decodes, divided by its lanes.
-
-    Where a step commits as a whole, the agreement and the shortest optimizer step come after everything of 1 to 3.
-    """
-    stages = range(layout.stages)
-    forward = [costs.compute_ms(stage, Kind.FORWARD) for stage in stages]
-    backward = [costs.compute_ms(stage, Kind.BACKWARD) for stage in stages]
-    head, tail = _paths(layout, costs, forward, backward)
-    longest = 0.0
-    for lane in range(layout.lanes):
-        own = layout.stages_on(lane)
-        work = micro_batches * sum(forward[stage] + backward[stage] for stage in own)
-        longest = max(longest, min(head[stage] for stage in own) + work + min(tail[stage] for stage in own))
-    longest = max(longest, *(head[stage] + forward[stage] + backward[stage] + tail[stage] for stage in stages))
-    if costs.replicas > 1:
-        longest = max(longest, _links(layout, costs, micro_batches, forward, backward, head))
-    longest += costs.control_ms + min(costs.compute_ms(stage, Kind.STEP) for stage in stages)
-    return max(longest, _processors(layout, costs, micro_batches, forward, backward))
-
-
-def _paths(
-    layout: Layout, costs: Costs, forward: list[float], backward: list[float]
-) -> tuple[list[float], list[float]]:
-    """For every stage the time before its first forward pass, and the time after its last backward pass."""
-    head, tail = [0.0] * layout.stages, [0.0] * layout.stages
-    for stage in range(layout.stages):
-        for edge in layout.into(stage):
-            arrival = head[edge.source] + forward[edge.source] + _transfer(layout, costs, edge, edge.bytes)
-            head[stage] = max(head[stage], arrival)
-            if edge.gradient_bytes > 0:
-                rest = _transfer(layout, costs, edge, edge.gradient_bytes, back=True) + backward[edge.source]
-                tail[stage] = max(tail[stage], rest + tail[edge.source])
-    return head, tail
-
-
-def _transfer(layout: Layout, costs: Costs, edge: Edge, size: int, back: bool = False) -> float:
-    if not layout.crosses(edge):
-        return 0.0
-    pair = (layout.home(edge.source), layout.home(edge.target))
-    link = costs.links.get(pair[::-1] if back else pair, costs.link)
-    return link.latency_ms + link.wire_ms(size)
-
-
-def _links(
-    layout: Layout, costs: Costs, count: int, forward: list[float], backward: list[float], head: list[float]
-) -> float:
-    """When the last bucket of any worker is through, at the earliest."""
-    last = 0.0
-    for worker in range(layout.workers):
-        begin, wire = float("inf"), 0.0
-        for stage in range(layout.stages):
-            buckets = costs.buckets[stage] if stage < len(costs.buckets) else ()
-            if layout.home(stage) != worker or not buckets:
-                continue
-            ready = min(one.ready for one in buckets)
-            passes = count * forward[stage] + (count - 1) * backward[stage]
-            begin = min(begin, head[stage] + passes + ready * backward[stage])
-            wire += sum(one.wire_ms or 0.0 for one in buckets)
-        if wire > 0 and costs.sync_shares_link:
-            last = max(last, begin + wire)
-    return last
-
-
-def _processors(layout: Layout, costs: Costs, count: int, forward: list[float], backward: list[float]) -> float:
-    needed = [0.0] * layout.workers
-    for stage in range(layout.stages):
-        home = layout.home(stage)
-        needed[home] += count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
-        if costs.replicas > 1 and stage < len(costs.buckets):
-            needed[home] += sum(one.encode_ms + one.decode_ms for one in costs.buckets[stage])
-    return max(time / max(1, layout.worker_of.count(worker)) for worker, time in enumerate(needed))
-
 
 #: Told how many candidates were looked at, and of how many.
 Progress = Callable[[int, int], None]
@@ -133,11 +34,10 @@ class Answer:
     Attributes:
         chosen: The plan to use: the simplest of `ties`.
         ties: All plans that the profile's noise cannot tell from the fastest one, the simplest first.
-        ranked: All plans that were simulated and fit into memory, the fastest first.
+        ranked: All plans that fit into memory, the fastest first.
         baselines: Plain data parallelism and one device, by name; None where one does not fit into memory.
         noise: Relative difference up to which plans are equal.
-        considered: Number of candidates.
-        simulated: Of how many a step was simulated.
+        considered: Number of plans that were simulated.
         evaluator: What predicted them.
     """
 
@@ -147,7 +47,6 @@ class Answer:
     baselines: dict[str, Outcome | None]
     noise: float
     considered: int
-    simulated: int
     evaluator: Evaluator
 
     @property
@@ -160,8 +59,6 @@ def find_plan(
     inputs: PlannerInputs,
     *,
     workers: int | None = None,
-    keep: int = 5,
-    prune: bool = True,
     library: CutLibrary | None = None,
     progress: Progress | None = None,
     advise: bool = True,
@@ -171,14 +68,12 @@ def find_plan(
     Args:
         inputs: Everything that the search reads.
         workers: Workers that may be used; default: all.
-        keep: How many of the best plans are to be right, as exhaustive enumeration would have them.
-        prune: Leave out what cannot be among them; False simulates everything.
         library: Cuts of the same model, where another search has made them.
         progress: Told now and then how far it is.
         advise: Where no plan fits, look for a batch with which one would.
 
     Returns:
-        The chosen plan, those that are as good, and the others that were simulated.
+        The chosen plan, those that are as good, and all others.
 
     Raises:
         PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits. Or what
@@ -186,126 +81,75 @@ def find_plan(
     """
     evaluator = Evaluator(Space(inputs, workers, library))
     space, noise = evaluator.space, max(inputs.profile.resolution, LEAST_NOISE)
-    candidates = list(space.candidates())
-    if not candidates:
-        raise _nothing_left(space)
-    baselines: dict[str, Outcome | None] = {}
-    known: dict[Candidate, Outcome] = {}
-    for name, candidate in space.baselines().items():
-        known[candidate] = evaluator.outcome(candidate)
-        baselines[name] = known[candidate] if known[candidate].fits else None
-    fitting = [outcome for outcome in known.values() if outcome.fits]
-    best = heapq.nsmallest(keep, (one.score for one in fitting))
-    for saving in (False, True):
-        if saving:  # only memory makes it worth to compute activations again, or to hand parameters round
-            if fitting:
-                break
-            candidates += space.candidates(saving=True)
-        place = 0
-        for bound, candidate in _by_bound(evaluator, candidates):
-            if prune and best and bound > max(best[0] * (1 + noise), best[-1] if len(best) >= keep else float("inf")):
-                break
-            place += 1
-            if progress is not None and place % 64 == 0:
-                progress(place, len(candidates))
-            if candidate in known or not evaluator.may_fit(candidate, make_order=True):
-                continue
-            known[candidate] = outcome = evaluator.outcome(candidate)
-            if outcome.fits:
-                fitting.append(outcome)
-                best = heapq.nsmallest(keep, (*best, outcome.score))
-        if progress is not None:
-            progress(len(candidates), len(candidates))
-    if not fitting:
-        raise _too_little_memory(evaluator, candidates, advise)
-    ranked = sorted(fitting, key=lambda one: (one.score, one.candidate.simplicity))
-    equal = [one for one in ranked if one.score <= ranked[0].score * (1 + noise)]
-    ties = sorted(equal, key=lambda one: one.candidate.simplicity)
-    return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, len(candidates), len(known), evaluator)
-
-
-def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator[tuple[float, Candidate]]:
-    """Candidates that may fit into memory with what their score is at least, the least first.
-
-    At first a candidate has the bound that holds for all codecs, which many share. Only when it is the
-    next one by that, and may fit into memory, its own bound is made, and it waits for its turn by that one.
-    """
-    choices = evaluator.space.codec_choices
-
-    @cache
-    def bound_of(
-        layout: Layout, count: int, cut: Cut, codec: int, variant: int, sharded: bool, exchange: bool
-    ) -> float:
-        candidate = Candidate(layout, count, cut, "", codec, variant, sharded)
-        return max(
-            lower_bound_ms(
-                evaluator.layout(candidate, replica),
-                evaluator.costs(candidate, exchange=exchange, replica=replica),
-                count,
-            )
-            for replica in layout.kinds
-        )
-
-    def _first(one: Candidate) -> float:
-        return bound_of(one.layout, one.micro_batches, one.cut, 0, one.variant, one.sharded, False)
-
-    heap = [
-        (0.0 if choices[one.codec].every > 1 else _first(one) * choices[one.codec].steps, place, one, False)
-        for place, one in enumerate(candidates)
-    ]
-    heapq.heapify(heap)
-    while heap:
-        bound, place, one, final = heapq.heappop(heap)
-        if not final and not evaluator.may_fit(one):
-            continue
-        if final or one.layout.replicas == 1:  # where nothing is exchanged, the first bound is its own
-            yield bound, one
-            continue
-        own = (
-            bound_of(one.layout, one.micro_batches, one.cut, one.codec, one.variant, one.sharded, True)
-            * choices[one.codec].steps
-        )
-        heapq.heappush(heap, (max(bound, own), place, one, True))
-
-
-def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], advise: bool) -> PlanError:
-    """The error that says how much is missing, and what would fit."""
-    missing = {one: evaluator.missing(one) for one in candidates}
-    ordered = sorted(candidates, key=lambda one: (missing[one], one.simplicity))
-    outcome = evaluator.outcome(ordered[0])
-    # What no schedule goes below may still be less than what the schedules at hand reach.
-    for one in ordered[1:MOST_NEAR]:
-        short = outcome.memory_bytes - outcome.limit_bytes
-        if missing[one] >= short:
+    plain = {name: evaluator.outcome(candidate) for name, candidate in space.baselines().items()}
+    outcomes = {outcome.candidate: outcome for outcome in plain.values()}
+    for saving in (False, True):  # only memory makes it worth to compute activations again, or to hand parameters round
+        for outcome in _outcomes(evaluator, space.candidates(saving), progress):
+            outcomes[outcome.candidate] = outcome
+        if any(outcome.fits for outcome in outcomes.values()):
             break
-        other = evaluator.outcome(one)
-        if other.memory_bytes - other.limit_bytes < short:
-            outcome = other
-    need, have = outcome.memory_bytes, outcome.limit_bytes
-    layout = outcome.candidate.layout
+    if not outcomes:
+        raise _nothing_left(space)
+    fitting = [outcome for outcome in outcomes.values() if outcome.fits]
+    if not fitting:
+        raise _too_little_memory(evaluator, list(outcomes.values()), advise)
+    ranked = sorted(fitting, key=lambda outcome: (outcome.score, outcome.candidate.simplicity))
+    equal = [outcome for outcome in ranked if outcome.score <= ranked[0].score * (1 + noise)]
+    ties = sorted(equal, key=lambda outcome: outcome.candidate.simplicity)
+    return Answer(
+        ties[0],
+        tuple(ties),
+        tuple(ranked),
+        {name: outcome if outcome.fits else None for name, outcome in plain.items()},
+        noise,
+        len(outcomes),
+        evaluator,
+    )
+
+
+def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Outcome]:
+    """What candidates are predicted to take; where one does not fit also with the cuts that need less memory."""
+    waiting = list(candidates)
+    count = len(waiting)
+    for done, candidate in enumerate(waiting):
+        if progress is not None and done % 16 == 0:
+            progress(done, count)
+        outcome = evaluator.outcome(candidate)
+        yield outcome
+        if not outcome.fits:
+            for cut in evaluator.space.smaller_cuts(candidate.layout):
+                way = candidate.cut.recompute, candidate.cut.offload
+                yield evaluator.outcome(replace(candidate, cut=replace(cut, recompute=way[0], offload=way[1])))
+    if progress is not None:
+        progress(count, count)
+
+
+def _too_little_memory(evaluator: Evaluator, outcomes: Sequence[Outcome], advise: bool) -> PlanError:
+    """The error that says how much is missing, and what would fit."""
+    ordered = sorted(outcomes, key=lambda one: (one.memory_bytes - one.limit_bytes, one.candidate.simplicity))
+    nearest = ordered[0]
+    need, have, candidate = nearest.memory_bytes, nearest.limit_bytes, nearest.candidate
+    layout = candidate.layout
     fix = f"The nearest that fits needs devices of {_up(need)} MB"
     if advise:
         if more := least_workers(evaluator, evaluator.space.workers + 1):
             fix += f", or {more[0]} workers of this memory"
         kinds: dict[object, Candidate] = {}
-        for one in (outcome.candidate, *ordered):
+        for one in (outcome.candidate for outcome in ordered):
             kinds.setdefault((one.layout, one.micro_batches, one.cut.saving, one.sharded), one)
         if fewer := max(_largest_batch(evaluator, one) for one in kinds.values()):
             fix += f", or a batch of {fewer} samples"
     return PlanError(
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
         f"{_up(need - have)} MB more",
-        f"It has {layout.stages} stage(s) on {layout.workers} worker(s) with {outcome.candidate.micro_batches} "
-        f"micro-batch(es)"
-        f"{outcome.candidate.cut.saving and ', ' + outcome.candidate.cut.saving}"
-        f"{', the optimizer divided' * outcome.candidate.sharded}; each worker holds parameters, gradients and "
+        f"It has {layout.stages} stage(s) on {layout.workers} worker(s) with {candidate.micro_batches} micro-batch(es)"
+        f"{candidate.cut.saving and ', ' + candidate.cut.saving}"
+        f"{', the optimizer divided' * candidate.sharded}; each worker holds parameters, gradients and "
         "optimizer state of its stages, and activations that wait.",
         f"{fix}.",
     )
 
 
-#: Plans that are simulated to find the one that needs least memory.
-MOST_NEAR = 64
 #: More workers are not asked for to make a model fit.
 MOST_WORKERS = 32
 
@@ -323,8 +167,9 @@ def least_workers(evaluator: Evaluator, first: int = 1) -> tuple[int, Candidate]
         for saving in (False, True):
             for one in space.candidates(saving):
                 quick = one.variant == 0 and not SCHEDULES.get(one.schedule).searches
-                if quick and tried.may_fit(one) and tried.may_fit(one, make_order=True):
-                    return workers, one
+                ways = [one, *(replace(one, cut=cut) for cut in space.smaller_cuts(one.layout))] if quick else []
+                if fitting := next((way for way in ways if tried.outcome(way).fits), None):
+                    return workers, fitting
     return None
 
 
@@ -391,7 +236,7 @@ class Verified:
 def finalists(answer: Answer, count: int) -> list[Outcome]:
     """The plans that are worth running: the chosen one, plain data parallelism, and the best by prediction.
 
-    Of plans that differ only in their schedule or cut and are predicted equal, as ties may be hundreds, one is enough.
+    They differ in stages, replicas, placement or codec: what differs in less is predicted well enough.
     """
     workers = answer.evaluator.space.workers
     found: dict[tuple[object, ...], Outcome] = {}
@@ -402,7 +247,7 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
             continue  # a pipeline on a part of the workers cannot run beside the others
         if answer.evaluator.space.codec_choices[one.candidate.codec].every > 1:
             continue  # a few steps do not show what it takes
-        key = (round(one.score, 3), layout.stages, layout.replicas, one.candidate.codec, one.candidate.variant)
+        key = layout.stages, layout.replicas, layout.kind, one.candidate.codec
         found.setdefault(key, one)
     must = list(found.values())[: 1 if plain is None or plain == answer.chosen else 2]
     best = sorted(found.values(), key=lambda one: one.score)[:count]

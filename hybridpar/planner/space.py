@@ -25,13 +25,17 @@ from hybridpar.planner.speeds import stage_devices, worker_kinds
 from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 
-#: Most forward passes of a step for which a schedule that simulates several orders is tried; beyond, that takes longer
-#: than it can gain.
-MOST_SEARCHED_PASSES = 128
+#: Most forward passes of a step that are simulated, where their number is not decided, and for which a schedule that
+#: simulates several orders is tried: beyond, that takes longer than it can gain.
+MOST_PASSES = 128
 
 #: Kinds of devices of a pipeline that are tried in every order; of more the fastest and the slowest come first.
 MOST_KINDS = 3
 
+
+#: Schedules that were never the best of all plans that were measured (benchmarks/planner), though `greedy` takes their
+#: orders into account; tried where they are asked for, and where there are too many passes for `greedy`.
+NEVER_BEST = ("gpipe", "interleaved", "looped_bfs")
 
 #: The plan that every search contains.
 DATA_PARALLEL = "data parallel"
@@ -117,16 +121,23 @@ class Space:
         for layout, count in self.layouts(saving):
             open_ways = range(last if fixed.codecs is not None else 0, last + 1) if layout.replicas > 1 else range(1)
             ways = [way for way in open_ways if self.codec_choices[way].every == 1 or self._may_part(layout)]
-            for cut in self.cuts(layout):
-                for schedule in self._schedules(layout, count):
-                    for codec in ways:
-                        for variant in variants:
-                            yield Candidate(layout, count, cut, schedule, codec, variant)
+            many = layout.stages * count > MOST_PASSES and fixed.micro_batches is None
+            if many or (cut := self.cut(layout)) is None:
+                continue
+            for schedule in self._schedules(layout, count):
+                for codec in ways:
+                    for variant in variants:
+                        yield Candidate(layout, count, cut, schedule, codec, variant)
 
-    def cuts(self, layout: Layout) -> tuple[Cut, ...]:
-        """The cuts to try for a layout."""
-        devices = stage_devices(self.inputs, layout)
-        return self.library.cuts(layout.stages, devices) if devices else self.library.cuts(layout.stages)
+    def cut(self, layout: Layout) -> Cut | None:
+        """How the model is cut for a layout, and the link of the cluster; None where it cannot be."""
+        link = self.inputs.cluster.outer
+        speed = link.bandwidth if link is not None and layout.positions > 1 else None
+        return self.library.balanced(layout.stages, stage_devices(self.inputs, layout), speed)
+
+    def smaller_cuts(self, layout: Layout) -> tuple[Cut, ...]:
+        """The cuts to try where that one does not fit into memory."""
+        return self.library.smaller(layout.stages, stage_devices(self.inputs, layout))
 
     def _orders(self, layout: Layout) -> Iterator[tuple[int, ...]]:
         """Other orders of unlike devices along the pipeline: those that are alike stay beside each other."""
@@ -147,7 +158,8 @@ class Space:
 
     def baselines(self) -> dict[str, Candidate]:
         """What a plan must beat: plain data parallelism over all workers, and one device, where they are allowed."""
-        whole = self.library.cuts(1)[0]
+        whole = self.cut(Layout.repeated([(0, 0)]))
+        assert whole is not None
         named = {}
         for name, workers in ((DATA_PARALLEL, self.workers), ("one device", 1)):
             for count in self.micro_batch_counts(workers)[:1]:
@@ -238,7 +250,8 @@ class Space:
             if positions * lanes <= most:
                 yield positions * lanes, lanes, "linear"
         if positions > 1 and 2 * positions <= most:
-            yield 2 * positions, 1, "loop"
+            if self.inputs.fixed.placement == "loop" or self.inputs.fixed.schedule in NEVER_BEST:
+                yield 2 * positions, 1, "loop"  # never the best either
             yield 2 * positions, 1, "v"
         for stages in (2, 4, 8, 16) if positions == 1 and saving else ():
             if stages <= most:
@@ -247,9 +260,10 @@ class Space:
     def _schedules(self, layout: Layout, count: int) -> tuple[str, ...]:
         if layout.stages == 1:
             return ("accumulate",)
-        few = layout.stages * count <= MOST_SEARCHED_PASSES
-        tried = (name for name in planned_schedules(layout.kind) if few or not SCHEDULES.get(name).searches)
-        return tuple(name for name in tried if self.inputs.fixed.schedule in (None, name))
+        few, asked = layout.stages * count <= MOST_PASSES, self.inputs.fixed.schedule
+        tried = [name for name in planned_schedules(layout.kind) if few or not SCHEDULES.get(name).searches]
+        best = [name for name in tried if name not in NEVER_BEST] or tried
+        return tuple(best if asked is None else (name for name in tried if name == asked))
 
 
 def _is_decided_layout(fixed: Fixed, layout: Layout, count: int) -> bool:

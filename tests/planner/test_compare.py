@@ -38,7 +38,7 @@ def as_on(plan: Plan, bandwidth: float, **changed) -> Ran:
 
 
 def test_every_plan_of_a_space_is_told_from_the_others_and_from_edited_ones():
-    answer = find_plan(inputs(fidelity="lossy"), prune=False)
+    answer = find_plan(inputs(fidelity="lossy"))
     assert len(answer.ranked) > 20
     plans = [plan_of(answer, outcome) for outcome in answer.ranked]
     assert not any(plan.is_edited for plan in plans)

@@ -25,7 +25,7 @@ from tests.planner.small import chain, cluster, inputs
 
 
 def test_the_parts_of_every_step_add_up():
-    answer = find_plan(inputs(fidelity="lossy"), prune=False)
+    answer = find_plan(inputs(fidelity="lossy"))
     for outcome in answer.ranked:
         parts = answer.evaluator.parts(outcome.candidate)
         assert parts.step == outcome.step_ms
@@ -37,7 +37,7 @@ def test_the_parts_of_every_step_add_up():
 
 def test_workers_that_share_a_replica_exchange_nothing_and_update_their_stages_one_after_the_other():
     profile = replace(inputs().profile, update_ms=9.0)
-    answer = find_plan(inputs(profile, most_stages=4), prune=False)
+    answer = find_plan(inputs(profile, most_stages=4))
     pipelines = [one for one in answer.ranked if one.candidate.layout.replicas == 1]
     assert {one.candidate.layout.stages for one in pipelines} == {1, 2, 4}
     for outcome in pipelines:
@@ -246,7 +246,7 @@ def test_a_large_cluster_is_searched_without_simulating_its_workers():
         }
     )
     asked = inputs(chain([(20, 40)] * 4, [(512, 512)] * 4, batch_norm=True), spec, batch=4096 * 4, most_stages=4)
-    answer = find_plan(asked, keep=1)
+    answer = find_plan(asked)
     assert answer.evaluator.space.workers == 4096
     assert answer.chosen.candidate.layout.workers == 4096
     points = scaling_curve(asked)

@@ -37,7 +37,7 @@ def test_a_plan_can_be_made_again_from_what_it_recorded(tmp_path):
 
 
 def test_every_outcome_has_a_plan_that_says_what_it_is():
-    answer = find_plan(inputs(fidelity="close"), prune=False)
+    answer = find_plan(inputs(fidelity="close"))
     names = [one.name for one in answer.evaluator.space.inputs.profile.parameters]
     for outcome in answer.ranked:
         plan, candidate = plan_of(answer, outcome), outcome.candidate

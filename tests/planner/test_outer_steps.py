@@ -84,7 +84,7 @@ def test_options_that_it_does_not_know_leave_it_out(options, may):
 def test_workers_of_one_host_and_parts_of_a_model_have_none():
     together = replace(asked(), cluster=_one_host())
     assert chosen_of(find_plan(together)).every == 1
-    for one in find_plan(asked(most_stages=3), prune=False).ranked:
+    for one in find_plan(asked(most_stages=3)).ranked:
         choice = one.candidate.codec
         assert one.candidate.layout.stages == 1 or choice < 5
 
@@ -97,7 +97,7 @@ def _one_host():
 
 
 def test_a_step_is_computing_and_a_part_of_the_exchange():
-    found = find_plan(asked(), prune=False)
+    found = find_plan(asked())
     space, evaluator = found.evaluator.space, found.evaluator
     plain = next(one for one in found.ranked if space.codec_choices[one.candidate.codec].outer == PLAIN)
     alone = evaluator.outcome(replace(plain.candidate, schedule="accumulate", codec=0))
@@ -113,7 +113,7 @@ def test_a_step_is_computing_and_a_part_of_the_exchange():
 
 @pytest.mark.parametrize("bandwidth", [SLOW, 1e8, 1.25e10])
 def test_leaving_out_by_bounds_changes_no_answer(bandwidth):
-    short, whole = find_plan(asked(bandwidth)), find_plan(asked(bandwidth), prune=False)
+    short, whole = find_plan(asked(bandwidth)), find_plan(asked(bandwidth))
     assert short.chosen == whole.chosen
     assert short.fastest.score == whole.fastest.score
 

@@ -23,7 +23,7 @@ from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster, read_cluster_file
 from hybridpar.plan import Plan, Sync, parse_plan
 from hybridpar.planner.codecs import FIDELITIES, PROVEN, STEPS_TO_TARGET
-from hybridpar.planner.cuts import StageDevice, cuts_of
+from hybridpar.planner.cuts import StageDevice, balanced_cut
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.explain import contributions, describe, notes
 from hybridpar.planner.fixed import Fixed, not_modelled
@@ -31,7 +31,7 @@ from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import ModelProfile, SizedTimes, Variant
 from hybridpar.planner.record import candidate_of, plan_of
 from hybridpar.planner.resolve import resolve
-from hybridpar.planner.search import Answer, find_plan, least_workers, lower_bound_ms
+from hybridpar.planner.search import Answer, find_plan, least_workers
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.run.plan_step import timeline_of_plan
 from hybridpar.schedule.layout import Layout
@@ -46,54 +46,11 @@ def is_plain(candidate: Candidate) -> bool:
     return candidate.layout.stages == candidate.layout.lanes_each == 1 and not candidate.codec and not candidate.variant
 
 
-def same_as_enumeration(asked: PlannerInputs) -> None:
-    pruned, exhaustive = find_plan(asked, keep=3), find_plan(asked, keep=3, prune=False)
-    assert pruned.chosen == exhaustive.chosen
-    assert pruned.ties == exhaustive.ties
-    assert [one.score for one in pruned.ranked[:3]] == [one.score for one in exhaustive.ranked[:3]]
-    assert exhaustive.simulated == exhaustive.considered
-    assert pruned.simulated <= exhaustive.simulated
-
-
-def no_lower_than_bounds(asked: PlannerInputs) -> None:
-    evaluator = Evaluator(Space(asked))
-    for candidate in evaluator.space.candidates():
-        for replica in candidate.layout.kinds:
-            costs = evaluator.costs(candidate, replica=replica)
-            took = evaluator.simulation(candidate, costs, replica).step_ms * (1 + 1e-9)
-            for known in (costs, evaluator.costs(candidate, exchange=False, replica=replica)):
-                layout = evaluator.layout(candidate, replica)
-                assert lower_bound_ms(layout, known, candidate.micro_batches) <= took, candidate
-
-
-@settings(max_examples=10, deadline=None)
-@given(random_inputs())
-def test_the_answer_is_that_of_exhaustive_enumeration(asked: PlannerInputs):
-    same_as_enumeration(asked)
-
-
-@settings(max_examples=10, deadline=None)
-@given(random_inputs())
-def test_no_simulation_is_below_its_lower_bound(asked: PlannerInputs):
-    no_lower_than_bounds(asked)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
-def test_laws_of_the_search_in_a_sweep(law):
-    settings(max_examples=300, deadline=None)(given(random_inputs())(law))()
-
-
-def test_the_bounds_rule_something_out():
-    found = find_plan(inputs(), keep=1)
-    assert found.simulated < found.considered / 2
-
-
 @settings(max_examples=8, deadline=None)
 @given(random_inputs(), st.sampled_from([1.5, 4.0, 100.0]))
 def test_a_faster_link_never_predicts_slower(asked: PlannerInputs, factor: float):
     faster = asked.on(asked.cluster.faster_links(factor))
-    assert find_plan(faster, keep=1).fastest.score <= find_plan(asked, keep=1).fastest.score * (1 + 1e-9)
+    assert find_plan(faster).fastest.score <= find_plan(asked).fastest.score * (1 + 1e-9)
 
 
 @settings(max_examples=8, deadline=None)
@@ -102,7 +59,7 @@ def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: fl
     def best(memory: float) -> float:
         hosts = tuple(host.model_copy(update={"memory": int(memory)}) for host in asked.cluster.hosts)
         try:
-            return find_plan(asked.on(asked.cluster.model_copy(update={"hosts": hosts})), keep=1).fastest.score
+            return find_plan(asked.on(asked.cluster.model_copy(update={"hosts": hosts}))).fastest.score
         except PlanError:
             return float("inf")
 
@@ -112,7 +69,7 @@ def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: fl
 @settings(max_examples=8, deadline=None)
 @given(random_inputs())
 def test_a_looser_fidelity_never_predicts_slower(asked: PlannerInputs):
-    strict, *looser = (find_plan(asked.with_fidelity(one), keep=1).fastest.score for one in FIDELITIES)
+    strict, *looser = (find_plan(asked.with_fidelity(one)).fastest.score for one in FIDELITIES)
     for score in looser:
         assert score <= strict * (1 + 1e-9)
         strict = score
@@ -129,9 +86,7 @@ def test_a_looser_fidelity_keeps_the_policies_of_a_stricter_one():
 
 def test_more_devices_are_never_worse_where_the_micro_batch_is_free():
     # Of 12 samples 9 devices have as many as 6 have, and more to exchange.
-    scores = [
-        find_plan(inputs(spec=cluster(count, 1e8, kind="cuda"), batch=12), keep=1).fastest.score for count in (6, 7, 9)
-    ]
+    scores = [find_plan(inputs(spec=cluster(count, 1e8, kind="cuda"), batch=12)).fastest.score for count in (6, 7, 9)]
     assert scores == sorted(scores, reverse=True)
 
 
@@ -195,7 +150,7 @@ def test_plain_plans_and_no_compression_are_always_there():
             for name, candidate in space.baselines().items():
                 assert candidate in everything, name
                 assert is_plain(candidate)
-            assert find_plan(asked, keep=1).baselines.keys() == {"data parallel", "one device"}
+            assert find_plan(asked).baselines.keys() == {"data parallel", "one device"}
 
 
 def test_plans_within_the_noise_are_ties_and_the_simplest_wins():
@@ -236,7 +191,7 @@ def test_a_fidelity_allows_its_codecs_and_no_others(fidelity: str, allowed: set[
 
 
 def test_a_codec_is_ranked_by_time_to_the_same_loss():
-    found = find_plan(inputs(fidelity="lossy", rates=ALL_RATES, most_stages=1), prune=False)
+    found = find_plan(inputs(fidelity="lossy", rates=ALL_RATES, most_stages=1))
     for one in found.ranked:
         texts = set(found.evaluator.space.codec_choices[one.candidate.codec].codecs.values())
         assert one.score == pytest.approx(one.step_ms * max((STEPS_TO_TARGET[text] for text in texts), default=1.0))
@@ -342,7 +297,7 @@ def test_fixed_times_of_a_step_make_shares_less_equal():
     layout = Layout.repeated([(0, 0)], 2)
     fast, slow = evaluator.shares(layout, 1)  # T = (4 + 2 n) / v
     assert (fast + slow, (4 + 2 * fast) / 2) == (pytest.approx(24), pytest.approx(4 + 2 * slow, rel=1e-2))
-    candidate = Candidate(layout, 1, evaluator.space.library.cuts(1)[0], "accumulate")
+    candidate = Candidate(layout, 1, evaluator.space.cut(layout), "accumulate")
     costs = evaluator.costs(candidate)
     assert costs.forward_ms[0] + costs.backward_ms[0] == pytest.approx(4 + 2 * slow, rel=1e-2)
 
@@ -449,11 +404,6 @@ def test_hosts_of_other_devices_and_memory_are_planned_with_their_speeds():
     assert [host.memory for host in found.hosts] == [host.memory for host in spec.hosts]
 
 
-@pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
-def test_laws_of_the_search_over_unequal_replicas(law):
-    law(inputs(LARGE, unequal(2, 1, 1, bandwidth=1e8), batch=16, most_stages=2, fidelity="lossy"))
-
-
 def slowest(profile: ModelProfile, stage_of: Sequence[int], speeds: Sequence[float]) -> float:
     """Milliseconds of the stage that takes longest on its device."""
     units = profile.timed(0, profile.samples).units
@@ -472,7 +422,7 @@ def test_stages_are_cut_by_the_speeds_of_their_devices_as_enumeration_would(spee
             slowest(profile, [sum(end <= unit for end in ends) for unit in range(units)], speeds)
             for ends in itertools.combinations(range(1, units), len(speeds) - 1)
         )
-        cut = cuts_of(profile, len(speeds), tuple(StageDevice(speed / min(speeds)) for speed in speeds))[0]
+        cut = balanced_cut(profile, len(speeds), tuple(StageDevice(speed / min(speeds)) for speed in speeds))
         assert cut.name == "balanced by speed"
         assert slowest(profile, cut.stage_of, speeds) == pytest.approx(best)
 
@@ -501,7 +451,7 @@ def test_a_cluster_file_of_two_kinds_of_gpu_gives_a_plan_of_unequal_stages(tmp_p
     orders = {one.texts() for one, _ in found.evaluator.space.layouts() if one.kind == "linear"}
     assert orders == {("0,1",), ("1,0",)}
     # A pipeline that was cut for equal devices would wait for the slow one.
-    equal = Candidate(chosen.layout, chosen.micro_batches, cuts_of(profile, 2)[0], chosen.schedule)
+    equal = Candidate(chosen.layout, chosen.micro_batches, balanced_cut(profile, 2), chosen.schedule)
     assert found.evaluator.outcome(equal).step_ms > 1.2 * found.chosen.step_ms
 
 
@@ -509,7 +459,7 @@ def test_a_fast_device_of_little_memory_gets_as_much_as_fits():
     hosts = [{"kind": "cuda", "throughput": 3.0, "memory": 6e6}, {"kind": "cuda", "memory": 40e6}]
     fixed = Fixed(workers=2, stages=2, micro_batches=4, placement="linear")
     spec = {"hosts": hosts, "between": {"bandwidth": 1e10}}
-    found = find_plan(inputs(LARGE, parse_cluster(spec), batch=16, fixed=fixed), prune=False)
+    found = find_plan(inputs(LARGE, parse_cluster(spec), batch=16, fixed=fixed))
     free = [{**host, "memory": 40e6} for host in hosts]
     roomy = find_plan(inputs(LARGE, parse_cluster({**spec, "hosts": free}), batch=16, fixed=fixed))
 
@@ -523,12 +473,6 @@ def test_a_fast_device_of_little_memory_gets_as_much_as_fits():
     evaluator, one = found.evaluator, found.chosen.candidate
     needs = evaluator.needs(one, evaluator.simulation(one, evaluator.costs(one)).peak_saved_bytes)
     assert needs[0] <= 6e6 < needs[1], "each device by itself"
-
-
-@pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
-def test_laws_of_the_search_over_unlike_devices_of_a_pipeline(law):
-    law(inputs(LARGE, unequal(2, 1, bandwidth=1e8), batch=16, most_stages=4, fixed=Fixed(workers=2, stages=4)))
-    law(inputs(LARGE, unequal(3, 2, 1, bandwidth=1e8), batch=8, fixed=Fixed(workers=3, stages=3, micro_batches=4)))
 
 
 def test_a_plan_whose_stages_were_put_elsewhere_is_not_the_one_that_was_predicted():
@@ -673,15 +617,16 @@ def test_the_least_number_of_workers_fits_and_one_fewer_does_not():
         find_plan(replace(asked, cluster=cluster(count - 1, kind="cuda", memory="6MB")))
 
 
-def test_what_runs_and_what_is_drawn_is_what_was_predicted():
+@pytest.mark.parametrize("schedule", [None, *(name for name in SCHEDULES if name != "accumulate")])
+def test_what_runs_and_what_is_drawn_is_what_was_predicted(schedule):
     """Also on a slow link, for which `greedy` makes other orders, where passes are done twice, and with skip edges."""
     profile = chain([(10, 20)] * 4, [(64, 64)] * 4, 200_000)
     values = list(profile.graph.values)
     values[0] = replace(values[0], consumers=(1, 3))
     profile = replace(profile, graph=replace(profile.graph, values=tuple(values)), update_ms=2.0)
-    asked = inputs(profile, cluster(2, 1.25e7, host_link=1e10), most_stages=4, batch=16)
-    answer, checked = find_plan(asked), set[str]()
-    evaluator = answer.evaluator
+    fixed = Fixed(schedule=schedule)
+    answer = find_plan(inputs(profile, cluster(2, 1.25e7, host_link=1e10), most_stages=4, batch=16, fixed=fixed))
+    evaluator, checked = answer.evaluator, set[str]()
     for one in [*evaluator.space.candidates(), *evaluator.space.candidates(saving=True)][::4]:
         outcome = evaluator.outcome(one)
         plan = parse_plan(json.loads(plan_of(answer, outcome).to_json()))
@@ -697,8 +642,8 @@ def test_what_runs_and_what_is_drawn_is_what_was_predicted():
             given = resolved, example, TrainConfig(), SyncOptions(), World(size=2), torch.device("cpu")
             options = pipeline_options(*given, one.micro_batches)
             assert options.order(0, one.micro_batches).rows == predicted[0]
-        checked.add(one.schedule)
-    assert checked == set(SCHEDULES)
+            checked.add(one.schedule)
+    assert checked if schedule is None else checked == {schedule}
 
 
 def test_a_schedule_that_is_registered_is_a_candidate(monkeypatch):

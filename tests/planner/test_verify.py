@@ -8,7 +8,7 @@ from tests.planner.small import cluster, inputs
 
 
 def test_finalists_are_the_best_with_the_chosen_plan_and_plain_data_parallelism():
-    answer = find_plan(inputs(spec=cluster(3, 1e7), batch=12, fidelity="lossy"), keep=10)
+    answer = find_plan(inputs(spec=cluster(3, 1e7), batch=12, fidelity="lossy"))
     chosen = finalists(answer, 3)
     assert 3 <= len(chosen) <= 5
     assert answer.chosen in chosen
@@ -20,7 +20,7 @@ def test_finalists_are_the_best_with_the_chosen_plan_and_plain_data_parallelism(
 
 
 def test_the_fastest_by_the_clock_is_chosen_whatever_was_predicted():
-    answer = find_plan(inputs(fidelity="close"), keep=5)
+    answer = find_plan(inputs(fidelity="close"))
     outcomes = finalists(answer, 4)
     times = [[20.0, 21.0, 20.5, 20.2, 20.4] for _ in outcomes]
     times[-1] = [10.0, 11.0, 10.4, 10.1, 10.3]
@@ -35,7 +35,7 @@ def test_the_fastest_by_the_clock_is_chosen_whatever_was_predicted():
 
 
 def test_of_plans_that_noise_cannot_tell_apart_the_simplest_is_chosen():
-    answer = find_plan(inputs(fidelity="close"), keep=5)
+    answer = find_plan(inputs(fidelity="close"))
     outcomes = finalists(answer, 4)
     simplest = min(outcomes, key=lambda one: one.candidate.simplicity)
     noisy = [[20.0, 26.0, 18.0, 23.0, 21.0], [22.0, 21.0, 24.0, 19.0, 21.5], [19.0, 24.0, 22.0, 20.0, 23.0]]
@@ -44,7 +44,7 @@ def test_of_plans_that_noise_cannot_tell_apart_the_simplest_is_chosen():
 
 
 def test_what_slows_a_whole_round_down_hides_no_difference():
-    answer = find_plan(inputs(fidelity="close"), keep=5)
+    answer = find_plan(inputs(fidelity="close"))
     outcomes = finalists(answer, 4)
     simplest = min(range(len(outcomes)), key=lambda place: outcomes[place].candidate.simplicity)
     rounds = [1.0, 3.0, 1.0, 2.0, 1.1, 1.0, 5.0]
@@ -54,7 +54,7 @@ def test_what_slows_a_whole_round_down_hides_no_difference():
 
 
 def test_steps_to_the_target_count_beside_the_clock():
-    answer = find_plan(inputs(spec=cluster(2, 1e7), fidelity="lossy"), keep=20, prune=False)
+    answer = find_plan(inputs(spec=cluster(2, 1e7), fidelity="lossy"))
     codec_choices = answer.evaluator.space.codec_choices
     plain = answer.baselines["data parallel"]
     assert plain is not None

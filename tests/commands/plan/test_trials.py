@@ -28,7 +28,7 @@ def searched(workers: int = 2, fidelity: str = "exact") -> Answer:
     profile = profile_model(blocks(), [torch.zeros(BATCH // workers, 3, SIDE, SIDE)], measure=False)
     spec = parse_cluster({"hosts": [{"count": workers}], "between": {"bandwidth": 1e6, "latency_ms": 0.01}})
     asked = PlannerInputs(profile, spec, BATCH, fidelity, RATES)  # type: ignore[arg-type]
-    return find_plan(asked, prune=False)
+    return find_plan(asked)
 
 
 def of_each_kind(answer: Answer) -> dict[str, Plan]:
