@@ -86,10 +86,10 @@ def find_plan(
     for saving in (False, True):  # only memory makes it worth to compute activations again, or to hand parameters round
         for outcome in _outcomes(evaluator, space.candidates(saving), progress):
             outcomes[outcome.candidate] = outcome
+        if not outcomes:
+            raise _nothing_left(space)
         if any(outcome.fits for outcome in outcomes.values()):
             break
-    if not outcomes:
-        raise _nothing_left(space)
     fitting = [outcome for outcome in outcomes.values() if outcome.fits]
     if not fitting:
         raise _too_little_memory(evaluator, list(outcomes.values()), advise)

@@ -361,8 +361,8 @@ def test_a_large_device_is_alone_beside_two_small_ones_as_a_pipeline():
 
 def test_options_that_need_equal_replicas_leave_no_others_to_the_search_however_unlike_hosts_are():
     spec = unequal(2, 1, 1, small=14e6)
-    assert any(shape.homes for shape in Space(inputs(LARGE, spec)).shapes())
-    assert not any(shape.homes for shape in Space(inputs(LARGE, spec, fixed=Fixed(equal=True))).shapes())
+    assert not all(layout.is_equal for layout, _ in Space(inputs(LARGE, spec)).layouts())
+    assert all(layout.is_equal for layout, _ in Space(inputs(LARGE, spec, fixed=Fixed(equal=True))).layouts())
 
 
 def test_small_devices_are_left_out_where_nothing_fits_or_their_link_is_slow():
