@@ -1,0 +1,189 @@
+"""`--batch-size auto` chooses a batch that fits into memory and is about as fast as any that does."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpar import Trainer
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
+from hybridpar.errors import UsageError
+from hybridpar.machine.cluster_file import ClusterSpec
+from hybridpar.planner import batch as batch_module
+from hybridpar.planner.batch import GAIN, LEAST, Need, choose_batch, memory_of
+from hybridpar.planner.measure import profile_model
+from hybridpar.planner.probes import Question
+from tests.allocated import counting
+from tests.planner.small import cluster
+from tests.planner.test_memory import NETS
+from tests.ranks import run_ranks
+from tests.runs import check_run, saved_state, train, train_rank
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
+
+
+# ---------------------------------------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_smallest_of_the_fast_batches_that_fit_is_chosen(seed: int) -> None:
+    draw = random.Random(seed)
+    parts, most = draw.randint(1, 7), draw.choice([100, 1_000, 100_000])
+    of_sample, of_model, limit = draw.uniform(1, 100), draw.uniform(0, 1_000), draw.uniform(1_000, 100_000)
+    launch, peak = draw.uniform(0, 1_000), draw.uniform(0.5, 2)
+    tried: dict[int, float] = {}
+
+    def need(batch: int) -> Need:
+        return Need(of_model + of_sample * batch, limit)
+
+    def rate(batch: int) -> float:
+        assert need(batch).fits
+        tried[batch] = batch / (launch + peak * batch) * draw.uniform(0.97, 1.03)
+        return tried[batch]
+
+    if not need(LEAST * parts).fits:
+        with pytest.raises(UsageError, match="GB of"):
+            choose_batch(parts, most, need, rate)
+        assert not tried
+        return
+    chosen = choose_batch(parts, most, need, rate)
+    fast = [size for size in tried if tried[size] >= (1 - GAIN) * max(tried.values())]
+    assert chosen.batch == min(fast) <= most
+    assert chosen.batch % parts == 0
+    assert (chosen.batch // parts).bit_count() == 1
+    largest = max(tried)
+    slow = len(tried) > 1 and tried[largest] < (1 + GAIN) * tried[largest // 2]
+    assert slow or 2 * largest > most or not need(2 * largest).fits
+
+
+def test_the_reasons_name_the_neighbours() -> None:
+    chosen = choose_batch(2, 10_000, lambda batch: Need(1e7 * batch, 1e9), {16: 50.0, 32: 80.0, 64: 100.0}.__getitem__)
+    assert (chosen.batch, chosen.why) == (64, "32 would be 20% slower, 128 needs 1.28 GB of 1.00 GB per worker")
+    chosen = choose_batch(2, 10_000, lambda batch: Need(1, 2), {16: 50.0, 32: 80.0, 64: 82.0}.__getitem__)
+    assert (chosen.batch, chosen.why) == (32, "16 would be 38% slower, 64 would be 2% faster")
+    chosen = choose_batch(1, 12, lambda batch: Need(1, 2), {8: 50.0}.__getitem__)
+    assert (chosen.batch, chosen.why) == (8, "16 would leave fewer than 8 steps in an epoch")
+
+
+def test_too_few_samples_are_one_error() -> None:
+    with pytest.raises(UsageError, match="an epoch of 8 steps"):
+        choose_batch(8, 15, lambda batch: Need(1, 2), lambda batch: 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------- the memory
+
+
+#: Largest batch that is counted.
+MOST = 128
+
+
+def question(shape: tuple[int, ...]) -> Question:
+    config = TrainConfig(plan="none")
+    return Question("net", shape, 8, copies=state_copies(config), options=config)
+
+
+@cache
+def peak_of(net: str, batch: int) -> int:
+    """Bytes of all tensors that are alive at the peak of a step."""
+    make, shape = NETS[net]
+    model = make()
+    data = torch.randn(batch, *shape), torch.zeros(batch, dtype=torch.long)
+    with Trainer(model, config=TrainConfig(plan="none"), world=World(), total_steps=9) as trainer:
+        trainer.step(data)
+        trainer.wait()
+        kept = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
+        kept += [one for opt in trainer.engine.optimizers for state in opt.state.values() for one in state.values()]
+        with counting(*kept) as count:
+            kept.clear()
+            trainer.step(data)
+            trainer.wait()
+            return count.peak
+
+
+@cache
+def sizes_of(net: str) -> object:
+    make, shape = NETS[net]
+    return profile_model(make(), [torch.randn(LEAST, *shape)], measure=False)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_what_is_chosen_under_a_cap_fits_as_counted(net: str) -> None:
+    draw = random.Random(0)
+    asked, chosen = question(NETS[net][1]), set()
+    free = memory_of(sizes_of(net), cluster(1, kind="cuda", memory=1 << 40), asked, 1)
+    for _ in range(100):
+        limit = int(draw.uniform(0.9 * free(LEAST).bytes, 1.1 * free(MOST).bytes))
+        need = memory_of(sizes_of(net), cluster(1, kind="cuda", memory=limit), asked, 1)
+        try:
+            batch = choose_batch(1, MOST, need, float).batch
+        except UsageError:
+            assert need(LEAST).bytes > limit
+            continue
+        chosen.add(batch)
+        assert peak_of(net, batch) <= limit
+        assert batch == MOST or need(2 * batch).bytes > limit
+    assert len(chosen) > 2
+
+
+# ------------------------------------------------------------------------------------------------------- the run
+
+
+def capped(batch: int) -> ClusterSpec:
+    """A machine on which a batch of the small net fits, and twice the batch does not."""
+    from tests.small_nets import plain
+
+    profile = profile_model(plain(), [torch.randn(LEAST, 3, 8, 8)], measure=False)
+    need = memory_of(profile, cluster(1, memory=1 << 40), question((3, 8, 8)), 1)
+    return cluster(1, memory=int((need(batch).bytes + need(2 * batch).bytes) / 2))
+
+
+AUTO = {"batch_size": "auto", "synthetic_samples": 1024, "plan": "none"}
+
+
+def test_a_run_chooses_says_and_records_its_batch_and_a_resumed_one_keeps_it(tmp_path, capsys):
+    with mock.patch.object(batch_module, "measure_cluster", return_value=capped(8)):
+        assert train(tmp_path / "auto", steps=3, **AUTO) == 0
+    assert "batch    8 samples per step (auto: 16 needs 0.0" in capsys.readouterr().out
+    assert check_run(tmp_path / "auto", steps=3)["batch_size"] == 8
+    assert json.loads((tmp_path / "auto/run.json").read_text())["options"]["batch_size"] == 8
+    assert "batch-size = 8" in (tmp_path / "auto/config.toml").read_text()
+    train(tmp_path / "named", steps=3, **AUTO | {"batch_size": 8})
+    for left, right in zip(saved_state(tmp_path / "auto"), saved_state(tmp_path / "named"), strict=True):
+        assert str(left) == str(right)
+    capsys.readouterr()
+    with mock.patch.object(batch_module, "measure_batch", side_effect=AssertionError("measured")):
+        assert train(tmp_path / "auto", steps=5, resume=True, **AUTO) == 0
+        assert train(tmp_path / "more", steps=5, resume_from=tmp_path / "auto/checkpoints/step-3", **AUTO) == 0
+    assert "batch    8 samples per step\n" in capsys.readouterr().out
+    assert check_run(tmp_path / "auto", steps=5)["batch_size"] == 8
+
+
+def test_two_workers_choose_one_batch(tmp_path):
+    run_ranks(train_rank, 2, tmp_path, "plain", None, {**AUTO, "steps": 2})
+    assert check_run(tmp_path, steps=2)["batch_size"] in [16, 32, 64, 128]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sync": "ps,servers=1"}, {"stages": 2}, {"plan": Path("plan.json")}, {"shares": "1,2"}, {"select_batch": 2}],
+)
+def test_what_auto_does_not_measure_is_one_error(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="--batch-size auto with"):
+        TrainConfig(**AUTO | options).check()
+
+
+def test_a_script_names_its_batch() -> None:
+    with pytest.raises(UsageError, match="batch_size is auto"):
+        Trainer(nn.Linear(2, 2), config=TrainConfig(batch_size="auto", lr_per_sample=0.1), total_steps=9)
