@@ -8,8 +8,7 @@
 | codecs | how fast codecs write and read gradients: `planner.rates` | 0 |
 
 All workers measure at the same time, so that what they take from each other is in the times, and how fast each is. Each
-probe keeps its result, under all that it depends on: a run after `hybridpar plan`, or after another run of the same
-kind, measures nothing again.
+probe keeps its result, under all that it depends on: the next run of the same kind measures nothing again.
 
 Before a run, measuring must cost less than it can gain. A run of few steps is not planned at all. Of a longer one a
 step is timed, and it is left as it is where measuring would take more than half of what the run computes.
@@ -52,7 +51,7 @@ from hybridpar.planner.measure import profile_model, set_way
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rates import measure_rates
 from hybridpar.planner.trials import OpenTrial, as_problem, random_batch
-from hybridpar.planner.ways import Way, choose_way
+from hybridpar.planner.ways import CHANGED, COMPILED, Way, can_compile, choose_way, compiling_pays
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100
@@ -71,6 +70,12 @@ _MOST_ELSEWHERE = 64
 
 #: Hosts whose speeds are nearer than this factor count as equally fast.
 APART = 1.25
+
+#: Options on which the time of a step depends.
+_TIMED_OPTIONS = (
+    *("optimizer", "amp", "memory_format", "kernels", "compile", "cuda_graph", "guard", "fidelity", "clip_norm"),
+    *("plan", "deterministic", "shard_optimizer", "model_ema", "batch_norm"),
+)
 
 _T = TypeVar("_T")
 
@@ -286,8 +291,13 @@ def _measure_way(job: _Job) -> Way | None:
         example = job.example(job.sizes[-1])
         return choose_way(job.model, options, asked.decided, job.world, example, open_trial, asked.steps, worth)
 
-    key = {**_key(job), "options": _options_key(options), "decided": sorted(asked.decided), "long": _magnitude(asked)}
-    return job.kept("way", key, _WAY, choose)
+    key = {**_key(job), "options": {name: str(getattr(options, name)) for name in _TIMED_OPTIONS}}
+    key["decided"] = sorted(asked.decided.intersection(CHANGED))
+    way = job.kept("way", key, _WAY, choose)
+    longer = compiling_pays(1e-3 * way.plain_ms * (asked.steps or 0)) and can_compile(job.world.device)
+    if longer and "compile" not in asked.decided and not any(worth.name == COMPILED for worth in way.worths):
+        way = choose()
+    return way
 
 
 def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
@@ -325,12 +335,13 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
             job.world.on_all_patiently(as_problem(profile))
         else:
             job.world.from_main(as_problem(profile), long=True)
-        of_main: ModelProfile = job.world.gather(found[0] if found else None)[0]  # type: ignore[assignment]
-        return of_main if way is None else with_rest(of_main, way)
+        of_main: ModelProfile = job.world.gather(found[0] if job.world.is_main else None)[0]  # type: ignore[assignment]
+        return of_main
 
-    chosen = {"memory_format": memory_format, "kernels": kernels, "way": None if way is None else _WAY.dump_python(way)}
+    chosen = {"memory_format": memory_format, "kernels": kernels, "threads": None if way is None else way.threads}
     key = {**_key(job), "sizes": list(job.sizes), "passes": job.passes, "amp": options.amp, **chosen}
-    return job.kept("profile", key, _PROFILE, measure) if job.measure else measure()
+    units = job.kept("profile", key, _PROFILE, measure) if job.measure else measure()
+    return units if way is None else with_rest(units, way)
 
 
 def with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
@@ -389,6 +400,7 @@ def _key(job: _Job) -> dict[str, object]:
     asked, world = job.asked, job.world
     return {
         "model": model_fingerprint(job.model),
+        "trained": [name for name, one in job.model.named_parameters() if one.requires_grad],
         "name": asked.name,
         "sample": list(asked.sample_shape),
         "batch": asked.batch,
@@ -398,17 +410,6 @@ def _key(job: _Job) -> dict[str, object]:
         "hosts": sorted(Counter(str(host) for host in world.gather(host_identity())).values()),
         "cores": len(available_cores()),
     }
-
-
-def _options_key(options: TrainConfig) -> dict[str, str]:
-    """The options on which the time of a step depends."""
-    names = ("optimizer", "amp", "memory_format", "kernels", "compile", "cuda_graph", "guard", "fidelity", "clip_norm")
-    return {name: str(getattr(options, name)) for name in names if hasattr(options, name)}
-
-
-def _magnitude(asked: Question) -> int | None:
-    """The length of the run, as far as it says what is worth a try."""
-    return None if asked.steps is None else asked.steps.bit_length()
 
 
 def _exchange_seconds(model: nn.Module, world: World) -> float:
