@@ -28,6 +28,7 @@ from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.explain import contributions, describe, notes
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.memory import PROCESS_BYTES
 from hybridpar.planner.profile import ModelProfile, SizedTimes, Variant
 from hybridpar.planner.record import candidate_of, is_as_recorded, plan_of
 from hybridpar.planner.resolve import resolve
@@ -162,10 +163,10 @@ def test_the_order_of_hosts_changes_nothing():
 def test_parameters_that_are_not_trained_take_memory():
     profile = chain([(1, 2)] * 2, [(64, 64)] * 2)
     info = profile.info.model_copy(update={"parameters": 20_000_000})
-    frozen = inputs(replace(profile, info=info), cluster(2, memory="36MB"))
-    with pytest.raises(PlanError, match="no plan fits into 36"):
+    frozen = inputs(replace(profile, info=info), cluster(2, memory="24MB"))
+    with pytest.raises(PlanError, match="no plan fits into 24"):
         find_plan(frozen)
-    assert find_plan(inputs(profile, cluster(2, memory="36MB"))).chosen
+    assert find_plan(inputs(profile, cluster(2, memory="24MB"))).chosen
 
 
 def test_sums_inside_hosts_do_not_take_what_stages_on_other_hosts_send():
@@ -554,21 +555,22 @@ def of_memory(parameters: list[tuple[int, ...]], kind: str, **options: Any) -> P
 def test_on_a_cpu_a_process_needs_what_passes_work_in_and_workers_share():
     sizes = [(64, 64)] * 4
 
-    def more(sync_lanes: int = 2, devices: int = 2, **shape: Any) -> float:
+    def more(devices: int = 2, **shape: Any) -> float:
         both = []
         for kind in ("cpu", "cuda"):
-            asked = of_memory(sizes, kind, sync_lanes=sync_lanes)
+            asked = of_memory(sizes, kind)
             link = {"bandwidth": 1e9, "latency_ms": 0.1}
             hosts = {"hosts": [{"count": 2 // devices, "devices": devices, "kind": kind}], "inside": link}
             spec = parse_cluster(hosts | ({"between": link} if devices == 1 else {}))
             both.append(needed(replace(asked, cluster=spec), **shape))
         return both[0] - both[1]
 
-    working = 30 * MIB + 2 * 8 * MIB  # two tensors more than on a GPU
+    # Two tensors more than on a GPU, and the weights of a layer.
+    working = PROCESS_BYTES + 2 * 8 * MIB + 4 * 64 * 64
     assert more(workers=1, replicas=1, stages=1, micro_batches=2) == working
     data_parallel = {"workers": 2, "replicas": 2, "stages": 1, "micro_batches": 1}
-    assert more(**data_parallel) == working + 2 * 2 * 2 * CHUNK_BYTES
-    assert more(sync_lanes=1, **data_parallel) == working + 2 * 2 * CHUNK_BYTES
+    bucket = 4 * 4 * 64 * 64
+    assert more(**data_parallel) == working - bucket, "gradients are added where the workers share memory"
     arriving = 4 * 64 * 64 * 4  # workers of several hosts share no memory: a bucket arrives over a socket
     assert more(devices=1, **data_parallel) == working + arriving
     pipeline = {"workers": 2, "replicas": 1, "stages": 2, "micro_batches": 2, "schedule": "1f1b", "placement": "linear"}
