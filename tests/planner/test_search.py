@@ -218,6 +218,21 @@ def test_plans_within_the_noise_are_ties_and_the_simplest_wins():
     assert all(one.score <= noisy.fastest.score * 1.03 for one in noisy.ties)
 
 
+def test_where_nothing_fits_only_a_looser_fidelity_lets_batch_norm_see_fewer_samples():
+    profile = chain([(1, 2)] * 2, [(64, 64)] * 2, 4_000_000, batch_norm=True)
+    asked = inputs(profile, cluster(2, memory="100MB", kind="cuda"), batch=64, most_micro_batches=32)
+    with pytest.raises(PlanError, match="no plan fits into 100"):
+        find_plan(asked)
+    for fidelity in ("close", "lossy"):
+        chosen = find_plan(replace(asked, fidelity=fidelity)).chosen
+        count = chosen.candidate.layout.replicas * chosen.candidate.micro_batches
+        assert chosen.fits
+        assert 2 < count <= 32, "each part has two samples at least"
+        roomy = replace(asked, cluster=cluster(2, memory="1GB", kind="cuda"), fidelity=fidelity)
+        plain = find_plan(roomy).chosen.candidate
+        assert plain.layout.replicas * plain.micro_batches == 2
+
+
 def test_batch_norm_fixes_the_micro_batch_of_plain_data_parallelism():
     asked = inputs(spec=cluster(4), batch=32)
     asked = replace(asked, profile=replace(asked.profile, batch_norm=True))
