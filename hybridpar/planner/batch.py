@@ -9,10 +9,13 @@ chosen.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from hybridpar.comm.world import World
@@ -113,10 +116,12 @@ def _refused(why: str) -> UsageError:
     )
 
 
-def memory_of(profile: ModelProfile, cluster: ClusterSpec, asked: Question, parts: int) -> Callable[[int], Need]:
+def memory_of(
+    profile: ModelProfile, cluster: ClusterSpec, asked: Question, parts: int, held: int = 0
+) -> Callable[[int], Need]:
     """Predicts what a worker needs for plain data parallelism, by the samples of a step.
 
-    `parts` are those of a step of a worker: micro-batches.
+    `parts` are those of a step of a worker: micro-batches. So many bytes are `held` on each device already.
     """
     workers, fixed = cluster.workers, replace(asked.fixed, shard_optimizer=bool(asked.fixed.shard_optimizer))
 
@@ -139,9 +144,21 @@ def memory_of(profile: ModelProfile, cluster: ClusterSpec, asked: Question, part
         whole = space.cut(layout)
         assert whole is not None
         outcome = Evaluator(space).outcome(Candidate(layout, parts, whole, "accumulate", codec, sharded=sharded))
-        return Need(outcome.memory_bytes, outcome.limit_bytes)
+        return Need(outcome.memory_bytes, outcome.limit_bytes - held)
 
     return need
+
+
+def held_bytes(device: torch.device) -> int:
+    """What the device's memory holds already; on a CPU of this process, without the pages of files."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    except OSError:  # a system that does not tell
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def sizes_of(model: nn.Module, asked: Question, world: World) -> ModelProfile:
@@ -184,7 +201,8 @@ def measure_batch(
                 "The memory of a batch is predicted from a trace of the model.",
                 "Name a number, such as --batch-size 64.",
             ) from error
-        need = memory_of(profile, measure_cluster(world), asked, parts)
+        held: int = max(world.gather(held_bytes(world.device)))  # type: ignore[type-var, assignment]
+        need = memory_of(profile, measure_cluster(world), asked, parts, held)
 
         def rate(batch: int) -> float:
             announce(f"choosing the batch: timing steps of {batch:,} samples")

@@ -19,7 +19,7 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.planner import batch as batch_module
-from hybridpar.planner.batch import GAIN, LEAST, Need, choose_batch, memory_of
+from hybridpar.planner.batch import GAIN, LEAST, Need, choose_batch, held_bytes, memory_of
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.probes import Question
 from tests.allocated import counting
@@ -140,6 +140,15 @@ def test_what_is_chosen_under_a_cap_fits_as_counted(net: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the run
 
 
+def test_what_a_device_holds_already_is_not_free() -> None:
+    spec, asked = cluster(1, memory=1 << 30), question(NETS["wide"][1])
+    free, held = (memory_of(sizes_of("wide"), spec, asked, 1, held)(8) for held in (0, 1 << 20))
+    assert (held.bytes, held.limit) == (free.bytes, free.limit - (1 << 20))
+    before = held_bytes(torch.device("cpu"))
+    more = torch.ones(50 << 20)
+    assert before == 0 or held_bytes(torch.device("cpu")) - before > 0.8 * more.nbytes
+
+
 def capped(batch: int) -> ClusterSpec:
     """A machine on which a batch of the small net fits, and twice the batch does not."""
     from tests.small_nets import plain
@@ -153,7 +162,10 @@ AUTO = {"batch_size": "auto", "synthetic_samples": 1024, "plan": "none"}
 
 
 def test_a_run_chooses_says_and_records_its_batch_and_a_resumed_one_keeps_it(tmp_path, capsys):
-    with mock.patch.object(batch_module, "measure_cluster", return_value=capped(8)):
+    with (
+        mock.patch.object(batch_module, "measure_cluster", return_value=capped(8)),
+        mock.patch.object(batch_module, "held_bytes", return_value=0),
+    ):
         assert train(tmp_path / "auto", steps=3, **AUTO) == 0
     assert "batch    8 samples per step (auto: 16 needs 0.0" in capsys.readouterr().out
     assert check_run(tmp_path / "auto", steps=3)["batch_size"] == 8
