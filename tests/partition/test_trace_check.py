@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 import re
+import weakref
 from collections import deque
 from typing import Any
 
@@ -418,3 +420,12 @@ def test_a_model_that_takes_only_what_it_is_given_is_compared_on_that() -> None:
     assert trace_model(Careful(Picky), [torch.rand(*ROWS)]).leaves == ()
     with pytest.raises(TraceError, match="Counting"):
         trace_model(nets.itself(nets.Counting), [torch.rand(*ROWS)])
+
+
+def test_a_model_whose_units_are_known_can_be_freed() -> None:
+    model, examples = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid()), [torch.randn(*ROWS)]
+    alive = weakref.ref(model)
+    units = find_units(trace_model(model, examples), examples)
+    del units, model
+    gc.collect()
+    assert alive() is None
