@@ -227,11 +227,14 @@ class _Agent(subprocess.Popen[str]):
     def _pass_on(self, source: IO[str], sink: IO[str]) -> None:
         """What the first rank reports is shown as it is; messages begin with the name of their host."""
         for line in source:
-            if line.startswith(VERDICT_MARK):
+            # The last line of a worker has no end where a progress bar was cut off.
+            said, mark, verdict = line.partition(VERDICT_MARK)
+            if mark:
                 with suppress(FileExistsError), self._verdict.open("x", encoding="utf-8") as file:  # the first stands
-                    file.write(line.removeprefix(VERDICT_MARK))
-            elif not self._quiet:
-                print(f"{self._mark if sink is sys.stderr else ''}{line}", end="", file=sink, flush=True)
+                    file.write(verdict)
+                said = said and f"{said}\n"
+            if said and not self._quiet:
+                print(f"{self._mark if sink is sys.stderr else ''}{said}", end="", file=sink, flush=True)
 
 
 @dataclass(kw_only=True)

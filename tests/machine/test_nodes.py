@@ -203,6 +203,13 @@ def test_an_error_that_all_hosts_have_is_shown_once(fake_ssh, capfd):
     assert error.count("error:") == 1
 
 
+def test_a_verdict_behind_a_line_without_an_end(fake_ssh, capfd):
+    verdict = json.dumps({"text": "error: there is no such data set", "code": 2})
+    fake_ssh(f"printf ' 40%%|####' >&2; echo '{VERDICT_MARK}{verdict}' >&2; exit 1")
+    assert launch_by_ssh(TWO[:1], 1, TRAIN) == 2
+    assert capfd.readouterr().err == " 40%|####\nerror: there is no such data set\n"
+
+
 def test_no_ssh(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="cannot run ssh"):
