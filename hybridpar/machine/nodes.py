@@ -29,11 +29,11 @@ from typing import IO
 
 from hybridpar.errors import UsageError, shortened
 from hybridpar.machine.supervise import (
+    FILE_MARK,
     LEAVE_SECONDS,
     LOST_WORKER,
     RESTARTS,
     TOKEN_VARIABLE,
-    VERDICT_MARK,
     Job,
     new_job,
     new_token,
@@ -47,6 +47,9 @@ _PASSED_ON = ("HYBRIDPAR_", "NCCL_", "GLOO_", "TORCH_", "OMP_NUM_THREADS", "PYTH
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 #: ssh's own exit code where it could not connect.
 _NO_CONNECTION = 255
+
+#: A file that an agent hands on; no other name comes from there.
+_LEFT = re.compile(rf"{FILE_MARK}(?P<name>verdict\.json|told) (?P<text>.*)")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:-]*")
 
@@ -228,13 +231,13 @@ class _Agent(subprocess.Popen[str]):
         """What the first rank reports is shown as it is; messages begin with the name of their host."""
         for line in source:
             # The last line of a worker has no end where a progress bar was cut off.
-            said, mark, verdict = line.partition(VERDICT_MARK)
-            if mark:
-                with suppress(FileExistsError), self._verdict.open("x", encoding="utf-8") as file:  # the first stands
-                    file.write(verdict)
-                said = said and f"{said}\n"
-            if said and not self._quiet:
-                print(f"{self._mark if sink is sys.stderr else ''}{said}", end="", file=sink, flush=True)
+            if left := _LEFT.search(line):
+                file = self._verdict.with_name(left["name"])
+                with suppress(FileExistsError), file.open("x", encoding="utf-8") as copy:  # the first stands
+                    copy.write(left["text"])
+                line = line[: left.start()] and f"{line[: left.start()]}\n"
+            if line and not self._quiet:
+                print(f"{self._mark if sink is sys.stderr else ''}{line}", end="", file=sink, flush=True)
 
 
 @dataclass(kw_only=True)
