@@ -204,8 +204,9 @@ class _Agent(subprocess.Popen[str]):
     def poll(self) -> int | None:
         """Whether it has ended; its last words come first."""
         code = super().poll()
-        for reader in self._readers if code is not None else ():
-            reader.join(1.0)
+        # Once, as the streams do not end while another process holds them: an ssh that stays for further connections.
+        while code is not None and self._readers:
+            self._readers.pop().join(1.0)
         return code
 
     def send_signal(self, number: int) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -24,6 +25,7 @@ from benchmarks.rig.network import Network, missing
 from hybridpar.cli import main
 from hybridpar.commands.train import Train
 from hybridpar.errors import UsageError
+from hybridpar.machine import nodes
 from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script
 from hybridpar.machine.supervise import FILE_MARK
 from tests.machine.test_supervise import PROGRAM, starts
@@ -193,6 +195,17 @@ def test_a_host_that_cannot_be_reached(fake_ssh, tmp_path, capfd):
     fake_ssh(f"if [ $host = b ]; then exit 255; fi; {WAITS.format(notes=tmp_path / 'notes')}")
     assert launch_by_ssh(TWO, 1, TRAIN) == 1
     assert "error: b cannot be reached by ssh" in capfd.readouterr().err
+
+
+def test_the_last_words_of_an_agent_are_waited_for_once(fake_ssh, tmp_path):
+    """As where ssh has left a process behind that serves further connections, and has its streams."""
+    fake_ssh("")
+    agent = nodes._Agent(TWO[0], "true", {}, tmp_path / "verdict.json", alone=True)
+    joined = mock.Mock()
+    agent._readers = [joined, joined]
+    agent.wait()
+    assert [agent.poll(), agent.poll(), agent.poll()] == [0, 0, 0]
+    assert joined.join.call_count == 2
 
 
 def test_an_error_that_all_hosts_have_is_shown_once(fake_ssh, capfd):
