@@ -275,6 +275,9 @@ class _JobOnHosts(Job):
         if code == _NO_CONNECTION:
             fix = f"Try `ssh {name} true`: it must work without a password.\n"
             return f"{name} cannot be reached by ssh, or the connection broke{others}", fix
+        if code < 0:
+            fix = "Start it again with --resume: it goes on from the last whole checkpoint.\n"
+            return f"{name} was lost: ssh was killed by signal {-code}{others}", fix
         fix = f"{Path.cwd()} and {sys.executable} must be there too.\n"
         return f"{name} ended with {code}{others}", fix
 

@@ -197,6 +197,14 @@ def test_a_host_that_cannot_be_reached(fake_ssh, tmp_path, capfd):
     assert "error: b cannot be reached by ssh" in capfd.readouterr().err
 
 
+def test_an_ssh_that_was_killed(fake_ssh, capfd):
+    fake_ssh("kill -KILL $$")
+    assert launch_by_ssh(TWO[:1], 1, TRAIN) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("error: a was lost: ssh was killed by signal 9\nStart it again with --resume")
+    assert "must be there too" not in error
+
+
 def test_the_last_words_of_an_agent_are_waited_for_once(fake_ssh, tmp_path):
     """As where ssh has left a process behind that serves further connections, and has its streams."""
     fake_ssh("")
