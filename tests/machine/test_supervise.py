@@ -19,9 +19,14 @@ PROGRAM = """
 import json, os, pathlib, signal, sys, time
 rank, again = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 place = pathlib.Path(sys.argv[1])
+act = json.loads(sys.argv[2]).get(f"{rank}:{again}", "ends")
+def stop(*_):
+    if act == "tells":  # how the run ended
+        pathlib.Path(os.environ["HYBRIDPAR_VERDICT"]).with_name("told").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
 with open(place / "starts", "a") as file:
     file.write(f"{rank}:{again}:{os.environ['HYBRIDPAR_JOINS']} ")
-act = json.loads(sys.argv[2]).get(f"{rank}:{again}", "ends")
 if act in ("dies", "verdict"):  # not before the others have begun
     late = time.monotonic() + 20
     while len((place / "starts").read_text().split()) < 3 * (again + 1) and time.monotonic() < late:
@@ -31,8 +36,7 @@ if act == "dies":
 if act == "verdict":
     open(os.environ["HYBRIDPAR_VERDICT"], "w").write(json.dumps({"text": "error: it is wrong", "code": 2}))
     sys.exit(0)
-if act == "waits":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if act in ("waits", "tells"):
     time.sleep(30)
 if act == "looks":
     port = f":{int(os.environ['MASTER_PORT']):04X}"
