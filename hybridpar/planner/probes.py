@@ -17,6 +17,7 @@ step is timed, and it is left as it is where measuring would take more than half
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError
 from hybridpar.formats.cache import load_measurement, measurements_directory, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.machine.process import available_cores, host_identity
+from hybridpar.machine.process import available_cores, host_identity, usable_memory
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import autocast, model_fingerprint
 from hybridpar.models.deferred import is_deferred
@@ -44,6 +45,7 @@ from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.choice import other_types
 from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
+from hybridpar.planner.fit import held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.links import laps_of, measure_cluster, most_of_all
@@ -67,6 +69,9 @@ PASSES = 2
 
 #: Samples of the largest micro-batch that is measured for a cluster which is not the machine at hand.
 _MOST_ELSEWHERE = 64
+
+#: A step needs less than this multiple of its inputs and a hundredth of its weights.
+_AT_MOST = 1000
 
 #: Hosts whose speeds are nearer than this factor count as equally fast.
 APART = 1.25
@@ -153,6 +158,22 @@ class Question:
             config.may_be_unequal and fixed.replicas is None,
         )
 
+    def inputs(self, profile: ModelProfile, cluster: ClusterSpec) -> PlannerInputs:
+        """What a search reads that is known without timing codecs."""
+        return PlannerInputs(
+            profile,
+            cluster,
+            self.batch,
+            self.fidelity,
+            optimizer_copies=self.copies,
+            averages=self.averages,
+            whole_model=self.whole_model,
+            bucket_bytes=self.bucket_bytes,
+            sync_lanes=self.sync_lanes,
+            fixed=self.fixed,
+            run_steps=self.steps,
+        )
+
     @property
     def codecs(self) -> list[str]:
         """What gradients may be sent as; with `steps` None also what a looser fidelity would allow."""
@@ -231,6 +252,9 @@ def measure_inputs(
         model.to(world.device)
     workers = world.size if cluster is None else min(cluster.workers, asked.batch)
     sizes = _sizes(model, asked, workers, None if cluster is None else _MOST_ELSEWHERE)
+    if cluster is None and measure and open_trial is not None and asked.options is not None and not is_deferred(model):
+        most = _fitting(model, asked, asked.options, world, sizes[-1], cache)
+        sizes = sorted({min(size, most) for size in sizes})
     given = (measure, passes, cache, open_trial, announce, progress)
     job = _Job(model, asked, world, workers, sizes, cluster, *given)
     codecs = _codecs(job)
@@ -243,21 +267,13 @@ def measure_inputs(
     fixed = asked.fixed
     if fixed.codecs is not None:
         fixed = replace(fixed, codecs={name: text for name, text in fixed.codecs.items() if text in rates})
-    inputs = PlannerInputs(
-        replace(profile, info=profile.info.model_copy(update={"name": asked.name})),
-        spec,
-        asked.batch,
-        asked.fidelity,
-        rates,
-        optimizer_copies=asked.copies,
-        averages=asked.averages,
-        whole_model=asked.whole_model,
-        bucket_bytes=asked.bucket_bytes,
-        sync_lanes=asked.sync_lanes,
+    named = replace(profile, info=profile.info.model_copy(update={"name": asked.name}))
+    inputs = replace(
+        asked.inputs(named, spec),
+        rates=rates,
         # Each part of a step needs two samples, wherever it is computed.
         most_micro_batches=max(1, min(32, asked.batch // (2 * spec.workers))),
         fixed=fixed,
-        run_steps=asked.steps,
     )
     return Measured(inputs, way)
 
@@ -437,6 +453,23 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
         return [whole]  # they normalise over a micro-batch, so its size stays
     whole = whole if most is None else min(whole, most)
     return sorted({max(2, whole // 16), max(2, whole // 4), whole})
+
+
+def _fitting(model: nn.Module, asked: Question, options: TrainConfig, world: World, samples: int, cache: bool) -> int:
+    """So many samples of a micro-batch, or half as often as it takes until a step of them fits into memory."""
+    device, weights = world.device, sum(one.nbytes for one in model.parameters())
+    held = held_bytes(device)
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else usable_memory() // world.size
+    bound = _AT_MOST * (4 * samples * math.prod(asked.sample_shape) + weights // 100)
+    if all(world.gather(bound < total - held)):
+        return samples
+    most_held: int = max(world.gather(held))  # type: ignore[type-var, assignment]
+    cluster = measure_cluster(world, fresh=not cache)
+    profile = world.on_all(as_problem(lambda: sizes_of(model, options, asked.sample_shape, 2, world.device)))
+    need = memory_of(asked.inputs(profile, cluster), held=most_held)
+    while samples > 2 and not need(samples * world.size).fits:
+        samples = max(2, samples // 2)
+    return samples
 
 
 def _codecs(job: _Job) -> Sequence[str]:
