@@ -106,9 +106,9 @@ def test_none_unsets_what_a_preset_sets():
 
 @pytest.mark.parametrize("command", ["plan", "tune"])
 def test_the_shape_of_an_image_may_be_three_numbers(command):
-    options = ["--input", "3", "32", "64", "resnet18", "--batch", "2"]
+    options = ["--input", "3", "32", "64", "resnet18", "--seed", "2"]
     read = find_command(command).parse(command, with_nested_options(options))
-    assert (read.input, read.model, read.batch) == ("3x32x64", "resnet18", 2)
+    assert (read.input, read.model, read.seed) == ("3x32x64", "resnet18", 2)
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])

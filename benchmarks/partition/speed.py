@@ -21,7 +21,6 @@ from benchmarks.partition.common import setting
 from benchmarks.partition.models import sweep_model
 from benchmarks.rig.records import write_dicts
 from hybridpar.partition.balance import balance_graph
-from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import Unit, UnitGraph, Value
 from hybridpar.partition.profile import device_roofline, estimate_units
 from hybridpar.partition.trace import trace_model
@@ -57,7 +56,7 @@ def least_ms(graph: UnitGraph, stages: int) -> float:
     times = []
     for _ in range(3):
         begin = time.perf_counter()
-        balance_graph(graph, Problem(stages))
+        balance_graph(graph, stages)
         times.append((time.perf_counter() - begin) * 1e3)
     return min(times)
 

@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.pipeline.methods import Method, Ours
-from benchmarks.pipeline.setups import TINY, WORK, Setting, cut_on_main, optimizer_of, problem
+from benchmarks.pipeline.setups import TINY, WORK, Setting, cut_on_main, optimizer_of
 from benchmarks.rig.network import bits_per_second
 from benchmarks.rig.paired import FOREIGN_LOAD, paired
 from benchmarks.rig.rank import link, process_group, sent_bytes
 from benchmarks.rig.rows import row
 from benchmarks.rig.table import append_rows, check_csv, print_rows
 from hybridpar.comm.world import World
-from hybridpar.partition.cost import Link
+from hybridpar.schedule.costs import Link
+from hybridpar.schedule.layout import Layout
 
 LINKS = ("100mbit", "loopback")
 #: Settings, and what the ratio is promised to be at most on 100 Mbit/s.
@@ -65,11 +66,11 @@ class Ddp:
 def measure(quick: bool, rounds: int, keep_busy: bool, output: str | None) -> None:
     """Measure every setting in this rank, and write the rows in rank 0."""
     bits = bits_per_second(link())
-    wire = Link(bits / 8, 0.1) if bits else Link()
+    wire = Link(0.1, bits / 8) if bits else Link()
     with process_group() as (rank, ranks):
         world = World.join(lanes=1)
         for setting, promised in QUICK if quick else SETTINGS:
-            plan = cut_on_main(setting, problem(2, 2, micro_batches=setting.micro_batches, link=wire), world)
+            plan = cut_on_main(setting, Layout.dealt(2, 2), world, link_speed=wire.bytes_per_second)
             methods: dict[str, Method] = {"ddp fp32": Ddp(setting, rank, ranks)}
             for schedule in SCHEDULES:
                 methods[f"hybridpar {schedule}, 2 stages"] = Ours(setting, plan, world, schedule, link=wire)

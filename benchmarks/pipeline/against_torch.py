@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline.methods import Method, Ours, Theirs, require_same_loss
-from benchmarks.pipeline.setups import TINY, WORK, Setting, cut_on_main, problem
+from benchmarks.pipeline.setups import TINY, WORK, Setting, cut_on_main
 from benchmarks.rig.paired import FOREIGN_LOAD, paired
 from benchmarks.rig.rank import link, process_group
 from benchmarks.rig.rows import Row, row
 from benchmarks.rig.table import append_rows, check_csv, print_rows
 from hybridpar.comm.world import World
 from hybridpar.plan import Plan
+from hybridpar.schedule.layout import Layout
 from hybridpar.sync.options import SyncOptions
 
 SETTINGS = (Setting("resnet18", 112, 32, 8), Setting("mobilenet_v2", 112, 32, 8))
@@ -36,7 +37,7 @@ def measure(quick: bool, rounds: int, keep_busy: bool, output: str | None, model
         for setting in QUICK if quick else SETTINGS:
             if models and setting.model not in models:
                 continue
-            plan = cut_on_main(setting, problem(2, 2, micro_batches=setting.micro_batches), worlds[""])
+            plan = cut_on_main(setting, Layout.dealt(2, 2), worlds[""])
             limit = float("inf") if keep_busy else FOREIGN_LOAD
             rows = _same(setting, plan, worlds, rank, rounds, limit)
             if rank == 0:

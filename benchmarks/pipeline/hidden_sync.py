@@ -22,11 +22,12 @@ from pathlib import Path
 
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.pipeline.methods import Ours
-from benchmarks.pipeline.setups import TINY, Setting, cut_on_main, problem
+from benchmarks.pipeline.setups import TINY, Setting, cut_on_main
 from benchmarks.rig.rank import link, process_group
 from hybridpar.comm.clocks import gather_spans
 from hybridpar.comm.world import World
 from hybridpar.schedule.actions import COMPUTE, Kind
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans
 from hybridpar.sync.options import SyncOptions
 
@@ -59,7 +60,7 @@ def measure(
     setting = Setting(TINY, 16, 16, micro_batches) if quick else Setting("resnet18", SIDE, BATCH, micro_batches)
     with process_group() as (rank, _):
         world = World.join(lanes=2)
-        plan = cut_on_main(setting, problem(2, 2, micro_batches=micro_batches), world, replicas=2, passes=3)
+        plan = cut_on_main(setting, Layout.dealt(2, 2), world, replicas=2, passes=3)
         ours = Ours(setting, plan, world, "1f1b", sync=SyncOptions(bucket_bytes=_BUCKET))
         spans: dict[int, StepSpans] = {}
         for number in range(3 + (5 if quick else rounds)):

@@ -14,11 +14,11 @@ from benchmarks.pipeline.setups import Setting, optimizer_of, optimizer_step
 from hybridpar.comm.world import World
 from hybridpar.errors import DataError
 from hybridpar.lanes import Lanes
-from hybridpar.partition.cost import Link
 from hybridpar.partition.planning import stages_from_plan
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome, StepRequest
 from hybridpar.plan import Plan
+from hybridpar.schedule.costs import Link
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.sync.options import SyncOptions

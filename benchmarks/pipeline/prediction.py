@@ -18,11 +18,12 @@ import torch.distributed as dist
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.pipeline.dry_run import Channel, DryRun, probe_channel
 from benchmarks.pipeline.methods import Ours
-from benchmarks.pipeline.setups import TINY, Setting, cut_on_main, problem
+from benchmarks.pipeline.setups import TINY, Setting, cut_on_main
 from benchmarks.rig.rank import link, process_group
 from hybridpar.comm.world import World
 from hybridpar.schedule.actions import Kind
 from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import Program
 from hybridpar.schedule.simulate import simulate
 
@@ -134,7 +135,7 @@ class Candidate:
         self.predicted: list[float] = []
         self.measured: list[float] = []
         self._world = world
-        plan = cut_on_main(setting, problem(stages, 2, kind, micro_batches=setting.micro_batches), world, passes=3)
+        plan = cut_on_main(setting, Layout.dealt(stages, 2, kind), world, passes=3)
         self._ours = Ours(setting, plan, world, schedule)
         for _ in range(2):
             self._ours.step()

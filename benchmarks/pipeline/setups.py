@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.models import build_model, seed_everything
-from hybridpar.partition.cost import Link, Problem, Worker
 from hybridpar.partition.planning import partition_model
 from hybridpar.pipeline.local_stage import OptimizerStep
-from hybridpar.plan import Plan, parse_plan
+from hybridpar.plan import Placement, Plan, parse_plan
+from hybridpar.schedule.layout import Layout
 from hybridpar.sync.pieces import step_optimizer
 
 CLASSES = 10
@@ -90,26 +90,23 @@ class Setting:
         return self.batch // (self.micro_batches * replicas)
 
 
-def problem(
-    stages: int, workers: int, kind: str = "linear", *, lanes: int = 1, micro_batches: int = 8, link: Link | None = None
-) -> Problem:
-    """What the partitioner is asked for: so many stages on so many workers with so many lanes each."""
-    return Problem(
-        stages,
-        (Worker(lanes=lanes),) * workers,
-        kind,  # type: ignore[arg-type]
-        link=link or Link(),
-        micro_batches=micro_batches,
-    )
-
-
-def cut_on_main(setting: Setting, wanted: Problem, world: World, *, replicas: int = 1, passes: int = 5) -> Plan:
+def cut_on_main(
+    setting: Setting,
+    layout: Layout,
+    world: World,
+    *,
+    replicas: int = 1,
+    passes: int = 5,
+    link_speed: float | None = None,
+) -> Plan:
     """Measure and cut the model on rank 0; the plan is the same everywhere. A collective."""
     answer = ""
     if world.is_main:
         # A copy: what a stage saves is counted by storages, and a slice has that of the whole batch.
         example = setting.data()[0][: setting.micro_batch(replicas)].clone()
-        answer = partition_model(setting.build(), example, wanted, passes=passes, threads=1).plan.to_json()
+        made = partition_model(setting.build(), example, layout.stages, link_speed=link_speed, passes=passes, threads=1)
+        placement = Placement(layout=layout, device="cpu")
+        answer = made.plan.model_copy(update={"placement": placement}).to_json()
     return parse_plan(json.loads(str(world.gather(answer)[0])))
 
 

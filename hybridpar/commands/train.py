@@ -251,7 +251,7 @@ def _workers_of_plan(command: Train) -> int | None:
         raise UsageError(
             f"--plan {command.plan_file}: there is no such file",
             "It is `auto`, which searches, `none`, or the file of a plan.",
-            "Name the file of a plan, or write it: `hybridpar plan MODEL --explain -o plan.json`.",
+            "Name the file of a plan, or write it: `hybridpar plan MODEL -o plan.json`.",
         )
     plan = read_plan(command.plan_file)
     placed = plan.placement is not None and not plan.layout.is_usual

@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING
 from hybridpar.formats.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from hybridpar.partition.balance import Balance as Balance
     from hybridpar.partition.balance import balance_graph as balance_graph
-    from hybridpar.partition.cost import Link as Link
-    from hybridpar.partition.cost import Problem as Problem
-    from hybridpar.partition.cost import Worker as Worker
     from hybridpar.partition.draw import draw_partition as draw_partition
     from hybridpar.partition.graph import UnitGraph as UnitGraph
     from hybridpar.partition.planning import PartitionedModel as PartitionedModel
     from hybridpar.partition.planning import partition_model as partition_model
     from hybridpar.partition.planning import stages_from_plan as stages_from_plan
     from hybridpar.partition.profile import Roofline as Roofline
-    from hybridpar.partition.profile import measure_lanes as measure_lanes
     from hybridpar.partition.profile import measure_units as measure_units
     from hybridpar.partition.split import split_model as split_model
     from hybridpar.partition.stage import Stage as Stage

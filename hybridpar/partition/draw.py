@@ -110,11 +110,12 @@ def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "hybridpar"
     stages = plan.partition.stages
+    # A plan of one stage names no units: it has them all.
     position = {unit: index for index, stage in enumerate(stages) for unit in stage.units}
     figure = Figure(figsize=(16, 1.6 + 1.7 * len(stages)), layout="constrained")
     axes, bars = figure.subplots(1, 2, width_ratios=(4.6, 1), sharey=True)
     figure.suptitle(_title(plan), fontsize=12, x=0.01, ha="left")
-    _draw_rows(axes, plan, *lay_out(graph, [position[unit.name] for unit in graph.units]))
+    _draw_rows(axes, plan, *lay_out(graph, [position.get(unit.name, 0) for unit in graph.units]))
     _draw_bars(bars, plan)
     save_picture(figure, Path(path))
 

@@ -1,12 +1,9 @@
-"""From a model to a plan and its stages, and from a plan back to the stages.
-
-Everything that the command line can do goes through these two functions.
-"""
+"""From a model to a plan and its stages, and from a plan back to the stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,12 +11,10 @@ from torch import nn
 
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
-from hybridpar.models.deferred import is_deferred
-from hybridpar.partition.balance import Balance, balance_graph
-from hybridpar.partition.cost import Problem
+from hybridpar.partition.balance import balance_graph, check_stages
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import as_inputs
-from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units, measure_lanes
+from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
@@ -39,7 +34,6 @@ class PartitionedModel:
         stages: The stages in order; they share modules and parameters with the model.
         graph: The unit graph with its times.
         times: Where the times come from.
-        balance: The partition of the graph.
         units: The traced model, to cut it differently without tracing again.
     """
 
@@ -47,15 +41,15 @@ class PartitionedModel:
     stages: list[Stage]
     graph: UnitGraph
     times: UnitTimes
-    balance: Balance
     units: ModelUnits
 
 
 def partition_model(
     model: nn.Module,
     inputs: torch.Tensor | Sequence[torch.Tensor],
-    stages: int | Problem,
+    stages: int,
     *,
+    link_speed: float | None = None,
     measure: bool = True,
     passes: int = 5,
     threads: int | None = None,
@@ -69,7 +63,8 @@ def partition_model(
     Args:
         model: Any module; its state is as before afterwards, and it can still be used as a whole.
         inputs: One micro-batch, on the device and with the dtype and memory format of the training.
-        stages: Number of stages, or a `Problem` with devices, link and memory.
+        stages: Number of stages, each on a device like that of the inputs.
+        link_speed: Bytes per second between stages; None for a link that costs nothing.
         measure: Measure unit times, of a model without memory each unit by itself; False estimates them from FLOPs and
             bytes.
         passes: Passes of the measurement.
@@ -84,92 +79,54 @@ def partition_model(
 
     Raises:
         TraceError: The model cannot be traced.
-        PartitionError: No partition satisfies the request.
+        PartitionError: The model has fewer units than stages.
         UsageError: The model refuses the inputs.
     """
     given = as_inputs(inputs)
-    problem = Problem(stages) if isinstance(stages, int) else stages
     say = announce or (lambda line: None)
     say("tracing")
     units = find_units(trace_model(model, given), given)
-    # Units and bytes do not depend on times: what cannot be met is refused before the long part.
-    balance_graph(units.graph, problem)
+    check_stages(units.graph, stages)
     if measure:
         times = measured_profile(
             units, given, passes=passes, threads=threads, cache=cache, progress=progress, announce=say
         )
-        if not is_deferred(model):
-            problem = _with_co_run(model, given, problem, say)
     else:
         times = estimate_units(units.graph, device_roofline(given[0].device, threads))
     graph = times.apply(units.graph)
     say("balancing")
-    problem = replace(problem, noise=max(problem.noise, times.noise))
-    balance = balance_graph(graph, problem)
-    plan = make_plan(units, graph, problem, balance, times, given, name=name, threads=threads)
-    return PartitionedModel(plan, split_model(units, balance.stage_of), graph, times, balance, units)
-
-
-def _with_co_run(
-    model: nn.Module, inputs: Sequence[torch.Tensor], problem: Problem, say: Callable[[str], None]
-) -> Problem:
-    """Measure what lanes of one device cost each other, where that is not given."""
-    shared = sorted({worker.lanes for worker in problem.workers if worker.lanes > 1 and worker.co_run is None})
-    if not shared:
-        return problem
-    say("measuring lanes beside each other")
-    slowdown = {lanes: measure_lanes(model, inputs, lanes)[0] for lanes in shared}
-    workers = (
-        replace(worker, co_run=slowdown[worker.lanes]) if worker.lanes > 1 and worker.co_run is None else worker
-        for worker in problem.workers
-    )
-    return replace(problem, workers=tuple(workers))
-
-
-def make_plan(
-    units: ModelUnits,
-    graph: UnitGraph,
-    problem: Problem,
-    balance: Balance,
-    times: UnitTimes,
-    inputs: Sequence[torch.Tensor],
-    *,
-    name: str | None = None,
-    threads: int | None = None,
-) -> Plan:
-    """The plan of a partition: its sections `partition`, `placement` and `measured`."""
-    speeds = [problem.worker(stage).lane_speed for stage in range(problem.stages)]
-    stages = plan_stages(graph, balance.stage_of, speeds)
-    single = inputs[0] if len(inputs) == 1 else None
-    parameter = next(units.model.parameters(), inputs[0])
-    return Plan(
+    stage_of = balance_graph(graph, stages, link_speed=link_speed, noise=times.noise)
+    single = given[0] if len(given) == 1 else None
+    parameter = next(model.parameters(), given[0])
+    sections = plan_stages(graph, stage_of, (1.0,) * stages)
+    plan = Plan(
         model=ModelInfo(
-            name=name or type(units.model).__name__,
-            fingerprint=model_fingerprint(units.model),
-            parameters=parameter_count(units.model),
+            name=name or type(model).__name__,
+            fingerprint=model_fingerprint(model),
+            parameters=parameter_count(model),
             input=None if single is None else tuple(single.shape[1:]),
         ),
         partition=Partition(
-            stages=stages,
+            stages=sections,
             cut="balanced",
-            micro_batch=inputs[0].shape[0],
-            balance=max(round(balance.balance, 6), 1.0),
-            cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
-            edges=edges_of(graph, balance.stage_of),
+            micro_batch=given[0].shape[0],
+            balance=balance_of(sections),
+            cut_bytes=sum(stage.cut_bytes or 0 for stage in sections),
+            edges=edges_of(graph, stage_of),
         ),
-        placement=_placement(problem),
+        placement=Placement(layout=Layout.repeated((stage, 0) for stage in range(stages)), device=given[0].device.type),
         measured=Measured(
-            device=device_name(inputs[0].device),
+            device=device_name(given[0].device),
             threads=threads or torch.get_num_threads(),
             dtype=str(parameter.dtype).removeprefix("torch."),
-            memory_format="channels_last" if memory_format_name(inputs[0]) == "channels_last" else "contiguous",
+            memory_format="channels_last" if memory_format_name(given[0]) == "channels_last" else "contiguous",
             profile=times.source,
             noise=round(times.noise, 4),
-            link_bytes_per_second=problem.link.bytes_per_second,
-            link_latency_ms=problem.link.latency_ms or None,
+            link_bytes_per_second=link_speed,
             versions={"torch": str(torch.__version__)},
         ),
     )
+    return PartitionedModel(plan, split_model(units, stage_of), graph, times, units)
 
 
 def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[float]) -> tuple[StagePlan, ...]:
@@ -193,9 +150,11 @@ def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[floa
     return tuple(stages)
 
 
-def _placement(problem: Problem) -> Placement:
-    slots = (problem.lanes[problem.lane_of(stage)] for stage in range(problem.stages))
-    return Placement(layout=Layout.repeated(slots), device=problem.worker(0).device)
+def balance_of(stages: Sequence[StagePlan]) -> float:
+    """The longest stage over the mean of all; 1 where none takes any time."""
+    times = [stage.ms or 0.0 for stage in stages]
+    mean = sum(times) / len(times)
+    return max(1.0, round(max(times) / mean, 6)) if mean > 0 else 1.0
 
 
 def edges_of(graph: UnitGraph, stage_of: Sequence[int]) -> tuple[Edge, ...]:

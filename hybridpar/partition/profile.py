@@ -5,12 +5,6 @@ The minimum over passes is the time of a unit; a machine that others use only ev
 the passes disagree is the profile's noise, and no partition is called better by less than that. One factor, the median
 plain step over the sum of the units, calibrates the level: a training takes steps as they come, not the best of them.
 
-Also measures how much lanes slow each other down on one device.
-
-A device that one lane fills makes two lanes twice as slow; one that it leaves half idle makes them no slower. The
-number decides whether lanes on one device are worth anything, so it is taken from whole training steps that run beside
-each other, not assumed.
-
 Also estimates the times of units from a device's speed, without running the model.
 
 The roofline model (Williams, Waterman and Patterson, 2009): a unit takes as long as its arithmetic at the device's
@@ -22,20 +16,16 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import nn
 
 from hybridpar.errors import UsageError
-from hybridpar.machine.steady import least_apart
 from hybridpar.models.deferred import is_deferred
-from hybridpar.models.state import twin_of, untouched
+from hybridpar.models.state import untouched
 from hybridpar.partition.graph import UnitGraph
-from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
 from hybridpar.partition.unit_runner import (
@@ -169,73 +159,6 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
     forward, backward = (tuple(each.tolist()) for each in least)
     noise = min(apart, *(times.noise for times in tries))
     return UnitTimes(forward, backward, min(times.step_ms for times in tries), noise)
-
-
-def measure_lanes(
-    model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3
-) -> tuple[float, float]:
-    """How much slower a lane runs while all lanes of its device are busy.
-
-    Args:
-        model: The model, on the device in question.
-        inputs: One micro-batch.
-        lanes: Number of lanes.
-        passes: Times both ways are measured.
-
-    Returns:
-        The time of a step beside the others over that of a step alone, and the noise of both.
-
-    Raises:
-        UsageError: There is no lane.
-    """
-    if lanes < 1:
-        raise UsageError(f"{lanes} lanes", "A device has at least one lane.", "Use 1 or more.")
-    with untouched(model, training=True):
-        twins = [model, *(twin_of(model) for _ in range(lanes - 1))]
-        clock = Clock(inputs[0].device)
-        together = _streams if inputs[0].device.type == "cuda" else _threads
-        for twin in twins:
-            whole_step_ms(twin, inputs, clock)
-        alone, beside = [], []
-        for _ in range(passes):
-            alone.append(whole_step_ms(model, inputs, clock))
-            beside.append(together(twins, inputs, clock))
-    noise = max(least_apart(times) for times in (alone, beside))
-    return min(beside) / min(alone), noise
-
-
-def _threads(twins: Sequence[nn.Module], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """One step of every model on a thread of its own, all started at once."""
-    gate = threading.Barrier(len(twins) + 1)
-
-    def work(twin: nn.Module) -> None:
-        gate.wait()
-        whole_step_ms(twin, inputs, clock)
-
-    threads = [threading.Thread(target=work, args=(twin,)) for twin in twins]
-    for thread in threads:
-        thread.start()
-    gate.wait()
-    start = clock.mark()
-    for thread in threads:
-        thread.join()
-    return clock.between(start, clock.mark())
-
-
-def _streams(twins: Sequence[nn.Module], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """One step of every model on a stream of its own, issued by one host thread."""
-    main = torch.cuda.current_stream(clock.device)
-    streams = [torch.cuda.Stream(clock.device) for _ in twins]  # type: ignore[no-untyped-call]
-    start = clock.mark()
-    for twin, stream in zip(twins, streams, strict=True):
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            leaves = [leaf for _, leaf in tensor_leaves(twin(*inputs)) if leaf.requires_grad]
-            torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
-        main.wait_stream(stream)
-    end = clock.mark()
-    clock.wait()
-    return clock.between(start, end)
 
 
 @dataclass(frozen=True)

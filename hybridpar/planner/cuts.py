@@ -16,10 +16,15 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from hybridpar.errors import PartitionError
-from hybridpar.partition.balance import balance_graph
-from hybridpar.partition.cost import IntervalCosts, Link, Matrix, Problem, Worker
-from hybridpar.partition.cuts import Cuts, least_maximum, pick, stages_of
+from hybridpar.partition.balance import (
+    Cuts,
+    IntervalCosts,
+    Matrix,
+    balance_graph,
+    least_maximum,
+    pick,
+    stages_of,
+)
 from hybridpar.partition.planning import edges_of, saved_bytes
 from hybridpar.planner.profile import ModelProfile, Parameter
 from hybridpar.schedule.layout import Edge
@@ -133,14 +138,10 @@ def balanced_cut(
         return Cut("whole", (0,) * count)
     if stages > count:
         return None
-    workers = tuple(Worker(speed=one.speed) for one in devices)
-    problem = Problem(stages, workers, link=Link(speed), noise=profile.resolution)
-    try:
-        balance = balance_graph(profile.timed(0, profile.samples), problem)
-    except PartitionError:  # pinned units leave no cut into so many stages
-        return None
-    name = "balanced by speed" if len({one.speed for one in devices}) > 1 else "balanced"
-    return Cut(name, balance.stage_of, speed)
+    speeds = [device.speed for device in devices]
+    graph = profile.timed(0, profile.samples)
+    stage_of = balance_graph(graph, stages, speeds=speeds, link_speed=speed, noise=profile.resolution)
+    return Cut("balanced by speed" if len(set(speeds)) > 1 else "balanced", stage_of, speed)
 
 
 def smaller_cuts(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] = ()) -> tuple[Cut, ...]:
@@ -149,17 +150,16 @@ def smaller_cuts(profile: ModelProfile, stages: int, devices: Sequence[StageDevi
     if not 1 < stages <= count:
         return ()
     costs = IntervalCosts(profile.timed(0, profile.samples))
-    problem = Problem(stages, tuple(Worker(speed=one.speed) for one in devices))
-    needs = [costs.stage_bytes(problem, stage) for stage in range(stages)]
+    needs = costs.memory(stages)
     if devices:
-        times = [costs.stage_ms(problem, stage) for stage in range(stages)]
+        times = costs.times([device.speed for device in devices])
         parts = [np.where(costs.empty, np.inf, need / one.memory) for need, one in zip(needs, devices, strict=True)]
         found = [(f"balanced in {name} memory", ends) for name, ends in _within_memory(times, parts)]
     else:
         found = [("least memory", least_maximum(needs)[1])]
     cuts: dict[tuple[int, ...], Cut] = {}
     for name, ends in found:
-        stage_of = tuple(stages_of(ends, count)) if ends is not None else (0,)
+        stage_of = stages_of(ends, count) if ends is not None else (0,)
         if max(stage_of) + 1 == stages:
             cuts.setdefault(stage_of, Cut(name, stage_of))
     return tuple(cuts.values())

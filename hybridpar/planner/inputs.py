@@ -157,7 +157,7 @@ def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
         raise PlanError(
             f"{source} records inputs of version {shortened(repr(found))}",
             f"This hybridpar reads version {INPUTS_VERSION}.",
-            "Plan again, with `hybridpar plan MODEL --explain`.",
+            "Plan again, with `hybridpar plan MODEL`.",
         )
     try:
         inputs = _ADAPTER.validate_python(data)
@@ -166,7 +166,7 @@ def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
         raise PlanError(
             f"the recorded inputs of {source} are damaged: {where}: {problem}",
             "They are read as they were written.",
-            "Plan again, with `hybridpar plan MODEL --explain`.",
+            "Plan again, with `hybridpar plan MODEL`.",
         ) from error
     unread = _unread(data, _ADAPTER.dump_python(inputs, mode="json"))
     if unread is not None:
@@ -205,7 +205,7 @@ def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:
         raise PlanError(
             f"{source} does not record what it was made from",
             "Only a plan that was searched for has the section `inputs`.",
-            "Make one with `hybridpar plan MODEL --explain -o plan.json`.",
+            "Make one with `hybridpar plan MODEL -o plan.json`.",
         )
     return inputs_from_data(plan.inputs, source)
 
@@ -230,5 +230,5 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
         raise PlanError(
             f"the plan was made elsewhere: {difference} (fingerprints {made_for.key} and {cluster.key})",
             "What is fastest on one machine need not be so on another.",
-            "Plan again for this one: `hybridpar plan MODEL --explain -o plan.json`, or train with --plan auto.",
+            "Plan again for this one: `hybridpar plan MODEL -o plan.json`, or train with --plan auto.",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridpar.compress import format_codec
-from hybridpar.partition.planning import plan_stages
+from hybridpar.partition.planning import balance_of, plan_stages
 from hybridpar.plan import (
     Kernels,
     Measured,
@@ -119,13 +119,11 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     stages = plan_stages(graph, candidate.cut.stage_of, stage_speeds(evaluator.space.inputs, candidate.layout))
     if len(stages) == 1:  # it holds everything
         stages = (stages[0].model_copy(update={"units": ()}),)
-    times = [stage.ms or 0.0 for stage in stages]
-    mean = sum(times) / len(times)
     return Partition(
         stages=stages,
         cut=candidate.cut.name,
         micro_batch=samples,
-        balance=max(1.0, round(max(times) / mean, 6)) if mean > 0 else None,
+        balance=balance_of(stages),
         cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
         edges=evaluator.figures(candidate).edges,
     )

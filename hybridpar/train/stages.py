@@ -14,13 +14,11 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.models import autocast
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred, places
 from hybridpar.models.modes import same_modes
-from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.profile_cache import memory_format_name
 from hybridpar.partition.stage import Stage
@@ -46,15 +44,6 @@ def cut_model(
 
         def make() -> str:
             """Measure and cut on rank 0; an error there is raised on all workers."""
-            # Of replicas that differ, some have a worker for each stage.
-            workers = layout.positions if layout.is_equal else layout.stages
-            problem = Problem(
-                layout.stages,
-                (Worker(device.type, layout.lanes_each),) * workers,
-                layout.kind or "loop",
-                micro_batches=plan.pipeline.micro_batches,
-                optimizer_copies=state_copies(config),
-            )
             threads = lane_threads(layout, device)
             whole = model
             if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
@@ -64,7 +53,7 @@ def cut_model(
             measure = not is_deferred(whole)  # unit by unit it would take too long for the start of a run
             with autocast(config.amp, device):
                 made = partition_model(
-                    whole, example, problem, measure=measure, threads=threads, cache=measurements_directory()
+                    whole, example, layout.stages, measure=measure, threads=threads, cache=measurements_directory()
                 )
             return made.plan.to_json()
 

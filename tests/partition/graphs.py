@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from hybridpar.partition.cost import Link, Problem, Worker
+from hybridpar.partition.balance import balance_graph
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
 
 
@@ -43,24 +44,29 @@ def unit_graphs(draw: st.DrawFn, least: int = 1, most: int = 8, costly: bool = T
     return UnitGraph(units, tuple(values), saved)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a cut is asked for: a speed for each stage, and the speed of the links between them."""
+
+    speeds: tuple[float, ...]
+    link_speed: float | None
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.speeds)
+
+    def balance(self, graph: UnitGraph) -> tuple[int, ...]:
+        """The cut."""
+        return balance_graph(graph, self.stages, speeds=self.speeds, link_speed=self.link_speed)
+
+
 @st.composite
-def problems(draw: st.DrawFn, graph: UnitGraph, shared: bool = False) -> Problem:
-    """A random request that the graph has enough units for, without memory caps."""
-    most = min(len(graph), 4)
-    kind = draw(st.sampled_from(["linear", "loop", "v"])) if shared else "linear"
-    lanes = draw(st.integers(1, max(1, most // (1 if kind == "linear" else 2))))
-    stages = {"linear": lanes, "loop": lanes * 2, "v": lanes * 2}[kind]
-    if stages > len(graph):
-        kind, stages = "linear", lanes
-    speeds = [draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(lanes)]
-    return Problem(
-        stages,
-        tuple(Worker(speed=speed) for speed in speeds),
-        kind,
-        draw(st.sampled_from([Link(), Link(1000.0), Link(500.0, 3.0)])),
-        draw(st.sampled_from(["1f1b", "gpipe", 1, 3])),
-        draw(st.sampled_from([None, 2])),
-    )
+def requests(draw: st.DrawFn, graph: UnitGraph) -> Request:
+    """A random request that the graph has enough units for."""
+    stages = draw(st.integers(1, min(len(graph), 4)))
+    speeds = tuple(draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(stages))
+    return Request(speeds, draw(st.sampled_from([None, 1000.0, 500.0])))
 
 
 def all_cuts(count: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -68,18 +74,18 @@ def all_cuts(count: int, stages: int) -> Iterator[tuple[int, ...]]:
     return itertools.combinations(range(1, count), stages - 1)
 
 
-def stage_time(graph: UnitGraph, problem: Problem, stage_of: list[int], stage: int) -> float:
-    """Time of a stage, by its definition."""
-    time = sum(unit.ms for unit, home in zip(graph.units, stage_of, strict=True) if home == stage)
-    time /= problem.worker(stage).lane_speed
-    if stage and not problem.link.is_free and problem.worker_of(stage) != problem.worker_of(stage - 1):
-        into, back = received_bytes(graph, stage_of, stage)
-        rate = problem.link.bytes_per_second or float("inf")
-        time += (into + back) / rate * 1e3 + problem.link.latency_ms * ((into > 0) + (back > 0))
-    return time
+def stage_times(graph: UnitGraph, request: Request, stage_of: Sequence[int]) -> list[float]:
+    """Time of every stage, by its definition."""
+    times = []
+    for stage, speed in enumerate(request.speeds):
+        time = sum(unit.ms for unit, home in zip(graph.units, stage_of, strict=True) if home == stage) / speed
+        if stage and request.link_speed is not None:
+            time += sum(received_bytes(graph, stage_of, stage)) / request.link_speed * 1e3
+        times.append(time)
+    return times
 
 
-def received_bytes(graph: UnitGraph, stage_of: list[int], stage: int) -> tuple[int, int]:
+def received_bytes(graph: UnitGraph, stage_of: Sequence[int], stage: int) -> tuple[int, int]:
     """Bytes that enter a stage and bytes of gradients that leave it, by their definition."""
     into = back = 0
     for value in graph.values:
@@ -91,24 +97,8 @@ def received_bytes(graph: UnitGraph, stage_of: list[int], stage: int) -> tuple[i
     return into, back
 
 
-def stage_memory(graph: UnitGraph, problem: Problem, stage_of: list[int], stage: int) -> int:
-    """Peak memory of a stage, by its definition."""
-    kept = sum(item.bytes for item in graph.saved if any(stage_of[unit] == stage for unit in item.units))
-    own = sum(unit.parameter_bytes for unit, home in zip(graph.units, stage_of, strict=True) if home == stage)
-    return problem.flights(stage) * kept + (2 + problem.optimizer_copies) * own
-
-
-def lane_loads(graph: UnitGraph, problem: Problem, stage_of: list[int]) -> list[float]:
-    """Time of every lane."""
-    loads = [0.0] * len(problem.lanes)
-    for stage in range(problem.stages):
-        loads[problem.lane_of(stage)] += stage_time(graph, problem, stage_of, stage)
-    return loads
-
-
-def worker_memory(graph: UnitGraph, problem: Problem, stage_of: list[int]) -> list[int]:
-    """Memory of every worker."""
-    held = [0] * len(problem.everyone)
-    for stage in range(problem.stages):
-        held[problem.worker_of(stage)] += stage_memory(graph, problem, stage_of, stage)
-    return held
+def stage_memory(graph: UnitGraph, stage_of: Sequence[int], stage: int) -> int:
+    """Peak memory of a stage under 1F1B, by its definition: a parameter, its gradient, and its momentum."""
+    saved = sum(item.bytes for item in graph.saved if any(stage_of[unit] == stage for unit in item.units))
+    parameters = sum(unit.parameter_bytes for unit, home in zip(graph.units, stage_of, strict=True) if home == stage)
+    return (max(stage_of) + 1 - stage) * saved + 3 * parameters

@@ -12,7 +12,7 @@ from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurement_file, store_measurement
 from hybridpar.partition import profile_cache
 from hybridpar.partition.planning import saved_bytes
-from hybridpar.partition.profile import Roofline, UnitTimes, _summarise, estimate_units, measure_lanes, measure_units
+from hybridpar.partition.profile import Roofline, UnitTimes, _summarise, estimate_units, measure_units
 from hybridpar.partition.profile_cache import (
     KIND,
     load_profile,
@@ -120,13 +120,6 @@ def test_the_median_whole_step_sets_the_level(monkeypatch: pytest.MonkeyPatch) -
     steps = iter([99.0, 7.0, 5.0, 6.0, 8.0])  # the first one warms up
     monkeypatch.setattr("hybridpar.partition.profile.whole_step_ms", lambda *_: next(steps))
     assert measure_units(units, [example], passes=2).step_ms == 6.5
-
-
-def test_lanes_slow_each_other_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = iter([1.0, 1.0, 3.0, 2.0])  # two warm up, then one of each pass
-    monkeypatch.setattr("hybridpar.partition.profile.whole_step_ms", lambda *_: next(alone))
-    monkeypatch.setattr("hybridpar.partition.profile._threads", lambda twins, *_: 1.5 * len(twins))
-    assert measure_lanes(Residual(), [torch.randn(*IMAGES)], 2, passes=2)[0] == 1.5
 
 
 def test_one_pass_cannot_tell_noise() -> None:
@@ -268,13 +261,3 @@ def test_dry_run_leaves_the_stages_as_they_were() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module.training for stage in stages for module in stage.modules())
-
-
-def test_lanes_beside_each_other_leave_the_model_as_it_was() -> None:
-    model, example = Residual(), torch.randn(*IMAGES)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    assert measure_lanes(model, [example], 2, passes=1)[0] > 0
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(UsageError, match="0 lanes"):
-        measure_lanes(model, [example], 0)

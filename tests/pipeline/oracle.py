@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.world import World
-from hybridpar.partition.planning import partition_model
+from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
 from hybridpar.partition.trace import trace_model
@@ -67,7 +67,7 @@ def batches_of(samples: int, steps: int = 3) -> list[Batch]:
 def cut(model: nn.Module, example: Tensor, stages: int, *, relay: bool = False) -> list[Stage]:
     """Stages of about equal cost; times are estimated, so the cut is always the same."""
     made = partition_model(model, example, stages, measure=False)
-    return split_model(made.units, made.balance.stage_of, relay=True) if relay else made.stages
+    return stages_from_plan(model, made.plan, example, relay=True) if relay else made.stages
 
 
 def cut_evenly(model: nn.Module, example: Tensor, stages: int) -> list[Stage]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridpar.commands.plan.request import PlanRequest
-from hybridpar.commands.plan.search import run_search
+from hybridpar.commands.plan.search import run_plan
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.cluster_file import parse_cluster
 from hybridpar.plan import read_plan
@@ -150,7 +150,7 @@ def request(place: Path, **options: Any) -> PlanRequest:
 
 def test_the_command_explains_and_writes_a_plan_that_it_can_make_again(place, capsys):
     out = place / "plan.json"
-    assert run_search(request(place, batch_size=8, fidelity="lossy", output=out)) == 0
+    assert run_plan(request(place, batch_size=8, fidelity="lossy", output=out)) == 0
     told = capsys.readouterr().out
     for part in ("fidelity lossy", "chosen", "exposed sync", "what would help", "numbers of workers", str(out)):
         assert part in told
@@ -160,25 +160,25 @@ def test_the_command_explains_and_writes_a_plan_that_it_can_make_again(place, ca
 
     again = place / "again.json"
     recorded = {"inputs": out, "classes": 1000}  # which is the default, so not given
-    assert run_search(request(place, cluster=None, output=again, **recorded)) == 0
+    assert run_plan(request(place, cluster=None, output=again, **recorded)) == 0
     assert again.read_text() == out.read_text(), "the fidelity too is that of the recorded inputs"
 
     (place / "cluster.toml").write_text(CLUSTER.replace("count = 2", "count = 3"))
-    assert run_search(request(place, output=again, fidelity="exact", **recorded)) == 0
+    assert run_plan(request(place, output=again, fidelity="exact", **recorded)) == 0
     told = capsys.readouterr().out
     assert "3 workers" in told
     assert "fidelity exact" in told, "what is named wins"
     with pytest.raises(PlanError, match="not of resnet18"):
-        run_search(replace(request(place, **recorded), model="resnet18"))
+        run_plan(replace(request(place, **recorded), model="resnet18"))
     with pytest.raises(PlanError, match="for inputs of 3x16x16, not 3x32x32"):
-        run_search(request(place, **{**recorded, "input": "3x32x32"}))
+        run_plan(request(place, **{**recorded, "input": "3x32x32"}))
     with pytest.raises(PlanError, match=r"no plan fits into 0\.1 MB"):
-        run_search(request(place, cluster=None, memory="100kB", **recorded))
+        run_plan(request(place, cluster=None, memory="100kB", **recorded))
 
 
 def test_what_a_run_recorded_is_planned_again_for_any_number_of_workers(place, capsys):
     out = place / "plan.json"
-    assert run_search(request(place, batch_size=8, output=out)) == 0
+    assert run_plan(request(place, batch_size=8, output=out)) == 0
     plan = read_plan(out)
     assert plan.inputs is not None
     # A run uses all workers of its job, and records that this was decided.
@@ -186,13 +186,13 @@ def test_what_a_run_recorded_is_planned_again_for_any_number_of_workers(place, c
     capsys.readouterr()
     recorded = PlanRequest(inputs=out)  # the plan names its model
     recorded.check()
-    assert run_search(recorded) == 0
+    assert run_plan(recorded) == 0
     curve = capsys.readouterr().out.partition("numbers of workers")[2].splitlines()
     assert [line.split()[0] for line in curve[2:4]] == ["1", "2"]
     for count in (1, 3):
         (place / "cluster.toml").write_text(CLUSTER.replace("count = 2", f"count = {count}"))
         with pytest.raises(HybridparError, match="No space left"):  # the report is printed all the same
-            run_search(request(place, inputs=out, classes=1000, output=Path("/dev/full")))
+            run_plan(request(place, inputs=out, classes=1000, output=Path("/dev/full")))
         assert f"{count} workers" in capsys.readouterr().out
 
 
@@ -219,14 +219,9 @@ def test_numbers_of_workers_are_compared_at_one_result_of_batch_norm():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"stages": 3}, "--stages with a search"),
-        ({"link": "1GB/s"}, "--link with a search"),
-        ({"draw": Path("plan.svg")}, "--draw with a search"),
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"workers": 2}, "--workers is 2"),
-        ({"cluster": None, "explain": True, "workers": 0}, "--workers is 0"),
-        ({"cluster": None, "workers": 2}, "--workers without --explain"),
-        ({"cluster": None, "fidelity": "lossy"}, "--fidelity without --explain"),
+        ({"cluster": None, "workers": 0}, "--workers is 0"),
         ({"inputs": Path("plan.json"), "batch_size": 8}, "--inputs with --batch-size"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_plan_made_elsewhere_is_told():
     with pytest.raises(PlanError) as caught:
         check_made_for(plan, cluster(3))
     assert "the number of hosts is 2 there and 3 here" in caught.value.what
-    assert "--explain" in caught.value.fix
+    assert "hybridpar plan MODEL" in caught.value.fix
     check_made_for(plan.model_copy(update={"inputs": None}), cluster(3))
 
 

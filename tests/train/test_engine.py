@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
-from hybridpar.partition import Problem, partition_model
-from hybridpar.partition.cost import Worker
-from hybridpar.plan import Plan
+from hybridpar.partition import partition_model
+from hybridpar.plan import Placement, Plan
+from hybridpar.schedule.layout import Layout
 from hybridpar.train.trainer import Trainer
 from tests.partition.hidden_nets import reverse
 from tests.pipeline.oracle import Residuals, images, seeded
@@ -38,8 +38,8 @@ def blocks() -> nn.Module:
 
 def plan_of(model: nn.Module, stages: int, positions: int = 1) -> Plan:
     """A plan without measurements, so that every worker makes the same one."""
-    problem = Problem(stages, (Worker(lanes=stages // positions),) * positions)
-    return partition_model(model, EXAMPLE, problem, measure=False).plan
+    placement = Placement(layout=Layout.dealt(stages, stages, workers=positions), device="cpu")
+    return partition_model(model, EXAMPLE, stages, measure=False).plan.model_copy(update={"placement": placement})
 
 
 def make_trainer(

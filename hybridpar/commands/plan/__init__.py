@@ -1,4 +1,4 @@
-"""`hybridpar plan`: cuts a model into stages, or searches for the fastest way to train it."""
+"""`hybridpar plan`: searches for the fastest way to train a model, without training it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from hybridpar.machine.process import tune_this_process
 from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
 
 
-@register_command(
-    "plan", "Cut a model into balanced stages, or search for the fastest way to train it; write the plan.", PlanRequest
-)
+@register_command("plan", "Search for the fastest way to train a model, say why, and write the plan.", PlanRequest)
 def _run(command: PlanRequest, arguments: Sequence[str]) -> int:
     from hybridpar.machine.devices import default_workers
 
@@ -25,12 +23,8 @@ def _run(command: PlanRequest, arguments: Sequence[str]) -> int:
         prepare_worker(command.tune_process)
     elif command.wants_tuned_process:
         tune_this_process(1)
-    if not command.searches:
-        from hybridpar.commands.plan.partition import run_plan
-
-        return run_plan(command)
     with leaving_at_once():
         import_torchvision()
-        from hybridpar.commands.plan.search import run_search
+        from hybridpar.commands.plan.search import run_plan
 
-    return run_search(command)
+    return run_plan(command)

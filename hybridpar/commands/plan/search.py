@@ -1,4 +1,4 @@
-"""`hybridpar plan MODEL --explain`: measures, searches for the fastest plan, prints why, and runs the best ones.
+"""Runs `hybridpar plan`: measures, searches for the fastest plan, prints why, and runs the best ones.
 
 With several workers all of them measure together and run the finalists; the first one searches, prints and writes.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,17 +18,20 @@ from rich.table import Table
 from torch import nn
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.commands.plan.partition import ProgressBar, build_to_measure, printing
-from hybridpar.commands.plan.request import PlanRequest, parse_bytes, parse_shape
+from hybridpar.commands.plan.progress import ProgressBar, printing
+from hybridpar.commands.plan.request import DECIDING, PlanRequest, parse_bytes, parse_shape
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.models import require_trained
-from hybridpar.models.deferred import is_deferred
+from hybridpar.models import build_model, require_trained, seed_everything
+from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred
+from hybridpar.partition.draw import draw_partition
+from hybridpar.partition.table import print_partition
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan, read_plan
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.probes import Question, measure_inputs
@@ -39,7 +43,7 @@ from hybridpar.run.worker import tune_worker
 if TYPE_CHECKING:
     from hybridpar.planner.evaluate import Outcome
 
-#: Workers of a cluster up to which its scaling curve is made unasked.
+#: Workers of a cluster up to which its scaling curve is made.
 _CURVE_WORKERS = 16
 
 #: Seconds for which workers wait for the one that measures the model and searches.
@@ -49,7 +53,7 @@ PATIENCE = 3600.0
 ROUNDS = 15
 
 
-def run_search(request: PlanRequest) -> int:
+def run_plan(request: PlanRequest) -> int:
     """Search for a plan, run the best ones where that was asked for, print why, write what was asked for."""
     request.check()
     world = World.join(lanes=2, timeout=PATIENCE) if request.is_here else World(device=default_device())
@@ -93,7 +97,16 @@ def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
 
 
 def _build(request: PlanRequest) -> nn.Module:
-    model = build_to_measure(request, whole=request.verify > 0)
+    """The model that is to be planned, on the meta device where it is large, can be built there, and is not run."""
+    seed_everything(request.seed)
+    deferred = None
+    if not request.verify:
+        with suppress(UsageError):  # a name that is none is refused when it is built
+            deferred = DeferredModel(lambda: build_model(request.model, request.classes))
+    if deferred is None:
+        model = build_model(request.model, request.classes)
+    else:
+        model = deferred.module if deferred.nbytes > MEASURED_BYTES else deferred.whole()
     require_trained(model, request.model)
     return model
 
@@ -115,8 +128,9 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     shape = parse_shape(request.input)
+    fixed = replace(_decided(request, Fixed()), memory_format=request.memory_format)
     asked = Question(
-        request.model, shape, request.batch_size, request.fidelity or "exact", copies=request.optimizer_copies
+        request.model, shape, request.batch_size, request.fidelity or "exact", fixed, copies=request.optimizer_copies
     )
     try:
         torch.empty(max(2, min(-(-request.batch_size // world.size), 64)), *shape, device=world.device)
@@ -169,20 +183,26 @@ def report(
 ) -> None:
     """Write what was asked for, and print why."""
     written, failed = [], None
-    if request.output is not None:
-        try:
-            plan_of(answer, None if verified is None else verified.chosen).save(request.output)
+    outcome = answer.chosen if verified is None else verified.chosen
+    plan = plan_of(answer, outcome)
+    try:
+        if request.output is not None:
+            plan.save(request.output)
             written.append(f"plan written to {request.output}")
-        except HybridparError as error:  # told below the report, which took a minute to make
-            failed = error
+        if request.draw is not None:
+            graph = inputs.profile.timed(outcome.candidate.variant, plan.partition.micro_batch or 1)
+            draw_partition(graph, plan, request.draw)
+            written.append(f"picture written to {request.draw}")
+    except HybridparError as error:  # said below the report, which took a minute to make
+        failed = error
     bar.announce("asking what else would help")
     asked = what_ifs(inputs, answer)
     points = []
-    if inputs.workers <= _CURVE_WORKERS or request.explain:
+    if inputs.workers <= _CURVE_WORKERS:
         bar.announce("numbers of workers")
         points = scaling_curve(inputs, bar.advance)
     bar.close()
-    _print(inputs, answer, [one.told() for one in asked], points, written, verified)
+    _print(inputs, answer, plan, [one.told() for one in asked], points, written, verified)
     if failed is not None:
         raise failed
 
@@ -216,12 +236,20 @@ def _recorded(request: PlanRequest) -> PlannerInputs:
     recorded = inputs_of_plan(plan, str(request.inputs))
     if request.cluster is not None:
         recorded = recorded.on(read_cluster_file(request.cluster))
+    recorded = replace(recorded, fixed=_decided(request, recorded.fixed))
     return recorded if request.fidelity is None else recorded.with_fidelity(request.fidelity)
+
+
+def _decided(request: PlanRequest, fixed: Fixed) -> Fixed:
+    """What is not searched for: also what the options decide."""
+    given = {name: value for name in DECIDING if (value := getattr(request, name)) is not None}
+    return replace(fixed, **given)
 
 
 def _print(
     inputs: PlannerInputs,
     answer: Answer,
+    plan: Plan,
     asked: list[str],
     points: list[Point],
     written: list[str],
@@ -238,6 +266,9 @@ def _print(
         _print_table(inputs, answer, console)
         if verified is not None:
             _print_verified(answer, verified, console)
+        if len(plan.partition.stages) > 1:
+            console.print()
+            print_partition(plan, console)
         for title, lines in sections:
             if lines:
                 console.print(f"\n{title}", style="bold")

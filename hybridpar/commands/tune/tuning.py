@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands.plan.partition import ProgressBar
+from hybridpar.commands.plan.progress import ProgressBar
 from hybridpar.config import TrainConfig
 from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
