@@ -60,8 +60,8 @@ class PlanRequest:
     """Passes of the measurement; the minimum counts."""
     threads: int | None = None
     """Intra-op threads on CPU; default: torch's."""
-    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
-    """Memory format that the model is measured in."""
+    memory_format: Literal["contiguous", "channels_last"] | None = None
+    """Memory format that the model is trained in; default: the faster one."""
     cache: Annotated[
         bool, unless("Measure anew, and keep nothing.", "profiles are used from and kept in ~/.cache/hybridpar")
     ] = True
@@ -130,7 +130,7 @@ class PlanRequest:
             (
                 "--memory-format",
                 "channels_last",
-                images or self.memory_format == "contiguous",
+                images or self.memory_format != "channels_last",
                 "Only images have it.",
                 "--input 3x224x224",
             ),
