@@ -28,7 +28,7 @@ from hybridpar.errors import UsageError
 from hybridpar.machine import nodes
 from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script
 from hybridpar.machine.supervise import FILE_MARK
-from tests.machine.test_supervise import PROGRAM, starts
+from tests.machine.test_supervise import PROGRAM, settles, starts  # noqa: F401
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, small_arguments, train_rank
 from tests.waiting import eventually
@@ -181,6 +181,7 @@ def test_all_hosts_end_well(fake_ssh, capfd):
     assert sorted(error.splitlines()) == ['[a] first": 0', '[b] first": 1']
 
 
+@pytest.mark.usefixtures("settles")
 def test_when_a_host_fails_the_connections_to_the_others_are_closed(fake_ssh, tmp_path, capfd):
     notes = tmp_path / "notes"
     fake_ssh(f'if [ $host = b ]; then echo "last words" >&2; exit 3; fi; {WAITS.format(notes=notes)}')
@@ -191,6 +192,7 @@ def test_when_a_host_fails_the_connections_to_the_others_are_closed(fake_ssh, tm
     assert notes.read_text() == "a: \n"
 
 
+@pytest.mark.usefixtures("settles")
 def test_a_host_that_cannot_be_reached(fake_ssh, tmp_path, capfd):
     fake_ssh(f"if [ $host = b ]; then exit 255; fi; {WAITS.format(notes=tmp_path / 'notes')}")
     assert launch_by_ssh(TWO, 1, TRAIN) == 1
@@ -261,6 +263,7 @@ def launch(hosts: list[Host], place: Path, acts: str) -> int:
     return launch_by_ssh(hosts, 1, [str(place), acts], program=("-S", "-c", PROGRAM))
 
 
+@pytest.mark.usefixtures("settles")
 def test_a_worker_that_dies_has_all_hosts_start_again(two_machines, tmp_path, capfd):
     assert launch(two_machines, tmp_path, '{"2:0": "dies", "0:0": "waits", "1:0": "waits"}') == 0
     assert starts(tmp_path) == ["0:0:0", "0:1:0", "1:0:0", "1:1:0", "2:0:0", "2:1:0"]
@@ -269,6 +272,7 @@ def test_a_worker_that_dies_has_all_hosts_start_again(two_machines, tmp_path, ca
     assert "b has lost a worker; all processes start again from the last checkpoint" in error
 
 
+@pytest.mark.usefixtures("settles")
 def test_a_verdict_of_a_host_ends_all(two_machines, tmp_path, capfd):
     assert launch(two_machines, tmp_path, '{"1:0": "verdict", "0:0": "waits", "2:0": "waits"}') == 2
     assert capfd.readouterr().err == "error: it is wrong\n"

@@ -48,6 +48,12 @@ if act == "lags":
 """
 
 
+@pytest.fixture
+def settles(monkeypatch):
+    """Nobody waits long for others to fail: in these tests a single process fails, and the others wait in vain."""
+    monkeypatch.setattr(supervise, "_SETTLE_SECONDS", 0.1)
+
+
 def launch(
     place: Path, acts: str, workers: int = 2, servers: int = 1, *, patient: bool = False, restarts: int = 3
 ) -> int:
@@ -92,6 +98,7 @@ def test_restarts_are_counted(tmp_path, capfd):
     assert "server 0 was killed by signal 9, and 1 restarts are used up" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("settles")
 def test_a_verdict_ends_everything(tmp_path, capfd):
     assert launch(tmp_path, '{"1:0": "verdict", "0:0": "waits", "2:0": "waits"}') == 2
     assert capfd.readouterr().err == "error: it is wrong\n"
