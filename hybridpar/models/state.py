@@ -94,7 +94,7 @@ def same_attributes(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
     """As `untouched`, but copies of tensors share memory with the model's, and torch's generators go on.
 
     For tracing, and for forward passes after which buffers are put back. Trained tensors that are no parameters are
-    not copied: what is computed from them has its gradient flow to the model's own.
+    not copied, so that gradients of what is computed from them flow to the model.
 
     Yields the model's tensors by the ids of their copies.
     """
@@ -171,7 +171,7 @@ class _TensorCopies(TorchFunctionMode):
                 memo[id(value)] = self._copy_of(value, memo)
         values.reverse()
         with self:
-            for value in sorted(values, key=_has_items):
+            for value in sorted(values, key=lambda value: _items(value) is not None):
                 size = len(memo)
                 try:
                     is_empty = type(value) in (dict, OrderedDict) and not value  # as most of a module's are
@@ -276,19 +276,17 @@ def _reach(value: Any, depth: int, reached: dict[int, Any]) -> None:
     reached[id(value)] = value
     if not depth:
         return
-    items: Iterable[Any] = ()
-    if isinstance(value, MethodType):
-        items = (value.__self__,)
-    elif isinstance(value, (list, tuple, deque, dict)):
-        items = value.values() if isinstance(value, dict) else value
-    elif _is_users_object(value):
-        items = vars(value).values()
-    for item in items:
+    for item in _items(value) or ():
         _reach(item, depth - 1, reached)
 
 
-def _has_items(value: object) -> bool:
-    return isinstance(value, (MethodType, list, tuple, deque, dict)) or _is_users_object(value)
+def _items(value: Any) -> Iterable[Any] | None:
+    """What a bound method, a container or an object of a user's class holds; None for everything else."""
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, (list, tuple, deque, dict)):
+        return value.values() if isinstance(value, dict) else value
+    return vars(value).values() if _is_users_object(value) else None
 
 
 def _frozen(value: Any, depth: int) -> Any:
