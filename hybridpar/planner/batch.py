@@ -133,7 +133,7 @@ def memory_of(profile: ModelProfile, cluster: ClusterSpec, asked: Question, part
             fixed=fixed,
         )
         space = Space(inputs, workers)
-        codec = len(space.codec_choices) - 1 if fixed.codecs is not None and workers > 1 else 0
+        codec = space.codec_choices[-1 if fixed.codecs is not None and workers > 1 else 0]
         sharded = fixed.shard_optimizer is True and workers > 1
         layout = Layout.repeated([(0, 0)], workers)
         whole = space.cut(layout)

@@ -117,7 +117,7 @@ class CutLibrary:
         self.profile = profile
         self.balanced = cache(lambda stages, devices=(), speed=None: balanced_cut(profile, stages, devices, speed))
         self.smaller = cache(lambda stages, devices=(): smaller_cuts(profile, stages, devices))
-        self.figures = cache(lambda cut, variant, samples: figures_of(profile, cut, variant, samples))
+        self.figures = cache(lambda cut, samples: figures_of(profile, cut, samples))
 
 
 def balanced_cut(
@@ -136,7 +136,7 @@ def balanced_cut(
     workers = tuple(Worker(speed=one.speed) for one in devices)
     problem = Problem(stages, workers, link=Link(speed), noise=profile.resolution)
     try:
-        balance = balance_graph(profile.timed(0, profile.samples), problem)
+        balance = balance_graph(profile.timed(profile.samples), problem)
     except PartitionError:  # pinned units leave no cut into so many stages
         return None
     name = "balanced by speed" if len({one.speed for one in devices}) > 1 else "balanced"
@@ -148,7 +148,7 @@ def smaller_cuts(profile: ModelProfile, stages: int, devices: Sequence[StageDevi
     count = len(profile.graph)
     if not 1 < stages <= count:
         return ()
-    costs = IntervalCosts(profile.timed(0, profile.samples))
+    costs = IntervalCosts(profile.timed(profile.samples))
     problem = Problem(stages, tuple(Worker(speed=one.speed) for one in devices))
     needs = [costs.stage_bytes(problem, stage) for stage in range(stages)]
     if devices:
@@ -180,9 +180,9 @@ def _within_memory(times: Sequence[Matrix], needs: Sequence[Matrix]) -> Iterator
         yield name, ends
 
 
-def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) -> StageFigures:
+def figures_of(profile: ModelProfile, cut: Cut, samples: float) -> StageFigures:
     """What the stages of a cut cost."""
-    graph, stages = profile.timed(variant, samples), range(cut.stages)
+    graph, stages = profile.timed(samples), range(cut.stages)
     members: list[list[int]] = [[] for _ in stages]
     for unit, stage in enumerate(cut.stage_of):
         members[stage].append(unit)

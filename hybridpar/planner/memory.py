@@ -56,7 +56,7 @@ def device_bytes(
         home, lane = layout.home(stage), layout.lane_of[stage]
         state[home] += divided * owned[stage]
         # From one step to the next.
-        lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec > 0)) * size
+        lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec.order > 0)) * size
         buckets[home] += gradients[stage] - size  # until they are summed
         working[lane] = max(working[lane], figures.largest_bytes[stage])
         if count > 1:
