@@ -307,11 +307,11 @@ class Plan(_Section):
     @property
     def digest(self) -> str:
         """Equal for plans that do the same, whatever was predicted or measured of them."""
-        measured, pipeline, sync = self.measured or Measured(), self.pipeline or Pipeline(), self.sync or Sync()
+        compute, pipeline, sync = self.compute or Compute(), self.pipeline or Pipeline(), self.sync or Sync()
         facts = (
             [stage.units for stage in self.partition.stages],
             (self.layout.texts(), self.placement and self.placement.shares),
-            (measured.memory_format, self.kernels is not None),
+            (compute.memory_format, compute.kernels != "off"),
             pipeline.model_dump(mode="json"),
             sync.model_dump(mode="json"),
         )

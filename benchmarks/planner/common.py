@@ -190,16 +190,15 @@ def drawn_plans(
     """
     answers = {one: find_plan(inputs.with_fidelity(one)) for one in ("exact", "close", "lossy")}
     answer = find_plan(inputs)
-    codec_choices = answer.evaluator.space.codec_choices
     ranked = [one for one in answer.ranked if _can_run(one, inputs.workers)]
     outcomes = {describe(one.candidate, answer): one for one in reversed(ranked)}  # of equal names the fastest
     chosen = {fidelity: describe(one.chosen.candidate, one) for fidelity, one in answers.items()}
     names = [*chosen.values(), *(name for name, one in outcomes.items() if one in ranked[:5])]
     names += [describe(one.candidate, answer) for one in answer.baselines.values() if one is not None]
-    whole = [one for one in ranked if one.candidate.layout.replicas == inputs.workers and not one.candidate.variant]
-    for number, way in enumerate(codec_choices):
-        if way.rank < 2:
-            names += [describe(one.candidate, answer) for one in whole if one.candidate.codec == number][:1]
+    whole = [one for one in ranked if one.candidate.layout.replicas == inputs.workers]
+    for choice in answer.evaluator.space.codec_choices:
+        if choice.alike:
+            names += [describe(one.candidate, answer) for one in whole if one.candidate.codec == choice][:1]
     names += [describe(one.candidate, answer) for one in ranked if one.candidate.layout.stages > 1][:1]
     names = list(dict.fromkeys(names))
     rest = [name for name in reversed(outcomes) if name not in names]
@@ -211,9 +210,9 @@ def drawn_plans(
     drawn = []
     for name in dict.fromkeys(names):
         one = outcomes[name]
-        codec = codec_choices[one.candidate.codec]
+        codec = one.candidate.codec
         allowed = tuple(fidelity for fidelity in answers if set(codec.codecs.values()) <= set(planned_codecs(fidelity)))
-        plan = plan_of(answer, one).model_copy(update={"compute": compute})
+        plan = plan_of(answer, one, compute)
         drawn.append(Drawn(name, plan, one.step_ms, places[one.candidate], codec.steps, allowed))
     return drawn, chosen
 

@@ -11,7 +11,7 @@ that table is not planned with, however fast it is.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridpar.compress import Codec, Policy, parse_codec, read_policy
@@ -71,15 +71,17 @@ class CodecChoice:
         name: For people.
         codecs: Texts of codecs by parameter; the gradient of a parameter that is not named is sent as it is.
         steps: Training steps to the target over those of float32.
-        rank: 0 for gradients as they are, 1 for a codec for all parameters, 2 for rules by parameter.
+        alike: Whether it is the same for all parameters; else there are rules by parameter.
         outer: Of an outer loop, what its `steps` rest on; None where gradients are exchanged in every step.
+        order: Its number among the choices of a search: 0 for gradients as they are.
     """
 
     name: str
-    codecs: Mapping[str, str]
+    codecs: Mapping[str, str] = field(hash=False)
     steps: float = 1.0
-    rank: int = 0
+    alike: bool = True
     outer: OuterSteps | None = None
+    order: int = 0
 
     @property
     def every(self) -> int:
@@ -89,9 +91,13 @@ class CodecChoice:
     @property
     def policy(self) -> Policy:
         """The rules; a codec for all parameters is a rule alone."""
-        if self.rank < 2:
+        if self.alike:
             return read_policy(next(iter(self.codecs.values()), "none"))
         return exact_rules(self.codecs.items())
+
+
+#: Gradients as they are.
+PLAIN = CodecChoice("none", {})
 
 
 @dataclass(frozen=True)
@@ -145,10 +151,28 @@ def proof_lines(codecs: Iterable[str]) -> list[str]:
 def codec_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
     """All choices of codecs, `none` first: codecs for everything, policies per layer, and outer loops.
 
-    Policies of stricter fidelities are among them, so that a looser one never has less to choose from.
+    Policies of stricter fidelities are among them, so that a looser one never has less to choose from. Where codecs
+    were decided on, these are the only ones, and `none` for where there is nothing to exchange.
     """
-    parts = inputs.profile.parameters, inputs.rates, inputs.workers, inputs.bucket_bytes
-    return (*policies_of(inputs.fidelity, *parts), *_outer_choices(inputs))
+    if inputs.fixed.codecs is not None:
+        choices = [PLAIN, *_decided_choice(inputs.fixed.codecs, len(inputs.profile.parameters))]
+    else:
+        parts = inputs.profile.parameters, inputs.rates, inputs.workers, inputs.bucket_bytes
+        choices = [*policies_of(inputs.fidelity, *parts), *_outer_choices(inputs)]
+    return tuple(replace(choice, order=order) for order, choice in enumerate(choices))
+
+
+def _decided_choice(codecs: Mapping[str, str], parameters: int) -> list[CodecChoice]:
+    """The codecs that were decided on; empty where gradients are sent as they are."""
+    if not codecs:
+        return []
+    alike = len(set(codecs.values())) == 1 and len(codecs) == parameters
+    return [CodecChoice(_name_of(codecs, parameters, alike), codecs, alike=alike)]
+
+
+def _name_of(codecs: Mapping[str, str], parameters: int, alike: bool = False) -> str:
+    kinds = ", ".join(sorted(set(codecs.values())))
+    return kinds if alike else f"{kinds} for {len(codecs)} of {parameters} parameters"
 
 
 def _outer_choices(inputs: PlannerInputs) -> list[CodecChoice]:
@@ -165,7 +189,7 @@ def _outer_choices(inputs: PlannerInputs) -> list[CodecChoice]:
             if row is not None and every > 1:
                 codecs = {} if codec == "none" else dict.fromkeys(names, codec)
                 name = f"an exchange every {every} steps" + (f" as {codec}" if codecs else "")
-                found.append(CodecChoice(name, codecs, row.factor, 1 if codecs else 0, row))
+                found.append(CodecChoice(name, codecs, row.factor, outer=row))
     return found
 
 
@@ -191,19 +215,18 @@ def _policies(
 ) -> tuple[CodecChoice, ...]:
     rates = {text: CodecRate(dict(tried)) for text, tried in timed}
     buckets, ends = stage_buckets(parameters, bucket_bytes), small_ends(parameters)
-    choices = [CodecChoice("none", {})]
+    choices = [PLAIN]
     for text in rates:
         left = ends if text in WITHOUT_ENDS else frozenset[str]()
         texts = {layer.name: text for layer in parameters if layer.name not in left}
-        choices.append(CodecChoice(text, texts, steps_factor([text]), 2 if left else 1))
+        choices.append(CodecChoice(text, texts, steps_factor([text]), alike=not left))
     for stricter in FIDELITIES:
         allowed = {text: rates[text] for text in planned_codecs(stricter) if text in rates}
         for speed in RUNGS if allowed and workers > 1 else ():
             texts = fastest_codecs(buckets, allowed, workers, 2e3 / speed, ends)
             if texts and all(texts != dict(choice.codecs) for choice in choices):
-                kinds = sorted(set(texts.values()))
-                label = f"{', '.join(kinds)} for {len(texts)} of {len(parameters)} parameters"
-                choices.append(CodecChoice(label, texts, steps_factor(kinds), 2))
+                name = _name_of(texts, len(parameters))
+                choices.append(CodecChoice(name, texts, steps_factor(texts.values()), alike=False))
         if stricter == fidelity:
             break
     return tuple(choices)

@@ -122,7 +122,7 @@ class CutLibrary:
         self.profile = profile
         self.balanced = cache(lambda stages, devices=(), speed=None: balanced_cut(profile, stages, devices, speed))
         self.smaller = cache(lambda stages, devices=(): smaller_cuts(profile, stages, devices))
-        self.figures = cache(lambda cut, variant, samples: figures_of(profile, cut, variant, samples))
+        self.figures = cache(lambda cut, samples: figures_of(profile, cut, samples))
 
 
 def balanced_cut(
@@ -139,7 +139,7 @@ def balanced_cut(
     if stages > count:
         return None
     speeds = [device.speed for device in devices]
-    graph = profile.timed(0, profile.samples)
+    graph = profile.timed(profile.samples)
     stage_of = balance_graph(graph, stages, speeds=speeds, link_speed=speed, noise=profile.resolution)
     return Cut("balanced by speed" if len(set(speeds)) > 1 else "balanced", stage_of, speed)
 
@@ -149,7 +149,7 @@ def smaller_cuts(profile: ModelProfile, stages: int, devices: Sequence[StageDevi
     count = len(profile.graph)
     if not 1 < stages <= count:
         return ()
-    costs = IntervalCosts(profile.timed(0, profile.samples))
+    costs = IntervalCosts(profile.timed(profile.samples))
     needs = costs.memory(stages)
     if devices:
         times = costs.times([device.speed for device in devices])
@@ -180,9 +180,9 @@ def _within_memory(times: Sequence[Matrix], needs: Sequence[Matrix]) -> Iterator
         yield name, ends
 
 
-def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) -> StageFigures:
+def figures_of(profile: ModelProfile, cut: Cut, samples: float) -> StageFigures:
     """What the stages of a cut cost."""
-    graph, stages = profile.timed(variant, samples), range(cut.stages)
+    graph, stages = profile.timed(samples), range(cut.stages)
     members: list[list[int]] = [[] for _ in stages]
     for unit, stage in enumerate(cut.stage_of):
         members[stage].append(unit)

@@ -45,7 +45,7 @@ def decide_plan(
     measured = measure_inputs(model, question, world, open_trial=open_trial, announce=announce)
     inputs, way = measured.inputs, measured.way
     options = question.options or TrainConfig()
-    compute = {"compute": compute_of_way(options, way)}
+    compute = compute_of_way(options, way)
     found: list[tuple[Answer, list[Outcome]]] = []
 
     def predict() -> list[str]:
@@ -54,7 +54,7 @@ def decide_plan(
         answer = find_plan(inputs)
         outcomes = [one for one in finalists(answer, FINALISTS) if one.score <= NEAR * answer.chosen.score]
         found.append((answer, outcomes))
-        return [plan_of(answer, one).model_copy(update=compute).to_json() for one in outcomes]
+        return [plan_of(answer, one, compute).to_json() for one in outcomes]
 
     texts = world.from_main(predict, long=True)
     plans = [parse_plan(json.loads(text)) for text in texts]
@@ -73,7 +73,7 @@ def decide_plan(
         run = [outcomes[index] for index in timed_plans]
         result = verified(answer, run, [times[index] for index in timed_plans]) if run else None
         outcome = answer.chosen if result is None else result.chosen
-        plan = plan_of(answer, outcome).model_copy(update=compute)
+        plan = plan_of(answer, outcome, compute)
         if result is not None and plan.predicted is not None:  # what was measured is what the run is to take
             step_ms = round(result.measured_ms[run.index(outcome)], 3)
             plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_ms": step_ms})})
@@ -153,7 +153,7 @@ def said(
             baseline = plain.step_ms + way.plain_ms - max(way.step_ms)
             cost = f"planning took {seconds:.1f} s{f', {count} plans were run' * (count > 0)}"
             lines.append(f"         {cost}; without it a step takes about {_ms(baseline)}")
-    choice = answer.evaluator.space.codec_choices[outcome.candidate.codec]
+    choice = outcome.candidate.codec
     if (outer := choice.outer) is not None:
         exchange_ms = outer.every * sum(answer.evaluator.outer(outcome.candidate)[:2])
         lines.append(
@@ -179,7 +179,7 @@ def _kind(outcome: Outcome) -> tuple[object, ...]:
     """What tells ways to divide the work apart; cuts, placements and schedules are details of it."""
     one = outcome.candidate
     layout = one.layout
-    return layout.stages, layout.replicas, layout.lanes_each, one.micro_batches, one.codec, one.variant
+    return layout.stages, layout.replicas, one.micro_batches, one.codec
 
 
 def _ms(time: float) -> str:

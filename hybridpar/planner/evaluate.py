@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import accumulate
 
 from hybridpar.compress import Collective
-from hybridpar.planner.codecs import BucketPrices, stage_buckets
+from hybridpar.planner.codecs import BucketPrices, CodecChoice, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.memory import device_bytes, device_limits, gradient_bytes
 from hybridpar.planner.network import Network
@@ -115,9 +115,7 @@ class Evaluator:
 
     def figures(self, candidate: Candidate, replica: int = 0) -> StageFigures:
         """What its stages cost on the device of the profile."""
-        return self._figures(
-            candidate.cut, candidate.variant, self.samples(candidate.layout, candidate.micro_batches, replica)
-        )
+        return self._figures(candidate.cut, self.samples(candidate.layout, candidate.micro_batches, replica))
 
     def costs(self, candidate: Candidate, *, replica: int = 0) -> Costs:
         """What its actions take on this cluster."""
@@ -125,24 +123,14 @@ class Evaluator:
 
     def _costs(self, candidate: Candidate, figures: StageFigures, exchange: bool, replica: int) -> Costs:
         inputs, layout, count = self._inputs, candidate.layout, candidate.micro_batches
-        parted = self.space.codec_choices[candidate.codec].every > 1 and exchange
+        parted = candidate.codec.outer is not None and exchange
         exchange = exchange and not parted
-        # Without an exchange costs are a bound for all codecs.
-        coded = (candidate.codec > 0 and layout.replicas > 1) if exchange else None
-        throughput = self._throughput(layout, count, coded, replica)
+        throughput = self._throughput(layout, count, replica)
         network = self._network(layout)
         mine = layout.replica(replica, figures.edges)
         pairs = frozenset((mine.home(edge.source), mine.home(edge.target)) for edge in mine.edges)
         link, own = self._transfers(layout, pairs, replica)
-        # Copying gradients into buckets is done by the lane that computes them, and the first micro-batch's are not
-        # added to any; both once a step, and spread here over its micro-batches.
-        extra = inputs.profile.collect_ms if layout.replicas > 1 and exchange else 0.0
-        extra = (extra - inputs.profile.accumulate_ms) / count
-        buckets = (
-            self._buckets(candidate.cut, candidate.variant, layout, count, candidate.codec, throughput)
-            if exchange
-            else ()
-        )
+        buckets = self._buckets(candidate.cut, layout, count, candidate.codec, throughput) if exchange else ()
         # Beside each pass the host's link brings out what one pass saved, or back.
         moving = self._moving_ms(candidate, figures)
         return Costs(
@@ -151,17 +139,13 @@ class Evaluator:
                 for time, speed, moved in zip(figures.forward_ms, throughput, moving, strict=True)
             ),
             backward_ms=tuple(
-                max(max(LEAST_MS, time + extra * part) / speed, moved)
-                for time, part, speed, moved in zip(
-                    figures.backward_ms, self._parts_of_model(figures), throughput, moving, strict=True
-                )
+                max(max(LEAST_MS, time) / speed, moved)
+                for time, speed, moved in zip(figures.backward_ms, throughput, moving, strict=True)
             ),
             step_ms=self._update_ms(throughput, candidate, figures),
-            overhead_ms=inputs.overhead_ms if layout.stages > 1 else 0.0,
             saved_bytes=figures.saved_bytes,
             link=link,
             links=own,
-            co_run=max(1.0, inputs.profile.co_run.get(layout.lanes_each, 1.0)),
             buckets=buckets,
             replicas=layout.replicas,
             sync_shares_link=True,
@@ -193,13 +177,13 @@ class Evaluator:
 
     def outer(self, candidate: Candidate) -> tuple[float, float, float]:
         """What the exchange of an outer loop adds to each step: training waits for it every so many steps."""
-        layout, choice = candidate.layout, self.space.codec_choices[candidate.codec]
-        if choice.every == 1:
+        layout, choice = candidate.layout, candidate.codec
+        if choice.outer is None:
             return 0.0, 0.0, 0.0
         count, profile = candidate.micro_batches, self._inputs.profile
-        throughput, network = self._throughput(layout, count, None, 0), self._network(layout)
-        buckets = self._buckets(candidate.cut, candidate.variant, layout, count, candidate.codec, throughput)[0]
-        codec = sum(one.encode_ms + one.decode_ms for one in buckets) + profile.collect_ms / throughput[0]
+        throughput, network = self._throughput(layout, count, 0), self._network(layout)
+        buckets = self._buckets(candidate.cut, layout, count, choice, throughput)[0]
+        codec = sum(one.encode_ms + one.decode_ms for one in buckets)
         link = sum((one.wire_ms or 0.0) + (one.latency_ms or 0.0) for one in buckets) + network.control_ms()
         factor = 2 * (layout.replicas - 1) / layout.replicas
         sent = factor * sum(one.bytes for one in buckets)
@@ -241,7 +225,7 @@ class Evaluator:
         return Outcome(
             candidate,
             step_ms,
-            step_ms * self.space.codec_choices[candidate.codec].steps,
+            step_ms * candidate.codec.steps,
             tightest[0],
             min(1.0, max(0.0, result.bubble)),
             max(0.0, *result.exposed_sync_ms) + codec_ms + link_ms,
@@ -270,7 +254,7 @@ class Evaluator:
         layout, steps = self.layout(candidate, slowest), costs.step_ms or (0.0,) * candidate.layout.stages
         # A lane updates its stages one after the other.
         updating = max(sum(steps[stage] for stage in layout.stages_on(lane)) for lane in range(layout.lanes))
-        update = min(without.step_ms - without.compute_ms, costs.control_ms + updating + costs.overhead_ms)
+        update = min(without.step_ms - without.compute_ms, costs.control_ms + updating)
         return Parts(
             whole.step_ms + codec_ms + link_ms,
             busy,
@@ -292,13 +276,13 @@ class Evaluator:
             figures,
             saved,
             gradients=gradient_bytes(
-                self._figures(candidate.cut, candidate.variant, self.samples(layout, candidate.micro_batches)),
+                self._figures(candidate.cut, self.samples(layout, candidate.micro_batches)),
                 layout.replicas,
                 candidate.micro_batches,
                 self._inputs.bucket_bytes,
             ),
             owned=self._owned(candidate) if candidate.sharded else figures.parameter_bytes,
-            is_outer=self.space.codec_choices[candidate.codec].every > 1,
+            is_outer=candidate.codec.outer is not None,
             # A faster replica has larger micro-batches.
             larger=1.0 if shares is None else max(shares) * layout.replicas / sum(shares),
             hosts=self._network(layout).grouping.hosts,
@@ -306,9 +290,9 @@ class Evaluator:
 
     # ---------------------------------------------------------------- made once
 
-    def _make_throughput(self, layout: Layout, count: int, coded: bool | None, replica: int) -> tuple[float, ...]:
+    def _make_throughput(self, layout: Layout, count: int, replica: int) -> tuple[float, ...]:
         shares = self.shares(layout, count) if layout.is_equal else None
-        return stage_throughputs(self._inputs, layout, count, shares, coded, replica)
+        return stage_throughputs(self._inputs, layout, count, shares, replica)
 
     def _make_shares(self, layout: Layout, count: int) -> tuple[float, ...] | None:
         """Samples of each replica, where they differ in speed; None for equal parts.
@@ -341,7 +325,7 @@ class Evaluator:
     def _time_of_part(self, candidate: Candidate, replica: int, samples: float) -> float:
         """Milliseconds of a step of one replica that has so many samples, with its exchange."""
         count = candidate.micro_batches
-        figures = self._figures(candidate.cut, 0, samples / count)
+        figures = self._figures(candidate.cut, samples / count)
         costs = self._costs(candidate, figures, False, replica)
         layout = candidate.layout.replica(replica, figures.edges)
         request = ScheduleRequest(layout, count, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
@@ -354,12 +338,10 @@ class Evaluator:
         return [size / max(1, sum(sizes)) for size in sizes]
 
     def _update_ms(self, throughput: Sequence[float], candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
-        profile = self._inputs.profile
-        own = profile.variants[candidate.variant].update_ms
-        known = profile.update_ms if own is None else own
-        if known is not None:
+        update_ms = self._inputs.profile.update_ms
+        if update_ms is not None:
             times = [
-                part * known / speed for part, speed in zip(self._parts_of_model(figures), throughput, strict=True)
+                part * update_ms / speed for part, speed in zip(self._parts_of_model(figures), throughput, strict=True)
             ]
         else:
             speed = self._least_bandwidth[candidate.layout.workers - 1]
@@ -379,7 +361,7 @@ class Evaluator:
         return self._shares_of(candidate.cut, candidate.layout.replicas)
 
     def _make_shares_of(self, cut: Cut, replicas: int) -> tuple[int, ...]:
-        parts = self._figures(cut, 0, self._inputs.profile.samples).parameters
+        parts = self._figures(cut, self._inputs.profile.samples).parameters
         return tuple(4 * largest_share([one.count for one in own], replicas) for own in parts)
 
     def _make_transfers(
@@ -391,18 +373,18 @@ class Evaluator:
         return BucketPrices(self._network(layout), self._inputs.codec_rates, throughput)
 
     def _make_buckets(
-        self, cut: Cut, variant: int, layout: Layout, count: int, codec: int, throughput: tuple[float, ...]
+        self, cut: Cut, layout: Layout, count: int, codec: CodecChoice, throughput: tuple[float, ...]
     ) -> tuple[tuple[BucketCost, ...], ...]:
         if layout.replicas == 1:
             return ((),) * cut.stages
-        figures = self._figures(cut, variant, self.samples(layout, count))
+        figures = self._figures(cut, self.samples(layout, count))
         factor = 2 * (layout.replicas - 1) / layout.replicas
         made = []
         for parameters, speed in zip(figures.parameters, throughput, strict=True):
             row, reached = [], 0.0
             prices = self._prices(layout, speed)
             for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
-                times = prices.times(bucket, self.space.codec_choices[codec])
+                times = prices.times(bucket, codec)
                 reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
                 row.append(
                     BucketCost(
@@ -420,11 +402,11 @@ class Evaluator:
     def schedule(self, candidate: Candidate, replica: int = 0) -> Schedule:
         """The order of computation of a replica."""
         one = candidate
-        return self._schedule(one.schedule, one.layout, one.micro_batches, one.cut, one.variant, replica)
+        return self._schedule(one.schedule, one.layout, one.micro_batches, one.cut, replica)
 
-    def _make_schedule(self, name: str, layout: Layout, count: int, cut: Cut, variant: int, replica: int) -> Schedule:
+    def _make_schedule(self, name: str, layout: Layout, count: int, cut: Cut, replica: int) -> Schedule:
         """A schedule; `greedy` is made for the link that the cut is for, as it will be by who follows the plan."""
-        figures = self._figures(cut, variant, self.samples(layout, count, replica))
+        figures = self._figures(cut, self.samples(layout, count, replica))
         mine = layout.replica(replica, figures.edges)
         parts = stage_speeds(self._inputs, layout)
         request = ScheduleRequest(

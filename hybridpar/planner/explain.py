@@ -95,12 +95,11 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         parts += [f"{count} micro-batches", candidate.schedule, candidate.cut.name]
     else:
         parts = [f"{layout.stages} stages on {layout.positions} {devices if layout.positions > 1 else 'device'}"]
-        parts += [f"{layout.lanes_each} lanes"] if layout.lanes_each > 1 else []
         parts += [f"x {layout.replicas} replicas"] if layout.replicas > 1 else []
         parts += [f"{count} micro-batches", candidate.schedule]
         parts += [layout.kind] if layout.kind not in ("linear", None) else []
         parts.append(candidate.cut.name)
-    return ", ".join(parts + _codec_and_variant(candidate, answer))
+    return ", ".join(parts + _codec_and_saving(candidate, answer))
 
 
 def brief(candidate: Candidate, answer: Answer) -> str:
@@ -112,9 +111,8 @@ def brief(candidate: Candidate, answer: Answer) -> str:
         name = f"{layout.stages} stages on {_sizes(layout)} workers"
     else:
         name = f"{layout.stages}-stage pipeline" + (f" x {layout.replicas} replicas" if layout.replicas > 1 else "")
-        name += f" on {layout.lanes_each} lanes" if layout.lanes_each > 1 else ""
     parts = [name] + ([f"{count} micro-batches"] if count > 1 else [])
-    return ", ".join(parts + _codec_and_variant(candidate, answer))
+    return ", ".join(parts + _codec_and_saving(candidate, answer))
 
 
 def _sizes(layout: Layout) -> str:
@@ -123,14 +121,13 @@ def _sizes(layout: Layout) -> str:
     return " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in sizes.items())
 
 
-def _codec_and_variant(candidate: Candidate, answer: Answer) -> list[str]:
-    """Parts of a batch, what gradients are sent as, how the model is computed, where they are not the usual ones."""
-    space, shares = answer.evaluator.space, answer.evaluator.shares(candidate.layout, candidate.micro_batches)
+def _codec_and_saving(candidate: Candidate, answer: Answer) -> list[str]:
+    """Parts of a batch, what gradients are sent as, and what saves memory, where they are not the usual ones."""
+    shares = answer.evaluator.shares(candidate.layout, candidate.micro_batches)
     parts = [] if shares is None else [f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}"]
-    variant = space.inputs.profile.variants[candidate.variant].name
     saved = [candidate.cut.saving] * bool(candidate.cut.saving) + ["optimizer divided"] * candidate.sharded
-    sent = [space.codec_choices[candidate.codec].name] * (candidate.codec > 0)
-    return parts + sent + [variant] * bool(variant) + saved
+    sent = [candidate.codec.name] * (candidate.codec.order > 0)
+    return parts + sent + saved
 
 
 def rows(answer: Answer, most: int = 5) -> list[Row]:
@@ -145,7 +142,7 @@ def rows(answer: Answer, most: int = 5) -> list[Row]:
     listed = others[:most] + [one for one in others[most:] if one.candidate in baselines]
     for outcome in listed:
         parts = evaluator.parts(outcome.candidate)
-        verdict = why_lost(own, parts, _steps(answer, chosen), _steps(answer, outcome))
+        verdict = why_lost(own, parts, chosen.candidate.codec.steps, outcome.candidate.codec.steps)
         if outcome.candidate in ties:
             verdict = f"a tie within the noise of {100 * answer.noise:.1f} %, and less simple"
         table.append(Row(describe(outcome.candidate, answer), outcome, parts, verdict))
@@ -319,15 +316,11 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def caveats(inputs: PlannerInputs) -> list[str]:
-    """What a training run says of its figures as well: its fidelity changes nothing, or the model is compiled."""
+    """What a training run says of its figures as well: its fidelity changes nothing."""
     lines = []
     allowed = planned_codecs(inputs.fidelity)
     if allowed and inputs.fixed.codecs is None and not any(text in inputs.rates for text in allowed):
         lines.append(f"--fidelity {inputs.fidelity} changes nothing: {_NO_CODEC}")
-    if (factor := inputs.profile.compiled) is not None:
-        lines.append(
-            f"for the compiled model, whose step takes {factor:.2f} times as long: all layers are taken to gain alike"
-        )
     return lines
 
 
@@ -355,10 +348,6 @@ def _same_result(points: Sequence[Point]) -> list[str]:
         f"BatchNorm: all of these normalise over 1/{parts} of the batch at a time, so that they give the same result; "
         f"replicas are numbers that divide {parts}"
     ]
-
-
-def _steps(answer: Answer, outcome: Outcome) -> float:
-    return answer.evaluator.space.codec_choices[outcome.candidate.codec].steps
 
 
 def _chosen_verdict(answer: Answer) -> str:

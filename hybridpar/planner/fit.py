@@ -48,7 +48,7 @@ def memory_of(inputs: PlannerInputs, micro_batches: int = 1, held: int = 0) -> C
 
     def need(batch: int) -> Need:
         space = Space(replace(inputs, batch=batch), workers)
-        codec = len(space.codec_choices) - 1 if inputs.fixed.codecs is not None and workers > 1 else 0
+        codec = space.codec_choices[-1 if inputs.fixed.codecs is not None and workers > 1 else 0]
         layout = Layout.repeated([(0, 0)], workers)
         whole = space.cut(layout)
         assert whole is not None

@@ -25,8 +25,6 @@ class Fixed:
         micro_batches: Per replica and step, also where layers normalise over a micro-batch.
         schedule: Order of the passes, where there are several stages.
         placement: How stages are dealt out to lanes, likewise.
-        memory_format: `contiguous` or `channels_last`.
-        kernels: `stock` or `tuned`.
         codecs: Codec of each parameter; the gradients of others are sent as they are.
         parts: Replicas x micro-batches, where layers normalise over a micro-batch; None for the number of workers.
         every_step: Gradients are exchanged in every step: options were given that an outer loop does not know.
@@ -42,8 +40,6 @@ class Fixed:
     micro_batches: int | None = None
     schedule: str | None = None
     placement: Literal["linear", "loop", "v"] | None = None
-    memory_format: str | None = None
-    kernels: str | None = None
     codecs: Mapping[str, str] | None = None
     parts: int | None = None
     every_step: bool = False
@@ -97,20 +93,12 @@ def fixed_by(
     """What options leave to the search, and what not."""
     shape = ("stages", "replicas", "micro_batches", "schedule", "placement")
     chosen = {option: getattr(config, option) for option in shape if option in decided}
-    memory_format, kernels, codecs = None, None, None
-    if "memory_format" in decided and config.memory_format != "auto":
-        memory_format = config.memory_format
-    elif config.uses_kernels:
-        memory_format = "channels_last"
-    if "kernels" in decided:
-        kernels = "tuned" if config.uses_kernels else "stock"
+    codecs = None
     if "compress" in decided and not config.chooses:
         policy = read_policy(config.compress)
         codecs = {name: text for name in names if (text := policy.text_of(name)) != "none"}
     return Fixed(
         workers=workers,
-        memory_format=memory_format,
-        kernels=kernels,
         codecs=codecs,
         every_step="sync" in decided or codecs is not None or config.cuda_graph or config.shares.strip() != "equal",
         exchanged=bool(needs_replicas(config, named)),

@@ -22,8 +22,8 @@ from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rates import CodecRate
 
-#: Raised only together with a reader for the version before.
-INPUTS_VERSION: Literal[1] = 1
+#: Of the record; one of another version is not read.
+INPUTS_VERSION: Literal[2] = 2
 
 Fidelity = Literal["exact", "close", "lossy"]
 
@@ -52,7 +52,6 @@ class PlannerInputs:
         memory_margin: What a device must have over what is counted: allocators keep more than is in use.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
-        overhead_ms: What the host adds to every computation of a stage that lies on a lane.
         most_stages: Stages of the longest pipeline that is tried.
         most_micro_batches: Micro-batches per step that are tried at most, where the model leaves their number open.
         fixed: What is decided, and not searched for.
@@ -74,12 +73,11 @@ class PlannerInputs:
     memory_margin: float = 1.1
     bucket_bytes: int = 8 << 20
     sync_lanes: int = 2
-    overhead_ms: float = 0.0
     most_stages: int = 16
     most_micro_batches: int = 32
     fixed: Fixed = field(default_factory=Fixed)
     run_steps: int | None = None
-    version: Literal[1] = INPUTS_VERSION
+    version: Literal[2] = INPUTS_VERSION
 
     def __post_init__(self) -> None:
         check_fidelity(self.fidelity)
@@ -90,7 +88,6 @@ class PlannerInputs:
             ("memory_margin", 1.0),
             ("bucket_bytes", 1),
             ("sync_lanes", 1),
-            ("overhead_ms", 0),
             ("most_stages", 1),
             ("most_micro_batches", 1),
         ):

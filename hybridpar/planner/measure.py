@@ -10,11 +10,11 @@ from torch import nn
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.graph_facts import state_of
 from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units
-from hybridpar.partition.profile_cache import device_name, measured_profile
+from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
-from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
+from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes
 from hybridpar.tvm_kernels.swap import optimize, restore
 
 #: No profile is measured once more after so many seconds: a machine that is busy for longer is not worth waiting for.
@@ -31,8 +31,6 @@ def profile_model(
     name: str | None = None,
     measure: bool = True,
     passes: int = 2,
-    memory_format: str = "contiguous",
-    kernels: str = "stock",
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> ModelProfile:
@@ -44,8 +42,6 @@ def profile_model(
         name: What to call the model; default: its class.
         measure: Run units; else their times are estimated.
         passes: Over each unit.
-        memory_format: What to call the memory format.
-        kernels: What to call the kernels: `stock` or `tuned`.
         progress: Called as units are measured.
         announce: Called with what comes next.
 
@@ -76,11 +72,13 @@ def profile_model(
         graph=units.graph,
         samples=len(first),
         parameters=parameters_of(units),
-        variants=(Variant(memory_format, kernels, tuple(sizes), max(noises)),),
+        sizes=tuple(sizes),
+        noise=max(noises),
         batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
         counts=bool(traced.unrepeatable or traced.draws),
         device=device_name(first.device),
         threads=torch.get_num_threads(),
+        memory_format=memory_format_name(first),
         source="measured" if measure else "analytic",
         versions={"torch": str(torch.__version__)},
     )

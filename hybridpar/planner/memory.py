@@ -60,8 +60,8 @@ def device_bytes(
         home, lane = layout.home(stage), layout.lane_of[stage]
         state[home] += divided * owned[stage]
         # From one step to the next.
-        lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec > 0)) * size
-        if kind != "cpu" or hosts > 1 or candidate.codec:  # else workers add them where they share memory
+        lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec.order > 0)) * size
+        if kind != "cpu" or hosts > 1 or candidate.codec.order:  # else workers add them where they share memory
             buckets[home] += gradients[stage] - size  # until they are summed
         working[lane] = max(working[lane], figures.largest_bytes[stage])
         weights[lane] = max(weights[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
@@ -75,7 +75,7 @@ def device_bytes(
         if is_outer:  # weights of the last exchange, and what is sent
             lasting[home] += 2 * size
     held = list(saved)
-    copies = _WORKING_WEIGHTS[inputs.profile.variants[candidate.variant].memory_format] if kind == "cpu" else 0
+    copies = _WORKING_WEIGHTS[inputs.profile.memory_format] if kind == "cpu" else 0
     for lane, home in enumerate(layout.worker_of):
         held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
         lasting[home] += added[lane] + copies * weights[lane]

@@ -132,11 +132,8 @@ def plan_run(
         from hybridpar.models.random_state import same_random
         from hybridpar.planner.decide import decide_plan
         from hybridpar.planner.probes import Question
-        from hybridpar.tvm_kernels.swap import has_tuned_kernels
 
         fixed = fixed_by(config, decided, world.size, names, named)
-        if fixed.kernels == "tuned" and not has_tuned_kernels(model):
-            fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
         question = Question.of_run(config, fixed, name, sample_shape or (), steps, decided)
         with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
             try:

@@ -322,7 +322,7 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
     options = asked.options or TrainConfig(memory_format="contiguous")
     if way is not None:
         options = replace(options, **way.options)  # type: ignore[arg-type]
-    memory_format = asked.fixed.memory_format or ("channels_last" if options.uses_channels_last else "contiguous")
+    memory_format = "channels_last" if options.uses_channels_last else "contiguous"
     kernels = "tuned" if options.uses_kernels else "stock"
     found: list[ModelProfile] = []
 
@@ -338,8 +338,6 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
                     name=asked.name,
                     measure=job.measure,
                     passes=job.passes,
-                    memory_format=memory_format,
-                    kernels=kernels,
                     progress=job.progress,
                     announce=job.announce if asked.steps is None else None,
                 )
@@ -362,13 +360,11 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
 
 def with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
     """The profile with what a step takes besides its units, and as fast as the way that was chosen makes all of it."""
-    variant = profile.variants[0]
     mine = way.eager_ms * way.step_ms[0] / max(way.step_ms)
     factor = max(way.step_ms) / way.eager_ms
-    rest = factor * max(0.0, mine - variant.step_ms)
+    rest = factor * max(0.0, mine - profile.step_ms)
     # Units run one by one; together, as in a model that is compiled, they may be faster.
-    scaled = replace(variant.scaled(factor * min(1.0, mine / variant.step_ms)), update_ms=rest)
-    return replace(profile, variants=(scaled,), update_ms=rest)
+    return replace(profile.scaled(factor * min(1.0, mine / profile.step_ms)), update_ms=rest)
 
 
 def _measure_links(job: _Job, way: Way | None) -> ClusterSpec:

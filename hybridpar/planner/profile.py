@@ -1,7 +1,7 @@
 """`ModelProfile`: what a search knows of a model, as plain data, so that it can be repeated without the model.
 
-It holds the graph of a model's units with sizes, the shapes of its parameters, and for each way of computing it
-(memory format, kernels) the times of all units at one micro-batch size or several.
+It holds the graph of a model's units with sizes, the shapes of its parameters, and the times of all units at one
+micro-batch size or several, in the way to compute the model that was chosen before.
 """
 
 from __future__ import annotations
@@ -56,43 +56,93 @@ class SizedTimes:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One way to compute the model.
+class ModelProfile:
+    """What the planner knows of a model.
 
     Attributes:
-        memory_format: `contiguous` or `channels_last`.
-        kernels: `stock`, or `tuned` where tuned kernels take torch's place.
+        info: Which model.
+        graph: Its units, with sizes at `samples` and without times.
+        samples: Samples of the micro-batch that sizes are for.
+        parameters: Trained parameters, in the model's order.
         sizes: Times at each micro-batch size that was measured, ascending.
         noise: Relative noise of these times.
-        update_ms: As of the profile, where it was measured for this way.
+        batch_norm: Whether layers normalise over the micro-batch, so that its size is part of the result.
+        counts: Whether forward passes change Python attributes or draw its random numbers, so that they run once only.
+        device: What times were taken on.
+        threads: With how many intra-op threads.
+        source: `measured` or `analytic`.
+        memory_format: `contiguous` or `channels_last`, of images and activations.
+        update_ms: What a step takes after the last backward pass, on one worker with the whole model: agreeing,
+            statistics of BatchNorm, the optimizer; None where it was not measured.
+        versions: Of what it was measured with.
     """
 
-    memory_format: str
-    kernels: str
+    info: ModelInfo
+    graph: UnitGraph
+    samples: int
+    parameters: tuple[Parameter, ...]
     sizes: tuple[SizedTimes, ...]
     noise: float = 0.0
+    batch_norm: bool = False
+    counts: bool = False
+    device: str = ""
+    threads: int | None = None
+    source: str = "measured"
+    memory_format: str = "contiguous"
     update_ms: float | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        units = len(self.graph)
+        sizes = [size.samples for size in self.sizes]
+        rows = [row for size in self.sizes for row in (size.forward_ms, size.backward_ms)]
+        counts = {len(row) for row in rows}
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1 or counts != {units}:
+            raise UsageError(
+                f"a profile with times of {sorted(counts)} units at {sizes} samples, for a model of {units} units",
+                "It has a time per unit, at sizes that ascend.",
+                "Measure the model again.",
+            )
+        if any(not 0 <= time < math.inf for row in rows for time in row):
+            raise UsageError("a profile with a time below 0 or without end", fix="Measure the model again.")
+        if any(not 0 <= parameter.unit < units for parameter in self.parameters):
+            raise UsageError("a profile with parameters of no unit", fix="Measure the model again.")
 
     @property
-    def name(self) -> str:
-        """Both, where they are not torch's defaults."""
-        parts = [self.memory_format] if self.memory_format != "contiguous" else []
-        return ", ".join(parts + (["tuned kernels"] if self.kernels != "stock" else []))
+    def resolution(self) -> float:
+        """Relative difference below which two plans count as equal: the noise, within reason.
 
-    def scaled(self, factor: float) -> Variant:
-        """The same, whose units all take so many times as long."""
-        sizes = [
-            SizedTimes(
-                one.samples, tuple(factor * ms for ms in one.forward_ms), tuple(factor * ms for ms in one.backward_ms)
-            )
-            for one in self.sizes
-        ]
-        return replace(self, sizes=tuple(sizes))
+        A measurement that others disturbed says little about how well plans can be told from each other: they share
+        its errors. Beyond `MOST_NOISE` it is doubted aloud (see `explain.notes`), but not taken literally.
+        """
+        return min(self.noise, MOST_NOISE)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Of all parameters that are trained, in float32."""
+        return 4 * sum(parameter.count for parameter in self.parameters)
+
+    @property
+    def model_bytes(self) -> int:
+        """Of all parameters, trained or not, in float32."""
+        return 4 * self.info.parameters
 
     @property
     def step_ms(self) -> float:
         """Forward and backward pass of the whole model at the largest size."""
         return sum(self.sizes[-1].forward_ms) + sum(self.sizes[-1].backward_ms)
+
+    def scaled(self, factor: float) -> ModelProfile:
+        """The same, whose units all take so many times as long."""
+        sizes = [
+            SizedTimes(
+                size.samples,
+                tuple(factor * ms for ms in size.forward_ms),
+                tuple(factor * ms for ms in size.backward_ms),
+            )
+            for size in self.sizes
+        ]
+        return replace(self, sizes=tuple(sizes))
 
     def unit_ms(self, samples: float) -> tuple[list[float], list[float]]:
         """Forward and backward time of every unit at a micro-batch size.
@@ -101,23 +151,34 @@ class Variant:
         micro-batch took less time than a smaller one, that was noise, and both count with their mean. One size alone
         gives times in proportion to the samples, and so does a line where it would reach zero.
         """
-        return self._at(samples, "forward_ms"), self._at(samples, "backward_ms")
+        sizes = [size.samples for size in self.sizes]
+        forward = zip(*(size.forward_ms for size in self.sizes), strict=True)
+        backward = zip(*(size.backward_ms for size in self.sizes), strict=True)
+        return [_time_at(samples, sizes, row) for row in forward], [_time_at(samples, sizes, row) for row in backward]
 
-    def _at(self, samples: float, name: str) -> list[float]:
-        if len(self.sizes) == 1:
-            only = self.sizes[0]
-            return [time * samples / only.samples for time in getattr(only, name)]
-        known = [one.samples for one in self.sizes]
-        place = min(max(bisect_right(known, samples) - 1, 0), len(known) - 2)
-        low, high = self.sizes[place], self.sizes[place + 1]
-        part = (samples - low.samples) / (high.samples - low.samples)
-        times = []
-        for row in zip(*(getattr(one, name) for one in self.sizes), strict=True):
-            rising = _rising(row)
-            before, after = rising[place : place + 2]
-            line = before + part * (after - before)
-            times.append(line if line > 0 else before * samples / low.samples)
-        return times
+    def timed(self, samples: float) -> UnitGraph:
+        """The graph with the times and sizes at a micro-batch size."""
+        factor = samples / self.samples
+        graph = self.graph.with_times(list(zip(*self.unit_ms(samples), strict=True)))
+        return replace(
+            graph,
+            values=tuple(
+                replace(value, bytes=round(value.bytes * factor), gradient_bytes=round(value.gradient_bytes * factor))
+                for value in graph.values
+            ),
+            saved=tuple(replace(saved, bytes=round(saved.bytes * factor)) for saved in graph.saved),
+        )
+
+
+def _time_at(samples: float, sizes: Sequence[int], times: Sequence[float]) -> float:
+    """Time of a unit at a micro-batch size, of those at the sizes that were measured."""
+    if len(sizes) == 1:
+        return times[0] * samples / sizes[0]
+    index = min(max(bisect_right(sizes, samples) - 1, 0), len(sizes) - 2)
+    part = (samples - sizes[index]) / (sizes[index + 1] - sizes[index])
+    before, after = _rising(times)[index : index + 2]
+    line = before + part * (after - before)
+    return line if line > 0 else before * samples / sizes[index]
 
 
 def _rising(values: Sequence[float]) -> list[float]:
@@ -129,118 +190,3 @@ def _rising(values: Sequence[float]) -> list[float]:
             (later, count), (earlier, more) = pools.pop(), pools.pop()
             pools.append((earlier + later, more + count))
     return [total / count for total, count in pools for _ in range(count)]
-
-
-@dataclass(frozen=True)
-class ModelProfile:
-    """What the planner knows of a model.
-
-    Attributes:
-        info: Which model.
-        graph: Its units, with sizes at `samples` and without times.
-        samples: Samples of the micro-batch that sizes are for.
-        parameters: Trained parameters, in the model's order.
-        variants: Ways to compute it; the first is torch's default.
-        batch_norm: Whether layers normalise over the micro-batch, so that its size is part of the result.
-        counts: Whether forward passes change Python attributes or draw its random numbers, so that they run once only.
-        device: What times were taken on.
-        threads: With how many intra-op threads.
-        source: `measured` or `analytic`.
-        co_run: For numbers of lanes on one device that were measured: how much slower each runs while all are busy.
-        crowd: For numbers of workers on one host that compute at a time: how much slower each is than one alone.
-        together: How much slower several workers compute in a step than the parts of it say, see `planner.rehearse`.
-        together_coded: The same where gradients are compressed; None for `together`.
-        update_ms: What a step takes after the last backward pass, on one worker with the whole model: agreeing,
-            statistics of BatchNorm, the optimizer; None where it was not measured.
-        collect_ms: Copying all gradients into buckets.
-        accumulate_ms: By how much backward passes that add gradients to those of the micro-batch before, as all that
-            were timed do, take longer than those that make the first ones; it can be less than nothing.
-        compiled: Step of the model through torch.compile over the step that its units add up to, where that is what the
-            times are of: those of all units were multiplied with it. None where the model is not compiled.
-        versions: Of what it was measured with.
-    """
-
-    info: ModelInfo
-    graph: UnitGraph
-    samples: int
-    parameters: tuple[Parameter, ...]
-    variants: tuple[Variant, ...]
-    batch_norm: bool = False
-    counts: bool = False
-    device: str = ""
-    threads: int | None = None
-    source: str = "measured"
-    co_run: Mapping[int, float] = field(default_factory=dict)
-    crowd: Mapping[int, float] = field(default_factory=dict)
-    together: float = 1.0
-    together_coded: float | None = None
-    update_ms: float | None = None
-    collect_ms: float = 0.0
-    accumulate_ms: float = 0.0
-    compiled: float | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        units = len(self.graph)
-        for variant in self.variants:
-            known = [one.samples for one in variant.sizes]
-            counts = {len(times) for one in variant.sizes for times in (one.forward_ms, one.backward_ms)}
-            if not known or known != sorted(set(known)) or known[0] < 1 or counts != {units}:
-                raise UsageError(
-                    f"a profile with times of {sorted(counts)} units at {known} samples, for a model of {units} units",
-                    "It has a time per unit, at sizes that ascend.",
-                    "Measure the model again.",
-                )
-            if any(not 0 <= time < math.inf for one in variant.sizes for time in (*one.forward_ms, *one.backward_ms)):
-                raise UsageError("a profile with a time below 0 or without end", fix="Measure the model again.")
-        if not self.variants or any(not 0 <= one.unit < units for one in self.parameters):
-            raise UsageError("a profile without times, or with parameters of no unit", fix="Measure the model again.")
-
-    @property
-    def noise(self) -> float:
-        """Of all its times: the most, as measured."""
-        return max(variant.noise for variant in self.variants)
-
-    @property
-    def resolution(self) -> float:
-        """Relative difference below which two plans count as equal: the noise, within reason.
-
-        A measurement that others disturbed says little about how well plans can be told from each other: they share
-        its errors. Beyond `MOST_NOISE` it is doubted aloud (see `explain.notes`), but not taken literally.
-        """
-        return min(self.noise, MOST_NOISE)
-
-    def crowding(self, workers: int) -> float:
-        """How much slower a worker computes while so many on its host do: of the nearest number that was measured."""
-        if workers == 1 or not self.crowd:
-            return 1.0
-        return max(1.0, self.crowd[min(self.crowd, key=lambda known: (abs(known - workers), known))])
-
-    def slowing(self, coded: bool | None) -> float:
-        """How much slower several workers compute in a step than alone."""
-        ways = (self.together, self.together if self.together_coded is None else self.together_coded)
-        return min(ways) if coded is None else ways[coded]
-
-    @cached_property
-    def parameter_bytes(self) -> int:
-        """Of all parameters that are trained, in float32."""
-        return 4 * sum(one.count for one in self.parameters)
-
-    @property
-    def model_bytes(self) -> int:
-        """Of all parameters, trained or not, in float32."""
-        return 4 * self.info.parameters
-
-    def timed(self, variant: int, samples: float) -> UnitGraph:
-        """The graph with the times and sizes of a variant at a micro-batch size."""
-        factor = samples / self.samples
-        forward, backward = self.variants[variant].unit_ms(samples)
-        graph = self.graph.with_times(list(zip(forward, backward, strict=True)))
-        return replace(
-            graph,
-            values=tuple(
-                replace(one, bytes=round(one.bytes * factor), gradient_bytes=round(one.gradient_bytes * factor))
-                for one in graph.values
-            ),
-            saved=tuple(replace(one, bytes=round(one.bytes * factor)) for one in graph.saved),
-        )

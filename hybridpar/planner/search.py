@@ -166,7 +166,7 @@ def least_workers(evaluator: Evaluator, first: int = 1) -> tuple[int, Candidate]
         tried = Evaluator(space)
         for saving in (False, True):
             for one in space.candidates(saving):
-                quick = one.variant == 0 and not SCHEDULES.get(one.schedule).searches
+                quick = not SCHEDULES.get(one.schedule).searches
                 ways = [one, *(replace(one, cut=cut) for cut in space.smaller_cuts(one.layout))] if quick else []
                 if fitting := next((way for way in ways if tried.outcome(way).fits), None):
                     return workers, fitting
@@ -245,7 +245,7 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
         layout = one.candidate.layout
         if layout.stages > 1 and layout.workers not in (1, workers):
             continue  # a pipeline on a part of the workers cannot run beside the others
-        if answer.evaluator.space.codec_choices[one.candidate.codec].every > 1:
+        if one.candidate.codec.outer is not None:
             continue  # a few steps do not show what it takes
         key = layout.stages, layout.replicas, layout.kind, one.candidate.codec
         found.setdefault(key, one)
@@ -260,7 +260,7 @@ def verified(answer: Answer, outcomes: Sequence[Outcome], times: Sequence[Sequen
     Two plans are told apart where the median of their differences, round by round, is further from nothing than twice
     its standard error: what slowed a whole round down cancels. What takes more steps to the same result counts them.
     """
-    steps = [answer.evaluator.space.codec_choices[one.candidate.codec].steps for one in outcomes]
+    steps = [one.candidate.codec.steps for one in outcomes]
     scores = [[factor * time for time in own] for factor, own in zip(steps, times, strict=True)]
     best = min(range(len(outcomes)), key=lambda place: statistics.median(scores[place]))
     level = statistics.median(scores[best])

@@ -1,7 +1,7 @@
 """The candidates of a search, as a list that can be written down.
 
-The space is: workers used x replicas x stages x lanes x placement x micro-batches x schedule x cut x codecs
-x memory format and kernels. It always holds plain data parallelism, one device, and no compression.
+The space is: workers used x replicas x stages x placement x micro-batches x schedule x cut x codecs.
+It always holds plain data parallelism, one device, and no compression.
 
 `exact` asks for the same result. A layer that normalises over the micro-batch makes its size part of the result; so for
 a model with BatchNorm only plans are candidates whose micro-batches are those of plain data parallelism over all
@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby, permutations
 from typing import Any
 
-from hybridpar.planner.codecs import CodecChoice, codec_choices
+from hybridpar.planner.codecs import PLAIN, CodecChoice, codec_choices
 from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.profile import Variant
 from hybridpar.planner.speeds import stage_devices, worker_kinds
 from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
@@ -50,8 +49,7 @@ class Candidate:
         micro_batches: Per replica and step.
         cut: How the model is cut.
         schedule: Name of the schedule.
-        codec: What gradients codec as, an index into the space's list.
-        variant: How the model is computed, an index into the profile's variants.
+        codec: What gradients are sent as.
         sharded: Replicas divide the optimizer's state among each other.
     """
 
@@ -59,8 +57,7 @@ class Candidate:
     micro_batches: int
     cut: Cut
     schedule: str
-    codec: int = 0
-    variant: int = 0
+    codec: CodecChoice = PLAIN
     sharded: bool = False
 
     @property
@@ -72,11 +69,9 @@ class Candidate:
             self.cut.recompute or self.cut.offload,
             self.sharded,
             layout.stages,
-            self.codec,
+            self.codec.order,
             layout.workers,
-            self.variant,
             self.micro_batches,
-            layout.lanes_each,
             tried.index(self.schedule),
             not layout.is_usual,
             layout.rows,
@@ -90,9 +85,7 @@ class Space:
     def __init__(self, inputs: PlannerInputs, workers: int | None = None, library: CutLibrary | None = None) -> None:
         self.inputs = inputs
         self.workers = inputs.workers if workers is None else workers
-        self.codec_choices: tuple[CodecChoice, ...] = (
-            codec_choices(inputs) if inputs.fixed.codecs is None else _fixed_choices(inputs)
-        )
+        self.codec_choices = codec_choices(inputs)
         self.library = library or CutLibrary(inputs.profile)
 
     def candidates(self, saving: bool = False) -> Iterator[Candidate]:
@@ -117,19 +110,17 @@ class Space:
                 yield replace(one, sharded=shard, cut=cut)
 
     def _plain(self, saving: bool) -> Iterator[Candidate]:
-        fixed, last = self.inputs.fixed, len(self.codec_choices) - 1
-        kinds = enumerate(self.inputs.profile.variants)
-        variants = [index for index, variant in kinds if _is_decided_variant(fixed, variant)]
+        fixed = self.inputs.fixed
+        exchanging = self.codec_choices if fixed.codecs is None else self.codec_choices[-1:]
         for layout, count in self.layouts(saving):
-            open_ways = range(last if fixed.codecs is not None else 0, last + 1) if layout.replicas > 1 else range(1)
-            ways = [way for way in open_ways if self.codec_choices[way].every == 1 or self._may_part(layout)]
+            choices = exchanging if layout.replicas > 1 else self.codec_choices[:1]
+            choices = tuple(choice for choice in choices if choice.outer is None or self._may_part(layout))
             many = layout.stages * count > MOST_PASSES and fixed.micro_batches is None
             if many or (cut := self.cut(layout)) is None:
                 continue
             for schedule in self._schedules(layout, count):
-                for codec in ways:
-                    for variant in variants:
-                        yield Candidate(layout, count, cut, schedule, codec, variant)
+                for codec in choices:
+                    yield Candidate(layout, count, cut, schedule, codec)
 
     def cut(self, layout: Layout) -> Cut | None:
         """How the model is cut for a layout, and the link of the cluster; None where it cannot be."""
@@ -175,19 +166,16 @@ class Space:
         """Whether a plain candidate is what was decided."""
         fixed = self.inputs.fixed
         codec = fixed.codecs and candidate.layout.replicas > 1
-        variant = self.inputs.profile.variants[candidate.variant]
-        is_decided = _is_decided_layout(fixed, candidate.layout, candidate.micro_batches)
-        return not codec and is_decided and _is_decided_variant(fixed, variant)
+        return not codec and _is_decided_layout(fixed, candidate.layout, candidate.micro_batches)
 
     def layouts(self, saving: bool = False) -> Iterator[tuple[Layout, int]]:
         """All layouts, each with the micro-batches of a replica."""
-        profile = self.inputs.profile
-        most = min(self.inputs.most_stages, len(profile.graph))
+        most = min(self.inputs.most_stages, len(self.inputs.profile.graph))
         for workers in self._worker_counts():
             for positions in (count for count in range(1, min(workers, most) + 1) if workers % count == 0):
                 replicas = workers // positions
-                for stages, lanes, kind in self._placements(positions, most, saving):
-                    layout = Layout.dealt(stages, lanes * positions, kind, workers=positions, replicas=replicas)
+                for stages, kind in self._placements(positions, most, saving):
+                    layout = Layout.dealt(stages, positions, kind, workers=positions, replicas=replicas)
                     for count in self.micro_batch_counts(replicas, saving):
                         if _is_decided_layout(self.inputs.fixed, layout, count):
                             yield layout, count
@@ -252,18 +240,16 @@ class Space:
         slower = {at for at in range(1, most) if placed[at][1].throughput < placed[at - 1][1].throughput}
         return sorted(few | powers | slower | {most})
 
-    def _placements(self, positions: int, most: int, saving: bool) -> Iterator[tuple[int, int, PlacementKind]]:
-        """Stages, lanes of each worker and kind of placement that so many workers of a replica may have."""
-        for lanes in (1, *sorted(count for count in self.inputs.profile.co_run if count > 1)):
-            if positions * lanes <= most:
-                yield positions * lanes, lanes, "linear"
+    def _placements(self, positions: int, most: int, saving: bool) -> Iterator[tuple[int, PlacementKind]]:
+        """Stages and kind of placement that so many workers of a replica may have."""
+        yield positions, "linear"
         if positions > 1 and 2 * positions <= most:
             if self.inputs.fixed.placement == "loop" or self.inputs.fixed.schedule in NEVER_BEST:
-                yield 2 * positions, 1, "loop"  # never the best either
-            yield 2 * positions, 1, "v"
+                yield 2 * positions, "loop"  # never the best either
+            yield 2 * positions, "v"
         for stages in (2, 4, 8, 16) if positions == 1 and saving else ():
             if stages <= most:
-                yield stages, 1, "loop"
+                yield stages, "loop"
 
     def _schedules(self, layout: Layout, count: int) -> tuple[str, ...]:
         if layout.stages == 1:
@@ -285,19 +271,3 @@ def _is_decided_layout(fixed: Fixed, layout: Layout, count: int) -> bool:
     )
     acts = (layout.replicas > 1 or not fixed.exchanged) and (layout.stages > 1 or not fixed.staged)
     return acts and all(value is None or value == found for value, found in decided)
-
-
-def _is_decided_variant(fixed: Fixed, variant: Variant) -> bool:
-    """Whether a way to compute the model is."""
-    return fixed.memory_format in (None, variant.memory_format) and fixed.kernels in (None, variant.kernels)
-
-
-def _fixed_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
-    """The codecs that were decided on, and none where there is nothing to exchange."""
-    plain, decided = CodecChoice("none", {}), dict(inputs.fixed.codecs or {})
-    if not decided:
-        return (plain,)
-    kinds, everything = sorted(set(decided.values())), len(inputs.profile.parameters)
-    alike = len(kinds) == 1 and len(decided) == everything
-    name = kinds[0] if alike else f"{', '.join(kinds)} for {len(decided)} of {everything} parameters"
-    return plain, CodecChoice(name, decided, rank=1 if alike else 2)

@@ -6,7 +6,6 @@ Speeds are throughputs: over that of the device of the profile.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from hybridpar.planner.cuts import StageDevice
@@ -83,25 +82,21 @@ def stage_throughputs(
     layout: Layout,
     count: int,
     shares: tuple[float, ...] | None,
-    coded: bool | None,
     replica: int,
 ) -> tuple[float, ...]:
-    """Of the device of every stage, in the slowest replica. Workers of one host may slow each other down.
+    """Of the device of every stage, in the slowest replica.
 
     With shares replicas take equally long, as many devices of one speed in between would with equal parts.
     """
-    placed, profile = inputs.by_worker, inputs.profile
-    beside = max(Counter(host for host, _ in placed[: layout.workers]).values())
-    slower = profile.crowding(beside) * (profile.slowing(coded) if layout.workers > 1 else 1.0)
     if not layout.is_equal:
-        return tuple(placed[rank][1].throughput / slower for rank, _ in layout.rows[replica])
+        return tuple(inputs.by_worker[rank][1].throughput for rank, _ in layout.rows[replica])
     speeds = worker_speeds(inputs, layout)
     own = [speeds[layout.home(stage)] for stage in range(layout.stages)]
     if shares is None:
-        return tuple(speed / slower for speed in own)
+        return tuple(own)
     fixed, sample = _work(inputs, layout, count)
     equal = fixed + sample * inputs.batch / layout.replicas
-    whole = equal / longest_time(_work_of_replicas(inputs, layout, count), shares) / slower
+    whole = equal / longest_time(_work_of_replicas(inputs, layout, count), shares)
     mean = sum(speeds) / len(speeds)
     return tuple(whole * (speed / mean) for speed in own)
 
@@ -122,6 +117,6 @@ def _work(inputs: PlannerInputs, layout: Layout, count: int) -> WorkCost:
     """What a step takes the device of the profile, whatever its samples are, and for each of them."""
     profile = inputs.profile
     samples = inputs.batch / (layout.replicas * count)
-    whole, half = (sum(map(sum, profile.variants[0].unit_ms(part * samples))) for part in (1.0, 0.5))
+    whole, half = (sum(map(sum, profile.unit_ms(part * samples))) for part in (1.0, 0.5))
     sample = max((whole - half) / (0.5 * samples), LEAST_MS)
     return WorkCost(count * max(0.0, whole - sample * samples) + (profile.update_ms or 0.0), sample)

@@ -26,39 +26,20 @@ def timeline_of_plan(plan: Plan) -> Timeline:
         )
     facts: dict[str, Any] = {"model": plan.model.name, "schedule": plan.pipeline.schedule}
     facts |= {"stages": len(plan.partition.stages), "micro_batches": plan.pipeline.micro_batches}
-    if plan.inputs is None and plan.predicted is not None and plan.predicted.step_ms is not None:
+    if plan.predicted is not None and plan.predicted.step_ms is not None:
         facts["whole"] = f"{plan.predicted.step_ms:,.1f} ms with exchange and update"
     return _timeline(*step, facts)
 
 
 def step_of_plan(plan: Plan) -> tuple[Simulation, Layout] | None:
-    """A step as the search of the plan predicted it, else simulated from the times of stages; None without these."""
+    """The passes of a step of the slowest replica, from the rows, edges and times in the plan; None without these."""
     times = plan.pass_ms()
     if plan.pipeline is None or plan.placement is None or times is None:
         return None
-    if (predicted := _predicted(plan)) is not None:
-        return predicted
-    layout = plan.layout.replica(0, plan.partition.edges or None)
     costs = Costs(*times, link=Link(bytes_per_second=plan.pipeline.link_bytes_per_second))
-    return simulate(lower(plan.orders()[0], layout), costs), layout
-
-
-def _predicted(plan: Plan) -> tuple[Simulation, Layout] | None:
-    """The step of the slowest replica, with exchange and update; None where the plan's search does not know it."""
-    from hybridpar.planner.evaluate import Evaluator
-    from hybridpar.planner.inputs import inputs_of_plan
-    from hybridpar.planner.record import candidate_of
-    from hybridpar.planner.space import Space
-
-    if plan.inputs is None:
-        return None
-    evaluator = Evaluator(Space(inputs_of_plan(plan)))
-    if (one := candidate_of(plan, evaluator.space)) is None:
-        return None
-    steps = [
-        (evaluator.simulation(one, evaluator.costs(one, replica=each), each, order), one.layout.replica(each))
-        for each, order in zip(one.layout.kinds, plan.orders(), strict=True)
-    ]
+    layouts = [plan.layout.replica(replica, plan.partition.edges or None) for replica in plan.layout.kinds]
+    pairs = zip(plan.orders(), layouts, strict=True)
+    steps = [(simulate(lower(order, layout), costs), layout) for order, layout in pairs]
     return max(steps, key=lambda step: step[0].step_ms)
 
 

@@ -71,8 +71,6 @@ class Costs:
         link: The network of every worker. All that a worker sends at one time shares its speed, and so does all that
             it receives.
         links: Connections of ordered pairs of workers that are a wire of their own.
-        co_run: How much slower a lane computes while all lanes of its worker compute. Fewer share the same total, so
-            they are slowed less or not at all.
         buckets: For every stage its gradient buckets.
         replicas: Workers that sum the gradients of a stage.
         sync_link: Connection of the all-reduce.
@@ -90,7 +88,6 @@ class Costs:
     saved_bytes: tuple[int, ...] | None = None
     link: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
-    co_run: float = 1.0
     buckets: tuple[tuple[BucketCost, ...], ...] = ()
     replicas: int = 1
     sync_link: Link = field(default_factory=Link)
@@ -101,7 +98,6 @@ class Costs:
 
     def __post_init__(self) -> None:
         rules = (
-            ("co_run", self.co_run, self.co_run >= 1, "at least 1"),
             ("replicas", self.replicas, self.replicas >= 1, "at least 1"),
             ("sync_lanes", self.sync_lanes, self.sync_lanes >= 1, "at least 1"),
         )

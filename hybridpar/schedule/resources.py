@@ -152,9 +152,8 @@ class _Worker:
         self.out, self.into = Resource(1), Resource(1)
         #: What all-reduces share, out of the worker and into it.
         self.sync = (Resource(1), Resource(1)) if costs.sync_own_link else (self.out, self.into)
-        processor = Resource(max(1, lanes))
-        #: A codec works on the processor that lanes compute with; all lanes together want co_run times what there is.
-        self.codec, self.compute = ((processor, 1.0),), ((processor, costs.co_run),)
+        #: What lanes compute with, and codecs work on.
+        self.processor = ((Resource(max(1, lanes)), 1.0),)
 
 
 class Machine:
@@ -168,7 +167,7 @@ class Machine:
     def compute(self, action: Action, marks: Sequence[float] = ()) -> list[Phase]:
         """Phases of a forward or backward pass or an optimizer step."""
         time = self._costs.compute_ms(action.stage, action.kind)
-        uses = self._workers[self._layout.home(action.stage)].compute
+        uses = self._workers[self._layout.home(action.stage)].processor
         starts = (0.0, *marks)
         return [Phase(time * (end - start), uses) for start, end in zip(starts, (*marks, 1.0), strict=True)]
 
@@ -209,8 +208,8 @@ class Machine:
             part = min(1.0, costs.link.wire_ms(size) / wire) if bucket.wire_ms is None else 1.0
             shared = tuple((way, part) for way in worker.sync)
         return [
-            Phase(bucket.encode_ms, worker.codec),
+            Phase(bucket.encode_ms, worker.processor),
             Phase(latency),
             Phase(wire, shared),
-            Phase(bucket.decode_ms, worker.codec),
+            Phase(bucket.decode_ms, worker.processor),
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
+from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes
 
 #: A core that reads or writes a million elements of any codec in a millisecond.
 ALL_RATES = {text: {1 << 20: (1.0, 1.0)} for text in FIDELITIES["lossy"]}
@@ -28,7 +27,7 @@ def chain(
     samples: int = 4,
     noise: float = 0.0,
     batch_norm: bool = False,
-    variants: tuple[Variant, ...] | None = None,
+    sizes: tuple[SizedTimes, ...] | None = None,
 ) -> ModelProfile:
     """A model of units one after the other, each with one parameter and one activation that it hands on and keeps.
 
@@ -39,7 +38,7 @@ def chain(
         samples: Samples of it.
         noise: Of the times.
         batch_norm: As for `ModelProfile`.
-        variants: Instead of one with these times.
+        sizes: Times at several sizes, instead of these.
     """
     last = len(times) - 1
     held = tuple(Parameter(f"u{unit}.weight", shape, unit) for unit, shape in enumerate(parameters))
@@ -49,13 +48,14 @@ def chain(
         for unit in range(len(times))
     )
     saved = tuple(Saved(activation, (unit,)) for unit in range(len(times)))
-    sized = SizedTimes(samples, tuple(one for one, _ in times), tuple(one for _, one in times))
+    alone = SizedTimes(samples, tuple(one for one, _ in times), tuple(one for _, one in times))
     return ModelProfile(
         ModelInfo(name="chain", fingerprint="0" * 16, parameters=sum(one.count for one in held)),
         UnitGraph(units, values, saved),
         samples,
         held,
-        variants or (Variant("contiguous", "stock", (sized,), noise),),
+        sizes or (alone,),
+        noise,
         batch_norm,
     )
 
@@ -89,11 +89,6 @@ def random_inputs(draw: st.DrawFn, most_workers: int = 4) -> PlannerInputs:
         draw(st.sampled_from([1_000, 100_000, 4_000_000])),
         noise=draw(st.sampled_from([0.0, 0.02, 0.3])),
         batch_norm=draw(st.booleans()),
-    )
-    profile = replace(
-        profile,
-        together=draw(st.sampled_from([1.0, 1.2])),
-        together_coded=draw(st.sampled_from([None, 0.9, 1.3])),
     )
     devices, hosts = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (1, 3)]))
     link = {"bandwidth": draw(st.sampled_from([1e7, 1.25e8, 1e10])), "latency_ms": draw(st.sampled_from([0.0, 0.5]))}

@@ -10,19 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.errors import PlanError
+from hybridpar.planner.codecs import PLAIN
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs, inputs_from_data
-from hybridpar.planner.profile import SizedTimes, Variant
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Candidate, Space
 from tests.planner.small import RATES, chain, cluster, inputs, random_inputs
-
-TIMES = (1.0, 2.0, 2.0, 1.0)
-VARIANTS = tuple(
-    Variant(form, kernels, (SizedTimes(4, TIMES, TIMES),))
-    for form in ("contiguous", "channels_last")
-    for kernels in ("stock", "tuned")
-)
 
 
 def all_of(asked: PlannerInputs) -> list[Candidate]:
@@ -92,28 +85,15 @@ def test_a_number_of_micro_batches_that_was_decided_is_tried_though_layers_norma
     assert {one.micro_batches for one in all_of(replace(asked, fixed=Fixed(workers=2)))} == {1, 2}
 
 
-def test_memory_format_and_kernels_can_be_decided():
-    net = chain([(one, one) for one in TIMES], [(8, 8)] * 4, variants=VARIANTS)
-    for fixed, left in (
-        (Fixed(), {0, 1, 2, 3}),
-        (Fixed(memory_format="channels_last"), {2, 3}),
-        (Fixed(kernels="stock"), {0, 2}),
-        (Fixed(memory_format="contiguous", kernels="tuned"), {1}),
-    ):
-        assert {one.variant for one in all_of(inputs(net, fixed=fixed))} == left
-
-
 @pytest.mark.parametrize("fidelity", ["exact", "lossy"])
 def test_a_codec_that_was_decided_is_used_wherever_gradients_are_exchanged(fidelity):
     everything = {f"u{unit}.weight": "fp16" for unit in range(4)}
     asked = inputs(fidelity=fidelity, fixed=Fixed(workers=2, codecs=everything))
-    names = {(one.layout.replicas, Space(asked).codec_choices[one.codec].name) for one in all_of(asked)}
+    names = {(one.layout.replicas, one.codec.name) for one in all_of(asked)}
     assert names == {(1, "none"), (2, "fp16")}
     none = inputs(fidelity=fidelity, fixed=Fixed(workers=2, codecs={}))
-    assert {one.codec for one in all_of(none)} == {0}
+    assert {one.codec for one in all_of(none)} == {PLAIN}
     some = inputs(spec=cluster(2, 1e7), fixed=Fixed(workers=2, replicas=2, codecs={"u3.weight": "onebit:decay=0.5"}))
     chosen = find_plan(some)
-    assert chosen.evaluator.space.codec_choices[chosen.chosen.candidate.codec].name == (
-        "onebit:decay=0.5 for 1 of 4 parameters"
-    )
+    assert chosen.chosen.candidate.codec.name == "onebit:decay=0.5 for 1 of 4 parameters"
     assert set(RATES) >= {"onebit:decay=0.5"}

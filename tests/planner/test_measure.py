@@ -55,10 +55,9 @@ def test_parameters_are_the_model_s_each_with_the_unit_that_uses_it():
 def test_a_measured_profile_has_times_of_every_size(monkeypatch):
     monkeypatch.setattr(profile_cache, "MOST_NOISE", math.inf)  # whatever else runs meanwhile
     said: list[str] = []
-    profile = profile_model(net(), images(4, 2), memory_format="contiguous", announce=said.append)
-    (variant,) = profile.variants
-    assert (variant.memory_format, [size.samples for size in variant.sizes]) == ("contiguous", [2, 4])
-    assert all(time > 0 for size in variant.sizes for time in size.forward_ms)
+    profile = profile_model(net(), images(4, 2), announce=said.append)
+    assert [size.samples for size in profile.sizes] == [2, 4]
+    assert all(time > 0 for size in profile.sizes for time in size.forward_ms)
     assert profile.batch_norm
     assert profile.source == "measured"
     assert profile.samples == 2
@@ -67,16 +66,16 @@ def test_a_measured_profile_has_times_of_every_size(monkeypatch):
 
 def test_figures_of_stages_are_those_of_their_units():
     profile = profile_model(net(), images(2), measure=False)
-    whole = figures_of(profile, balanced_cut(profile, 1), 0, 2)
+    whole = figures_of(profile, balanced_cut(profile, 1), 2)
     for cut in (balanced_cut(profile, 2), *smaller_cuts(profile, 2)):
-        parts = figures_of(profile, cut, 0, 2)
+        parts = figures_of(profile, cut, 2)
         assert sum(parts.forward_ms) == pytest.approx(whole.forward_ms[0])
         assert sum(parts.backward_ms) == pytest.approx(whole.backward_ms[0])
         assert [one for stage in parts.parameters for one in stage] == list(whole.parameters[0])
         (edge,) = parts.edges
         assert (edge.source, edge.target) == (0, 1)
         assert edge.bytes > 0
-    twice = figures_of(profile, balanced_cut(profile, 1), 0, 4)
+    twice = figures_of(profile, balanced_cut(profile, 1), 4)
     assert twice.forward_ms[0] == pytest.approx(2 * whole.forward_ms[0])
     assert twice.saved_bytes[0] == pytest.approx(2 * whole.saved_bytes[0])
     ready = [whole.ready[name] for name, _ in net().named_parameters()]
@@ -117,14 +116,14 @@ def test_hosts_of_nearly_one_speed_count_as_equal_and_the_slowest_worker_of_a_ho
 
 def test_a_profile_has_the_rest_of_a_step_and_is_as_fast_as_the_way_that_was_chosen():
     profile = profile_model(net(), images(4), measure=False)
-    units = profile.variants[0].step_ms
+    units = profile.step_ms
     slower = with_rest(profile, Way({}, None, (3 * units, 4 * units), 4 * units, 4 * units))
-    assert slower.variants[0].step_ms == pytest.approx(units)
+    assert slower.step_ms == pytest.approx(units)
     assert slower.update_ms == pytest.approx(2 * units)
     captured = with_rest(profile, Way({"cuda_graph": True}, None, (units,), 2 * units, 2 * units))
-    assert captured.variants[0].step_ms + captured.update_ms == pytest.approx(units)
+    assert captured.step_ms + captured.update_ms == pytest.approx(units)
     compiled = with_rest(profile, Way({}, None, (units / 2,), units / 2, units / 2))
-    assert (compiled.variants[0].step_ms, compiled.update_ms) == (pytest.approx(units / 2), 0)
+    assert (compiled.step_ms, compiled.update_ms) == (pytest.approx(units / 2), 0)
 
 
 def test_what_was_kept_of_a_model_is_not_taken_for_one_with_frozen_layers(tmp_path, monkeypatch):

@@ -12,13 +12,15 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
+from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.memory import PROCESS_BYTES
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.search import find_plan
-from hybridpar.planner.space import Space
+from hybridpar.planner.search import Answer, find_plan
+from hybridpar.planner.space import Candidate, Space
+from hybridpar.schedule.layout import Layout
 from hybridpar.train.trainer import Trainer
 from tests.allocated import counting
 from tests.planner.small import cluster
@@ -54,7 +56,7 @@ def predicted_and_measured(
     profile = profile_model(model, [torch.randn(samples, *shape)], measure=False)
     fixed = Fixed(workers=world.size, shard_optimizer=config.shard_optimizer or None, **layout)
     inputs = PlannerInputs(
-        replace(profile, co_run={stages: 1.0}),
+        profile,
         # What a process on a CPU needs besides tensors is left out.
         cluster(world.size, kind="cuda" if world.size == 1 else "cpu"),
         BATCH,
@@ -63,12 +65,16 @@ def predicted_and_measured(
         memory_margin=1.0,
         fixed=fixed,
     )
-    answer = find_plan(inputs)
-    outcome = answer.chosen
-    if recompute:
-        again = next(one for one in Space(inputs).candidates(saving=True) if one.cut.recompute)
-        outcome = answer.evaluator.outcome(again)
-    plan = plan_of(answer, outcome).model_copy(update={"inputs": None})
+    if stages > 1:  # each on a lane of its own
+        evaluator = Evaluator(Space(inputs))
+        lanes = Layout.dealt(stages, stages, workers=world.size)
+        cut = replace(evaluator.space.cut(lanes), recompute=recompute)
+        outcome = evaluator.outcome(Candidate(lanes, layout["micro_batches"], cut, layout["schedule"]))
+        answer = Answer(outcome, (outcome,), (outcome,), {}, 0.0, 1, evaluator)
+    else:
+        answer = find_plan(inputs)
+        outcome = answer.chosen
+    plan = plan_of(answer).model_copy(update={"inputs": None})
     data, target = torch.randn(BATCH // replicas, *shape), torch.zeros(BATCH // replicas, dtype=torch.long)
     example = data[:samples]
     with Trainer(model, config=config, world=world, plan=plan, example=example, total_steps=9) as trainer:

@@ -188,21 +188,8 @@ BESIDE = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
 APART = Layout((((0, 0), (0, 1)),))
 
 
-@pytest.mark.parametrize(
-    ("costs", "step"),
-    [
-        ({}, 6),
-        ({"co_run": 1.25}, 7.5),
-        ({"co_run": 2.0}, 12),
-    ],
-)
-def test_lanes_share_the_processor_of_their_worker(costs, step):
-    assert predict(BESIDE, APART, **costs).step_ms == pytest.approx(step)
-
-
-def test_co_run_holds_while_all_lanes_compute():
-    # Both until the shorter lane has done its 3, at 1.5 times the time; then the other alone.
-    assert predict("0F0,0B0\n1F0,1B0\n", APART, forward_ms=(1.0, 4.0), co_run=1.5).step_ms == pytest.approx(4.5 + 3)
+def test_lanes_of_a_worker_do_not_slow_each_other_down():
+    assert predict(BESIDE, APART).step_ms == pytest.approx(6)
 
 
 def test_a_codec_shares_the_processor_with_the_lane_that_computes():
@@ -244,7 +231,6 @@ def cases(draw) -> tuple[Program, Costs]:
         forward,
         backward,
         link=Link(draw(st.sampled_from([0.0, 0.25])), draw(st.sampled_from([None, 500.0 * KIB, 4000.0 * KIB]))),
-        co_run=draw(st.sampled_from([1.0, 1.5])),
         buckets=((BucketCost(3 * KIB, ready=draw(st.sampled_from([0.5, 1.0]))),),) * count,
         replicas=draw(st.integers(1, 3)),
         sync_link=Link(0.1, 1000.0 * KIB),
@@ -365,7 +351,6 @@ def test_costs_for_another_program_are_refused(costs, match):
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"co_run": 0.5}, "co_run is 0.5"),
         ({"replicas": 0}, "replicas is 0"),
         ({"sync_lanes": 0}, "sync_lanes is 0"),
         ({"saved_bytes": (1,)}, "saved_bytes 1"),

@@ -85,7 +85,7 @@ def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
         capped = inputs.on(_capped(inputs.cluster, request))
         answer = find_plan(capped, progress=bar.advance)
         found.append((capped, answer, finalists(answer, request.verify) if request.verify else []))
-        return [plan_of(answer, one).model_copy(update={"compute": compute}).to_json() for one in found[0][2]]
+        return [plan_of(answer, one, compute).to_json() for one in found[0][2]]
 
     plans = [parse_plan(json.loads(text)) for text in world.from_main(decide, long=True)]
     times = _run(plans, model, request, world, bar) if model is not None and plans else []
@@ -137,7 +137,7 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     shape = parse_shape(request.input)
-    fixed = replace(_decided(request, Fixed()), memory_format=request.memory_format)
+    fixed = _decided(request, Fixed())
     asked = Question(
         request.model,
         shape,
@@ -192,13 +192,13 @@ def report(
     """Write what was asked for, and print why."""
     written, failed = [], None
     outcome = answer.chosen if verified is None else verified.chosen
-    plan = plan_of(answer, outcome).model_copy(update={"compute": compute})
+    plan = plan_of(answer, outcome, compute)
     try:
         if request.output is not None:
             plan.save(request.output)
             written.append(f"plan written to {request.output}")
         if request.draw is not None:
-            graph = inputs.profile.timed(outcome.candidate.variant, plan.partition.micro_batch or 1)
+            graph = inputs.profile.timed(plan.partition.micro_batch or 1)
             draw_partition(graph, plan, request.draw)
             written.append(f"picture written to {request.draw}")
     except HybridparError as error:  # said below the report, which took a minute to make
