@@ -19,7 +19,7 @@ from hybridpar.formats.output_files import check_picture, check_writable
 from hybridpar.schedule.schedules import SCHEDULES
 
 #: Options that decide a part of the plan, as those of `hybridpar train` do.
-DECIDING = ("stages", "replicas", "micro_batches", "schedule", "placement")
+DECIDING = ("stages", "replicas", "micro_batches", "schedule", "placement", "memory_format")
 #: Options that say what is measured.
 _RECORDED = ("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "memory_format", "seed")
 
@@ -35,7 +35,7 @@ class PlanRequest:
     model: tyro.conf.Positional[str] = ""
     """A torchvision classification model, timm/NAME, or your own as package.module:factory."""
     stages: int | None = None
-    """Stages that the model is cut into; default: searched for, like all that follows up to --placement."""
+    """Stages that the model is cut into; default: searched for, as with all options down to --placement."""
     replicas: int | None = None
     """Copies of the whole pipeline, which share each batch."""
     micro_batches: int | None = None
@@ -60,8 +60,8 @@ class PlanRequest:
     """Passes of the measurement; the minimum counts."""
     threads: int | None = None
     """Intra-op threads on CPU; default: torch's."""
-    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
-    """Memory format that the model is measured in."""
+    memory_format: Literal["contiguous", "channels_last"] | None = None
+    """Memory format that the model is measured and trained in; default: contiguous."""
     cache: Annotated[
         bool, unless("Measure anew, and keep nothing.", "profiles are used from and kept in ~/.cache/hybridpar")
     ] = True
@@ -130,7 +130,7 @@ class PlanRequest:
             (
                 "--memory-format",
                 "channels_last",
-                images or self.memory_format == "contiguous",
+                images or self.memory_format != "channels_last",
                 "Only images have it.",
                 "--input 3x224x224",
             ),

@@ -128,7 +128,7 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     shape = parse_shape(request.input)
-    fixed = replace(_decided(request, Fixed()), memory_format=request.memory_format)
+    fixed = _decided(request, Fixed())
     asked = Question(
         request.model, shape, request.batch_size, request.fidelity or "exact", fixed, copies=request.optimizer_copies
     )
