@@ -296,8 +296,8 @@ def test_a_port_in_use_is_named(call, monkeypatch):
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
         code, error = call("train", "resnet18", "--timeout", "5")
-    assert code == 1
-    assert_one_error(error, f"127.0.0.1:{port}", "in use", "another MASTER_PORT")
+    assert code == 2
+    assert_one_error(error, f"127.0.0.1:{port}", "in use", "another MASTER_PORT", "port= in the line of the first host")
 
 
 @pytest.mark.parametrize(("workers", "said"), [("2", "2 workers"), ("1", "1 worker")])

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybridpar.comm.flight import FLIGHT
-from hybridpar.errors import LaunchError
+from hybridpar.errors import LaunchError, UsageError
 from hybridpar.machine.addresses import address_towards, gloo_address, interface_of, is_loopback
 from hybridpar.machine.process import host_identity
 
@@ -80,7 +80,7 @@ def initialise(device: torch.device, timeout: float) -> None:
     _made += 1
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = _own_store(limit)
+        store = dist.PrefixStore(f"group-{_made}", job_store(limit))  # type: ignore[attr-defined]
         _use_reachable_interface(_exchange_places(store, rank, size), rank)
         dist.init_process_group(
             backend,
@@ -91,16 +91,9 @@ def initialise(device: torch.device, timeout: float) -> None:
             world_size=size,
         )
     except (RuntimeError, ValueError, KeyError, OSError) as error:
-        place = _store_address()
-        if "EADDRINUSE" in str(error):
-            raise LaunchError(
-                f"the job cannot meet at {place}: the port is in use",
-                "MASTER_PORT must be free on the host of worker 0; another job may be using it.",
-                "Set another MASTER_PORT, or start with `torchrun --standalone`, which finds a free one.",
-            ) from error
         raise LaunchError(
             f"worker {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the job at "
-            f"{place}: {first_line(error)}",
+            f"{_store_address()}: {first_line(error)}",
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
             _name_hint() or "Start workers with `hybridpar train --workers N`, or with torchrun.",
         ) from error
@@ -111,20 +104,34 @@ def _store_address() -> str:
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
-def _own_store(limit: datetime.timedelta) -> Any:
-    """The job's store, with a prefix for this attempt of the job and this process group.
+def job_store(limit: datetime.timedelta) -> Any:
+    """The store of this job, apart from what other jobs at the same address and other attempts of it write there.
 
-    Torch's elastic launcher keeps one store for all attempts and all process groups of a program, which would find the
-    addresses of those before. With several launchers, one per host, their restarts are counted apart and the number
-    names no attempt.
+    Torch's elastic launcher keeps a store for all attempts of a program, which would find the addresses of those
+    before. With several launchers, on a host each, their restarts are counted apart and the number names no attempt,
+    unless it is ours, which counts for all hosts.
     """
     address = _store_address()
     if address not in _stores:
         _require_agent_store(limit)
-        # Documented parts of torch.distributed, which declares no exports.
-        _stores[address] = next(dist.rendezvous("env://", timeout=limit))[0]  # type: ignore[attr-defined]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
-    store = dist.PrefixStore(f"attempt-{attempt}/group-{_made}", _stores[address])  # type: ignore[attr-defined]
+        try:
+            # Documented parts of torch.distributed, which declares no exports.
+            _stores[address] = next(dist.rendezvous("env://", timeout=limit))[0]  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            # Wrong usage: it would be in use again after a restart.
+            raise UsageError(
+                f"the job cannot meet at {address}: the port is in use",
+                "MASTER_PORT must be free on the host of worker 0; another job may be using it.",
+                "Set another MASTER_PORT (with --launch ssh, port= in the line of the first host), or start with "
+                "`torchrun --standalone`, which chooses a free port.",
+            ) from error
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    attempt = os.environ.get("HYBRIDPAR_ATTEMPT", restarts)
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    store = dist.PrefixStore(f"job-{job}/attempt-{attempt}", _stores[address])  # type: ignore[attr-defined]
     store.set_timeout(limit)
     return store
 

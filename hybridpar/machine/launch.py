@@ -23,7 +23,7 @@ from hybridpar.machine.process import tune_this_process
 
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
 #: The file beside the verdict by which a worker says that it has told how the run ended.
-_TOLD = "told"
+TOLD = "told"
 
 
 def in_job() -> bool:
@@ -38,7 +38,7 @@ def launched_here() -> bool:
 
 def tell_interrupted(verdict: Path | None = None) -> None:
     """Say that the job was interrupted, once for all of its processes."""
-    worker = VERDICT_VARIABLE in os.environ if verdict is None else verdict.with_name(_TOLD).exists()
+    worker = VERDICT_VARIABLE in os.environ if verdict is None else verdict.with_name(TOLD).exists()
     if not worker and os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr, flush=True)
 
@@ -46,7 +46,7 @@ def tell_interrupted(verdict: Path | None = None) -> None:
 def note_orderly_end() -> None:
     """Have our launcher know that this worker has told how the run ended."""
     if VERDICT_VARIABLE in os.environ:
-        Path(os.environ[VERDICT_VARIABLE]).with_name(_TOLD).touch()
+        Path(os.environ[VERDICT_VARIABLE]).with_name(TOLD).touch()
 
 
 def prepare_worker(tune: bool) -> None:

@@ -29,11 +29,11 @@ from typing import IO
 
 from hybridpar.errors import UsageError, shortened
 from hybridpar.machine.supervise import (
+    FILE_MARK,
     LEAVE_SECONDS,
     LOST_WORKER,
     RESTARTS,
     TOKEN_VARIABLE,
-    VERDICT_MARK,
     Job,
     new_job,
     new_token,
@@ -47,6 +47,9 @@ _PASSED_ON = ("HYBRIDPAR_", "NCCL_", "GLOO_", "TORCH_", "OMP_NUM_THREADS", "PYTH
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 #: ssh's own exit code where it could not connect.
 _NO_CONNECTION = 255
+
+#: A file that an agent hands on; no other name comes from there.
+_LEFT = re.compile(rf"{FILE_MARK}(?P<name>verdict\.json|told) (?P<text>.*)")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:-]*")
 
@@ -201,8 +204,9 @@ class _Agent(subprocess.Popen[str]):
     def poll(self) -> int | None:
         """Whether it has ended; its last words come first."""
         code = super().poll()
-        for reader in self._readers if code is not None else ():
-            reader.join(1.0)
+        # Once, as the streams do not end while another process holds them: an ssh that stays for further connections.
+        while code is not None and self._readers:
+            self._readers.pop().join(1.0)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -227,10 +231,13 @@ class _Agent(subprocess.Popen[str]):
     def _pass_on(self, source: IO[str], sink: IO[str]) -> None:
         """What the first rank reports is shown as it is; messages begin with the name of their host."""
         for line in source:
-            if line.startswith(VERDICT_MARK):
-                with suppress(FileExistsError), self._verdict.open("x", encoding="utf-8") as file:  # the first stands
-                    file.write(line.removeprefix(VERDICT_MARK))
-            elif not self._quiet:
+            # The last line of a worker has no end where a progress bar was cut off.
+            if left := _LEFT.search(line):
+                file = self._verdict.with_name(left["name"])
+                with suppress(FileExistsError), file.open("x", encoding="utf-8") as copy:  # the first stands
+                    copy.write(left["text"])
+                line = line[: left.start()] and f"{line[: left.start()]}\n"
+            if line and not self._quiet:
                 print(f"{self._mark if sink is sys.stderr else ''}{line}", end="", file=sink, flush=True)
 
 
@@ -268,6 +275,9 @@ class _JobOnHosts(Job):
         if code == _NO_CONNECTION:
             fix = f"Try `ssh {name} true`: it must work without a password.\n"
             return f"{name} cannot be reached by ssh, or the connection broke{others}", fix
+        if code < 0:
+            fix = "Start it again with --resume: it goes on from the last whole checkpoint.\n"
+            return f"{name} was lost: ssh was killed by signal {-code}{others}", fix
         fix = f"{Path.cwd()} and {sys.executable} must be there too.\n"
         return f"{name} ended with {code}{others}", fix
 

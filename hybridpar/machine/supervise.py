@@ -36,7 +36,7 @@ from types import FrameType
 from typing import Any
 
 from hybridpar.errors import UsageError
-from hybridpar.machine.launch import VERDICT_VARIABLE, StopRequest, report_verdict, tell_interrupted
+from hybridpar.machine.launch import TOLD, VERDICT_VARIABLE, StopRequest, report_verdict, tell_interrupted
 from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
 
 #: Holds what processes of a job must know to be let in by its servers.
@@ -62,8 +62,8 @@ RESTARTS = 3
 LOST_WORKER = 75
 #: What to do after a failure that has no other explanation.
 _LOOK = "Look at the messages above; `dmesg` tells whether the system ran out of memory."
-#: Begins the line on standard error by which an agent hands its verdict on.
-VERDICT_MARK = "hybridpar verdict "
+#: Begins a line on standard error by which an agent hands a file of its workers on: the file's name, then its text.
+FILE_MARK = "hybridpar file "
 
 
 @dataclass(kw_only=True)
@@ -348,8 +348,10 @@ def agent() -> int:
             failed = _until_something_fails(job, signals, verdict)
         finally:
             job.end()
+        for left in (verdict, verdict.with_name(TOLD)):
+            if left.exists():
+                print(f"{FILE_MARK}{left.name} {left.read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
         if verdict.exists():
-            print(VERDICT_MARK + verdict.read_text(encoding="utf-8"), file=sys.stderr, flush=True)
             return 1
         if signals.signal is not None:
             return 128 + signals.signal

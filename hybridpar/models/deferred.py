@@ -394,9 +394,14 @@ def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
                 held[key] = value
 
 
-def like_tensor(one: Tensor, values: Tensor) -> Tensor:
-    """Values as a parameter, where another tensor is one."""
-    return nn.Parameter(values, one.requires_grad) if isinstance(one, nn.Parameter) else values
+def like_tensor(tensor: Tensor, values: Tensor) -> Tensor:
+    """Values as a parameter or trained, where another tensor is, and with its Python attributes; not its hooks."""
+    if isinstance(tensor, nn.Parameter):
+        values = nn.Parameter(values, tensor.requires_grad)
+    elif tensor.is_leaf:
+        values.requires_grad_(tensor.requires_grad)
+    values.__dict__.update(vars(tensor))
+    return values
 
 
 def _placed(values: Tensor, like: Tensor, device: torch.device) -> Tensor:

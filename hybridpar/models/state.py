@@ -11,15 +11,17 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.models.deferred import like_tensor, places, storage_of
@@ -30,6 +32,9 @@ _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdli
 
 #: What every module has.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+#: Values that are never changed, as most attributes are.
+_ATOMS = frozenset({type(None), bool, int, float, str})
 
 #: Buffers and attributes of modules: where they are held, and what by which name.
 HeldState = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -45,10 +50,16 @@ class OutsideGraphError(Exception):
 def twin_of(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy of a model, also where hooks leave tensors with a history in it, as `nn.utils.weight_norm` does.
 
-    `memo` has what stands for an object of the model, by its id, as for `copy.deepcopy`.
+    What Python cannot copy, such as a lock, is shared. `memo` has what stands for an object of the model, by its id, as
+    for `copy.deepcopy`.
     """
-    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    return copy.deepcopy(model, {id(one): one.detach().clone() for one in held if not one.is_leaf} | (memo or {}))
+    memo = dict(memo or {})
+    copies = _TensorCopies(_detached_copy)
+    copies.collect(_reach_all(map(_attributes, model.modules())), memo)
+    twin = copies.copied(model, memo)
+    for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
+        copied.__dict__.update(vars(parameter))
+    return twin
 
 
 @contextmanager
@@ -56,8 +67,8 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Cal
     """Let a model hold copies of all that it has; on exit, also after an error, they are thrown away.
 
     Parameters, buffers, gradients, Python attributes, hooks and modes are then what they were, and random generators go
-    on from where they were. An attribute that Python cannot copy, such as an iterator or an open file, is used as it
-    is, and so are global variables.
+    on from where they were. What Python cannot copy, such as an iterator or an open file, is used as it is, and so are
+    modules that are not in the model, and global variables. Hooks of tensors do not run.
 
     With `training` the model is as it trains, which is as it is if it is in training mode, or in evaluation mode.
 
@@ -67,11 +78,11 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Cal
     tensors = [tensor for module in scripted for tensor in (*module.parameters(False), *module.buffers(False))]
     values = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    with same_random(devices), with_copies(model, _copy_of) as memo:
+    with same_random(devices), with_copies(model, _copy_of) as copied:
         if training is not None and not (training and model.training):
             model.train(training)
         try:
-            yield lambda value: copy.deepcopy(value, memo)
+            yield copied
         finally:
             for tensor, value, gradient in values:  # a scripted module cannot hold other tensors
                 tensor.detach().copy_(value)
@@ -79,12 +90,27 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Cal
 
 
 @contextmanager
-def same_attributes(model: nn.Module) -> Iterator[None]:
-    """As `untouched`, for code that computes nothing: copies of tensors share memory, and torch's generators go on."""
+def same_attributes(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
+    """As `untouched`, but copies of tensors share memory with the model's, and torch's generators go on.
+
+    For tracing, and for forward passes after which buffers are put back. Trained tensors that are no parameters are
+    not copied, so that gradients of what is computed from them flow to the model.
+
+    Yields the model's tensors by the ids of their copies.
+    """
+    originals: dict[int, torch.Tensor] = {}
+
+    def shared(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            return tensor
+        alias = like_tensor(tensor, tensor.detach())
+        originals[id(alias)] = tensor
+        return alias
+
     drawn = random.getstate(), np.random.get_state()
-    with with_copies(model, lambda tensor, memo: like_tensor(tensor, tensor.detach())):
+    with with_copies(model, shared):
         try:
-            yield
+            yield originals
         finally:
             random.setstate(drawn[0])
             np.random.set_state(drawn[1])
@@ -93,21 +119,17 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def with_copies(
     model: nn.Module, copy_of: Callable[[torch.Tensor, dict[int, Any]], torch.Tensor]
-) -> Iterator[dict[int, Any]]:
-    """Let a model hold copies of its attributes, of tensors made by a function; yields the memo of `copy.deepcopy`."""
+) -> Iterator[Callable[[_T], _T]]:
+    """Let a model hold copies of its attributes, of tensors made by a function; yields what copies something else."""
     before = [(module, module.training, dict(vars(module))) for module in model.modules()]
-    memo: dict[int, Any] = {id(module): module for module, *_ in before}
-    for _, held, name in places(model):
-        memo.setdefault(id(held[name]), copy_of(held[name], memo))
-    for module, _, held in before:
-        for name, value in held.items() if not isinstance(module, torch.jit.ScriptModule) else ():
-            if isinstance(module, fx.GraphModule) and name not in MODULE_ATTRIBUTES:
-                continue  # describes the graph
-            with suppress(Exception):  # whatever cannot be copied is used as it is
-                empty = isinstance(value, dict) and not value  # as most of a module's are
-                vars(module)[name] = copy.copy(value) if empty else copy.deepcopy(value, memo)
+    reached = _reach_all(map(_attributes, model.modules()))
+    memo: dict[int, Any] = {id(value): value for value in (model, *reached.values()) if isinstance(value, nn.Module)}
+    copies = _TensorCopies(copy_of)
     try:
-        yield memo
+        copies.collect(reached, memo)
+        for module, *_ in before:
+            vars(module).update({name: memo.get(id(value), value) for name, value in _attributes(module).items()})
+        yield lambda value: copies.copied(value, memo)
     finally:
         for module, flag, _ in before:
             if isinstance(module, (fx.GraphModule, torch.jit.ScriptModule)) and module.training != flag:
@@ -117,10 +139,59 @@ def with_copies(
             vars(module).update(held)
 
 
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds that can be replaced; not what describes the graph of a stage."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
+    has_graph = isinstance(module, fx.GraphModule)
+    return {name: value for name, value in vars(module).items() if not has_graph or name in MODULE_ATTRIBUTES}
+
+
+class _TensorCopies(TorchFunctionMode):
+    """Inside, `copy.deepcopy` copies tensors by a function, wherever they are held; parameters copy themselves."""
+
+    def __init__(self, copy_of: Callable[[torch.Tensor, dict[int, Any]], torch.Tensor]) -> None:
+        super().__init__()
+        self._copy_of = copy_of
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = self._copy_of if func is torch.Tensor.__deepcopy__ else func
+        return function(*args, **(kwargs or {}))
+
+    def copied(self, value: _T, memo: dict[int, Any]) -> _T:
+        """A deep copy."""
+        with self:
+            return copy.deepcopy(value, memo)
+
+    def collect(self, reached: Mapping[int, Any], memo: dict[int, Any]) -> None:
+        """Put copies of values into a memo, the innermost first, and what cannot be copied as it is."""
+        values = [value for key, value in reached.items() if key not in memo and not isinstance(value, nn.Module)]
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                memo[id(value)] = self._copy_of(value, memo)
+        values.reverse()
+        with self:
+            for value in sorted(values, key=lambda value: _items(value) is not None):
+                size = len(memo)
+                try:
+                    is_empty = type(value) in (dict, OrderedDict) and not value  # as most of a module's are
+                    memo[id(value)] = value.copy() if is_empty else copy.deepcopy(value, memo)
+                except (MemoryError, torch.OutOfMemoryError):
+                    raise
+                except Exception:  # a copy is made by the user's code, which may raise anything
+                    while len(memo) > size:  # parts, which may be unfinished
+                        memo.popitem()
+                    memo[id(value)] = value
+
+
+def _detached_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    return copy.deepcopy(tensor if tensor.is_leaf else tensor.detach(), memo)
+
+
 def _copy_of(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """A copy that shares memory with the copies of what the tensor shares memory with."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return copy.deepcopy(tensor, memo)
+        return _detached_copy(tensor, memo)
     return like_tensor(tensor, copy.deepcopy(tensor.detach(), memo))
 
 
@@ -178,25 +249,44 @@ class _Same:
 
 def reachable(module: nn.Module) -> dict[int, object]:
     """What a module's forward can change without a global variable, by id: containers, objects, and other modules."""
-    found: dict[int, object] = {}
-    for inside in module.modules():
-        found[id(inside)] = inside
-        for name, value in vars(inside).items():
-            if name not in MODULE_ATTRIBUTES:
-                _reach(value, 4, found)
-    return found
+    modules = list(module.modules())
+    reached = _reach_all(
+        {name: value for name, value in vars(inside).items() if name not in MODULE_ATTRIBUTES} for inside in modules
+    )
+    changeable = {
+        key: value
+        for key, value in reached.items()
+        if isinstance(value, (dict, list, deque, set, nn.Module)) or _is_users_object(value)
+    }
+    return {id(inside): inside for inside in modules} | changeable
 
 
-def _reach(value: Any, depth: int, found: dict[int, object]) -> None:
-    if isinstance(value, (dict, list, deque, set, nn.Module)) or _is_users_object(value):
-        found[id(value)] = value
+def _reach_all(attributes: Iterable[Mapping[str, Any]]) -> dict[int, Any]:
+    """Values of attributes and what is in them, by id, the outer before the inner."""
+    reached: dict[int, Any] = {}
+    for held in attributes:
+        for value in held.values():
+            _reach(value, 4, reached)
+    return reached
+
+
+def _reach(value: Any, depth: int, reached: dict[int, Any]) -> None:
+    if type(value) in _ATOMS:
+        return
+    reached[id(value)] = value
     if not depth:
         return
+    for item in _items(value) or ():
+        _reach(item, depth - 1, reached)
+
+
+def _items(value: Any) -> Iterable[Any] | None:
+    """What a bound method, a container or an object of a user's class holds; None for everything else."""
+    if isinstance(value, MethodType):
+        return (value.__self__,)
     if isinstance(value, (list, tuple, deque, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _reach(item, depth - 1, found)
-    elif _is_users_object(value):
-        _reach(vars(value), depth - 1, found)
+        return value.values() if isinstance(value, dict) else value
+    return vars(value).values() if _is_users_object(value) else None
 
 
 def _frozen(value: Any, depth: int) -> Any:

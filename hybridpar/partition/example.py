@@ -122,8 +122,11 @@ class _Example(fx.Interpreter):
         """Run the graph."""
         from torch.utils.flop_counter import FlopCounterMode  # which imports triton
 
-        with FlopCounterMode(display=False) as self.counter:
-            self.run(*inputs)
+        try:
+            with FlopCounterMode(display=False) as self.counter:
+                self.run(*inputs)
+        finally:
+            self.env.clear()  # values whose hooks on saved tensors hold this object: a cycle that gc does not see
         return self.facts
 
     def fetch_attr(self, target: str) -> Any:

@@ -297,11 +297,13 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: fro
         before = set(vars(model))
         try:
             # The tracer stores constants on the model, and forward may store anything; the model must stay the user's.
-            with same_attributes(model), traceable_only(model):
+            with same_attributes(model) as originals, traceable_only(model):
                 graph = tracer.trace(model, _defaults_beyond(model, inputs))
                 _drop_defaults(graph, len(inputs))
                 used = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - before
-                constants = {name: value for name, value in vars(model).items() if name in used}
+                constants = {
+                    name: originals.get(id(value), value) for name, value in vars(model).items() if name in used
+                }
             return TracedModel(model, graph, None, constants, tuple(sorted(whole)), tracer.suspects)
         except UsageError:
             raise

@@ -42,8 +42,6 @@ from hybridpar.pipeline.stage_module import (
 )
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
-from hybridpar.schedule.layout import Edge
-from hybridpar.schedule.program import lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
 
@@ -100,9 +98,6 @@ class PipelineEngine:
                 for target in consumers_of(stages, index)
                 for pair in ((index, target), (target, index))
             }
-        # Before anything is exchanged: a schedule that cannot be is refused alike on all workers.
-        for replica in layout.kinds:
-            lower(options.order(replica, micro_batches), layout.replica(replica, _plain_edges(stages)))
         if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
             raise ScheduleError(
                 f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",
@@ -429,10 +424,3 @@ def _names(stage: StageModule) -> tuple[list[str], list[str], list[str]]:
     """Of all that a stage holds, takes and returns."""
     inputs, outputs = ([border.name for border in side] for side in (stage.inputs, stage.outputs))
     return list(module_of(stage).state_dict()), inputs, outputs
-
-
-def _plain_edges(stages: Sequence[StageModule]) -> tuple[Edge, ...]:
-    """What flows between stages, before its size is known."""
-    return tuple(
-        Edge(index, target, 0, 1) for index in range(len(stages)) for target in sorted(consumers_of(stages, index))
-    )

@@ -26,7 +26,7 @@ from hybridpar.comm.grid import Grid
 from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
-from hybridpar.errors import TrainingError
+from hybridpar.errors import ScheduleError, TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
@@ -34,9 +34,10 @@ from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
 from hybridpar.pipeline.stage_module import refresh
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, Action, Kind
+from hybridpar.schedule.actions import COMPUTE, Action, Kind, Schedule
 from hybridpar.schedule.layout import Edge
 from hybridpar.schedule.program import Program, lower
+from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.sync.reducer import StepGradients
 
 #: What a worker does in a step also where it has no sample: its gradients are zero, and added to those of the others.
@@ -305,15 +306,24 @@ class Executor:
     def _make_program(self, count: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
         options = self._options
         layout = options.layout.replica(self._replica, edges)
-        return lower(
-            options.order(self._replica, count),
-            layout,
-            [buckets.get(index, 0) for index in range(layout.stages)],
-            self._offload,
-            commit=any(stage.measured for stage in self.stages.values()),
-            forward_ms=options.forward_ms,
-            backward_ms=options.backward_ms,
-        )
+        forward, backward = options.forward_ms, options.backward_ms
+
+        def program(order: Schedule) -> Program:
+            return lower(
+                order,
+                layout,
+                [buckets.get(index, 0) for index in range(layout.stages)],
+                self._offload,
+                commit=any(stage.measured for stage in self.stages.values()),
+                forward_ms=forward,
+                backward_ms=backward,
+            )
+
+        order = options.order(self._replica, count)
+        try:
+            return program(order)
+        except ScheduleError:  # gradients flow that its plan did not know of, as of parameters that were frozen
+            return program(make(order.name, ScheduleRequest(layout, count, forward_ms=forward, backward_ms=backward)))
 
     def _items(self, program: Program, *, idle: bool = False) -> list[_Item]:
         """This worker's actions, in the order in which they are issued."""

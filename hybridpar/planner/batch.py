@@ -11,28 +11,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, UsageError
-from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.models import autocast
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.random_state import same_random
-from hybridpar.models.state import twin_of
-from hybridpar.planner.evaluate import Evaluator
+from hybridpar.planner.fit import Need, held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import decided_options, fixed_by
-from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import profile_model, set_way
 from hybridpar.planner.probes import Question
-from hybridpar.planner.profile import ModelProfile
-from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, random_batch, time_in_turns
-from hybridpar.schedule.layout import Layout
 
 #: Samples of a part of the first batch, and of the smallest that is tried where that does not fit.
 FIRST, LEAST = 8, 2
@@ -43,21 +34,6 @@ GAIN = 0.05
 LEAST_STEPS = 8
 #: Steps of each batch that are timed, and seconds after which there is no other.
 STEPS, SECONDS = 5, 1.5
-
-
-class Need(NamedTuple):
-    """Bytes that a worker needs, and that it has: of the worker with the least left."""
-
-    bytes: float
-    limit: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether all workers have the memory that they need."""
-        return self.bytes <= self.limit
-
-    def __str__(self) -> str:
-        return f"{self.bytes / 1e9:,.2f} GB of {self.limit / 1e9:,.2f} GB per worker"
 
 
 @dataclass(frozen=True)
@@ -113,47 +89,6 @@ def _refused(why: str) -> UsageError:
     )
 
 
-def memory_of(profile: ModelProfile, cluster: ClusterSpec, asked: Question, parts: int) -> Callable[[int], Need]:
-    """Predicts what a worker needs for plain data parallelism, by the samples of a step.
-
-    `parts` are those of a step of a worker: micro-batches.
-    """
-    workers, fixed = cluster.workers, replace(asked.fixed, shard_optimizer=bool(asked.fixed.shard_optimizer))
-
-    def need(batch: int) -> Need:
-        inputs = PlannerInputs(
-            profile,
-            cluster,
-            batch,
-            optimizer_copies=asked.copies,
-            averages=asked.averages,
-            whole_model=asked.whole_model,
-            bucket_bytes=asked.bucket_bytes,
-            sync_lanes=asked.sync_lanes,
-            fixed=fixed,
-        )
-        space = Space(inputs, workers)
-        codec = len(space.codec_choices) - 1 if fixed.codecs is not None and workers > 1 else 0
-        sharded = fixed.shard_optimizer is True and workers > 1
-        layout = Layout.repeated([(0, 0)], workers)
-        whole = space.cut(layout)
-        assert whole is not None
-        outcome = Evaluator(space).outcome(Candidate(layout, parts, whole, "accumulate", codec, sharded=sharded))
-        return Need(outcome.memory_bytes, outcome.limit_bytes)
-
-    return need
-
-
-def sizes_of(model: nn.Module, asked: Question, world: World) -> ModelProfile:
-    """The graph of a model with the sizes of its tensors, and times that are estimated."""
-    options = asked.options or TrainConfig()
-    memory_format = "channels_last" if options.uses_channels_last else "contiguous"
-    copy = twin_of(model)
-    example = set_way(copy, random_batch(asked.sample_shape, LEAST, world.device), memory_format)
-    with autocast(options.amp, world.device):
-        return profile_model(copy, [example], name=asked.name, measure=False)
-
-
 def measure_batch(
     model: nn.Module,
     config: TrainConfig,
@@ -177,14 +112,15 @@ def measure_batch(
         model.to(world.device)
         announce("choosing the batch: predicting memory")
         try:
-            profile = world.on_all(lambda: sizes_of(model, asked, world))
+            profile = world.on_all(lambda: sizes_of(model, options, sample_shape, LEAST, world.device))
         except HybridparError as error:
             raise UsageError(
                 f"--batch-size auto: {error.what}",
                 "The memory of a batch is predicted from a trace of the model.",
                 "Name a number, such as --batch-size 64.",
             ) from error
-        need = memory_of(profile, measure_cluster(world), asked, parts)
+        held: int = max(world.gather(held_bytes(world.device)))  # type: ignore[type-var, assignment]
+        need = memory_of(asked.inputs(profile, measure_cluster(world)), parts, held)
 
         def rate(batch: int) -> float:
             announce(f"choosing the batch: timing steps of {batch:,} samples")

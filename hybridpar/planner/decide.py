@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
@@ -44,7 +44,8 @@ def decide_plan(
     begun = time.perf_counter()
     measured = measure_inputs(model, question, world, open_trial=open_trial, announce=announce)
     inputs, way = measured.inputs, measured.way
-    compute = {"compute": compute_of_way(question.options or TrainConfig(), way)}
+    options = question.options or TrainConfig()
+    compute = {"compute": compute_of_way(options, way)}
     found: list[tuple[Answer, list[Outcome]]] = []
 
     def predict() -> list[str]:
@@ -61,7 +62,8 @@ def decide_plan(
     times = world.from_main(lambda: _kept_times(key, len(plans)))
     if times is None:
         announce(f"planning: running some steps of the {len(plans)} best plans")
-        times = _run_in_turns(plans, model, question, world, open_trial)
+        example = random_batch(question.sample_shape, question.batch, world.device)
+        times = run_in_turns(plans, model, options, world, example, open_trial)
         if world.is_main:
             store_measurement("finalists", key, times)
     timed_plans = [index for index, row in enumerate(times) if row]
@@ -90,20 +92,25 @@ def _kept_times(key: Mapping[str, object], count: int) -> list[list[float]] | No
     return kept if is_whole else None
 
 
-def _run_in_turns(
-    plans: Sequence[Plan], model: nn.Module, question: Question, world: World, open_trial: OpenTrial
+def run_in_turns(
+    plans: Sequence[Plan],
+    model: nn.Module,
+    options: TrainConfig,
+    world: World,
+    example: Tensor,
+    open_trial: OpenTrial,
+    rounds: int = ROUNDS,
+    seconds: float = MOST_SECONDS,
 ) -> list[list[float]]:
     """Milliseconds of steps of plans, none of a plan that cannot run here; a collective."""
-    example = random_batch(question.sample_shape, question.batch, world.device)
     threads: int | None = None
     with contextlib.ExitStack() as stack:
         steps = {}
         for index, plan in enumerate(plans):
-            assert question.options is not None
             assert plan.compute is not None
             threads = plan.compute.threads
-            options = replace(question.options, **plan.compute.options)
-            opening = as_problem(partial(open_trial, model, options, world, example, plan))
+            chosen = replace(options, **plan.compute.options)
+            opening = as_problem(partial(open_trial, model, chosen, world, example, plan))
             try:
                 with intra_op_threads(threads):
                     trial = stack.enter_context(contextlib.closing(world.on_all(opening)))
@@ -114,7 +121,7 @@ def _run_in_turns(
             except HybridparError:
                 continue
             steps[str(index)] = trial.step
-        times = time_in_turns(steps, world, rounds=ROUNDS, seconds=MOST_SECONDS, threads=threads)
+        times = time_in_turns(steps, world, rounds=rounds, seconds=seconds, threads=threads)
     return [times.get(str(index), []) for index in range(len(plans))]
 
 

@@ -37,11 +37,8 @@ _log = logging.getLogger(__name__)
 #: Name of the measurements in the cache.
 KIND = "links"
 
-#: A link is measured again where it has become so many times faster or slower.
+#: What was measured of a link is used again, and remembered, where a few messages take as long but for such a factor.
 DRIFT = 1.5
-
-#: What was measured is remembered where a few messages right behind it take as long, but for such a factor.
-CONFIRMED = 1.5
 
 #: Hosts of one kind whose memory differs by less than this factor have the least of them.
 ALIKE = 1.1
@@ -50,7 +47,7 @@ ALIKE = 1.1
 LINK_SECONDS = 0.12
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones; and of a copy in memory.
-_SMALL_BYTES, _LEAST_BYTES, _MOST_BYTES, _COPY_BYTES = 4 << 10, 1 << 20, 8 << 20, 64 << 20
+_SMALL_BYTES, _LEAST_BYTES, _MOST_BYTES, _COPY_BYTES = 4 << 10, 1 << 20, 16 << 20, 64 << 20
 
 _Work = Callable[[Tensor], object]
 
@@ -70,7 +67,7 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
     }
     if not fresh:
         known = world.from_main(lambda: _remembered(key))
-        if known is not None and _still_true(known, world, DRIFT):
+        if known is not None and _still_true(known, world):
             return known
 
     def measure() -> ClusterSpec:
@@ -82,14 +79,14 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
         )
 
     def doubt(tries: Sequence[ClusterSpec]) -> float:
-        return float(not _still_true(tries[-1], world, CONFIRMED))
+        return float(not _still_true(tries[-1], world))
 
     tries, doubtful = repeat_until_steady(measure, doubt, 0.0, MOST_TRIES)
     if doubtful:
         _log.warning(
             "the links between workers change by more than %g times from one moment to the next: what was measured is "
             "used now and not remembered",
-            CONFIRMED,
+            DRIFT,
         )
     else:
         world.from_main(lambda: store_measurement(KIND, key, tries[-1].model_dump(mode="json")))
@@ -161,8 +158,8 @@ def _remembered(key: Mapping[str, object]) -> ClusterSpec | None:
         return None
 
 
-def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:
-    """Whether sums still take about as long as they did, but for a factor; a collective."""
+def _still_true(spec: ClusterSpec, world: World) -> bool:
+    """Whether sums still take about as long as they did; a collective."""
     level = spec.outer
     if level is None:
         return True
@@ -176,7 +173,7 @@ def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:
     took = most_of_all(statistics.median(laps_of(world.lane_groups[0].all_reduce, message, 3)), world)
     expected = share * size / speed
     expected += 2 * log_rounds(world.size) * level.latency_ms / 1e3
-    return 1 / factor <= took / expected <= factor
+    return 1 / DRIFT <= took / expected <= DRIFT
 
 
 def _levels(world: World, hosts: Sequence[str], seconds: float) -> dict[str, LinkLevel]:

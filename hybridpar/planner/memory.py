@@ -5,9 +5,10 @@ the buckets that gradients are copied into and with a codec residuals; to that c
 stages that compute theirs again those of one pass of each lane, of those whose activations wait in the host's memory
 those of three. Where replicas divide the optimizer's state, each has its part, and in place of activations what is
 handed round after a step. A pass works in some tensors of its own, and adds gradients of one parameter after the other
-to those of the micro-batches before. On a CPU a process grows by what libraries need, and has a part of what workers
-share, or what arrives over sockets. Where workers of a pipeline hold the whole model, the first one gathers the
-optimizer state of all for a checkpoint.
+to those of the micro-batches before. On a CPU a process grows by what libraries need, and has weights of a layer in the
+form in which they compute, and a part of what workers share, or what arrives over sockets: gradients that a host's
+workers add in shared memory are there in place of their own. Where workers of a pipeline hold the whole model, the
+first one gathers the optimizer state of all for a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from hybridpar.schedule.layout import Layout
 from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES
 
 #: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
-PROCESS_BYTES = 30 << 20
+PROCESS_BYTES = 20 << 20
 #: How many of its largest tensor a pass needs beside what it keeps: the gradients with respect to input and output.
 #: On a CPU both again, in the layout in which a library computes, or as holes that the allocator is left with.
 _WORKING_TENSORS = {"cuda": 2, "cpu": 4}
+#: How many of its largest parameter a pass needs on a CPU: weights, and in channels_last also the gradient, in the
+#: layout in which a library computes, and holes of that size.
+_WORKING_WEIGHTS = {"contiguous": 1, "channels_last": 3}
 
 
 def device_bytes(
@@ -45,9 +49,9 @@ def device_bytes(
 ) -> list[float]:
     """The bytes that the device of every worker of a replica needs, with the margin."""
     job, count, sharded = candidate.layout, candidate.micro_batches, candidate.sharded
-    divided = inputs.optimizer_copies - inputs.averages
+    divided, kind = inputs.optimizer_copies - inputs.averages, inputs.by_worker[0][1].kind
     lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
-    again, added, working = ([0] * layout.lanes for _ in range(3))
+    again, added, working, weights = ([0] * layout.lanes for _ in range(4))
     whole = figures.model_bytes
     holds_all = (inputs.whole_model or not job.is_equal) and layout.workers > 1
     if holds_all or layout.workers == 1:
@@ -57,10 +61,12 @@ def device_bytes(
         state[home] += divided * owned[stage]
         # From one step to the next.
         lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec > 0)) * size
-        buckets[home] += gradients[stage] - size  # until they are summed
+        if kind != "cpu" or hosts > 1 or candidate.codec:  # else workers add them where they share memory
+            buckets[home] += gradients[stage] - size  # until they are summed
         working[lane] = max(working[lane], figures.largest_bytes[stage])
+        weights[lane] = max(weights[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
         if count > 1:
-            added[lane] = max(added[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
+            added[lane] = weights[lane]
         # One pass's leave while the next one computes, and others come back.
         beside = min(3, count * len(layout.stages_on(lane))) if candidate.cut.offload else 1
         again[lane] = max(again[lane], beside * figures.again_bytes[stage])
@@ -68,10 +74,11 @@ def device_bytes(
             stepped[home] = max(stepped[home], (job.replicas + 1) * min(HANDED_BYTES, owned[stage]))
         if is_outer:  # weights of the last exchange, and what is sent
             lasting[home] += 2 * size
-    held, kind = list(saved), inputs.by_worker[0][1].kind
+    held = list(saved)
+    copies = _WORKING_WEIGHTS[inputs.profile.variants[candidate.variant].memory_format] if kind == "cpu" else 0
     for lane, home in enumerate(layout.worker_of):
         held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
-        lasting[home] += added[lane]
+        lasting[home] += added[lane] + copies * weights[lane]
     needs = [
         kept + mine + max(larger * size + copied, handed)
         for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
@@ -85,7 +92,7 @@ def device_bytes(
 
 
 def _shared_bytes(inputs: PlannerInputs, replicas: int, layout: Layout, figures: StageFigures, hosts: int) -> int:
-    """What workers of one host share to add gradients in, and to hand tensors from stage to stage.
+    """What workers of one host share to hand tensors from stage to stage.
 
     Between hosts each lane has memory in which a bucket arrives.
     """
@@ -93,9 +100,7 @@ def _shared_bytes(inputs: PlannerInputs, replicas: int, layout: Layout, figures:
         buckets = [bucket for own in figures.parameters for bucket in stage_buckets(own, inputs.bucket_bytes)]
         sizes = sorted((4 * sum(one.count for one in bucket) for bucket in buckets), reverse=True)
         return sum(sizes[: inputs.sync_lanes]) if replicas > 1 else 0
-    adding = replicas > 1 and not inputs.rates  # codecs need process groups
-    sums = inputs.sync_lanes * 2 * replicas * CHUNK_BYTES if adding else 0
-    return sums + (2 * CHUNK_BYTES if layout.workers > 1 else 0)
+    return 2 * CHUNK_BYTES if layout.workers > 1 else 0
 
 
 def gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, bucket_bytes: int) -> tuple[int, ...]:

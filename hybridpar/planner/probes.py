@@ -8,8 +8,7 @@
 | codecs | how fast codecs write and read gradients: `planner.rates` | 0 |
 
 All workers measure at the same time, so that what they take from each other is in the times, and how fast each is. Each
-probe keeps its result, under all that it depends on: a run after `hybridpar plan`, or after another run of the same
-kind, measures nothing again.
+probe keeps its result, under all that it depends on: the next run of the same kind measures nothing again.
 
 Before a run, measuring must cost less than it can gain. A run of few steps is not planned at all. Of a longer one a
 step is timed, and it is left as it is where measuring would take more than half of what the run computes.
@@ -18,6 +17,7 @@ step is timed, and it is left as it is where measuring would take more than half
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError
 from hybridpar.formats.cache import load_measurement, measurements_directory, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.machine.process import available_cores, host_identity
+from hybridpar.machine.process import available_cores, host_identity, usable_memory
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import autocast, model_fingerprint
 from hybridpar.models.deferred import is_deferred
@@ -45,6 +45,7 @@ from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.choice import other_types
 from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
+from hybridpar.planner.fit import held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.links import laps_of, measure_cluster, most_of_all
@@ -52,7 +53,7 @@ from hybridpar.planner.measure import profile_model, set_way
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rates import measure_rates
 from hybridpar.planner.trials import OpenTrial, as_problem, random_batch
-from hybridpar.planner.ways import Way, choose_way
+from hybridpar.planner.ways import CHANGED, COMPILED, Way, can_compile, choose_way, compiling_pays
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100
@@ -69,8 +70,17 @@ PASSES = 2
 #: Samples of the largest micro-batch that is measured for a cluster which is not the machine at hand.
 _MOST_ELSEWHERE = 64
 
+#: A step needs less than this multiple of its inputs and a hundredth of its weights.
+_AT_MOST = 1000
+
 #: Hosts whose speeds are nearer than this factor count as equally fast.
 APART = 1.25
+
+#: Options on which the time of a step depends.
+_TIMED_OPTIONS = (
+    *("optimizer", "amp", "memory_format", "kernels", "compile", "cuda_graph", "guard", "fidelity", "clip_norm"),
+    *("plan", "deterministic", "shard_optimizer", "model_ema", "batch_norm"),
+)
 
 _T = TypeVar("_T")
 
@@ -146,6 +156,22 @@ class Question:
             steps,
             # A loop that divides batches itself has decided on replicas.
             config.may_be_unequal and fixed.replicas is None,
+        )
+
+    def inputs(self, profile: ModelProfile, cluster: ClusterSpec) -> PlannerInputs:
+        """What a search reads that is known without timing codecs."""
+        return PlannerInputs(
+            profile,
+            cluster,
+            self.batch,
+            self.fidelity,
+            optimizer_copies=self.copies,
+            averages=self.averages,
+            whole_model=self.whole_model,
+            bucket_bytes=self.bucket_bytes,
+            sync_lanes=self.sync_lanes,
+            fixed=self.fixed,
+            run_steps=self.steps,
         )
 
     @property
@@ -226,6 +252,9 @@ def measure_inputs(
         model.to(world.device)
     workers = world.size if cluster is None else min(cluster.workers, asked.batch)
     sizes = _sizes(model, asked, workers, None if cluster is None else _MOST_ELSEWHERE)
+    if cluster is None and measure and open_trial is not None and asked.options is not None and not is_deferred(model):
+        most = _fitting(model, asked, asked.options, world, sizes[-1], cache)
+        sizes = sorted({min(size, most) for size in sizes})
     given = (measure, passes, cache, open_trial, announce, progress)
     job = _Job(model, asked, world, workers, sizes, cluster, *given)
     codecs = _codecs(job)
@@ -238,21 +267,13 @@ def measure_inputs(
     fixed = asked.fixed
     if fixed.codecs is not None:
         fixed = replace(fixed, codecs={name: text for name, text in fixed.codecs.items() if text in rates})
-    inputs = PlannerInputs(
-        replace(profile, info=profile.info.model_copy(update={"name": asked.name})),
-        spec,
-        asked.batch,
-        asked.fidelity,
-        rates,
-        optimizer_copies=asked.copies,
-        averages=asked.averages,
-        whole_model=asked.whole_model,
-        bucket_bytes=asked.bucket_bytes,
-        sync_lanes=asked.sync_lanes,
+    named = replace(profile, info=profile.info.model_copy(update={"name": asked.name}))
+    inputs = replace(
+        asked.inputs(named, spec),
+        rates=rates,
         # Each part of a step needs two samples, wherever it is computed.
         most_micro_batches=max(1, min(32, asked.batch // (2 * spec.workers))),
         fixed=fixed,
-        run_steps=asked.steps,
     )
     return Measured(inputs, way)
 
@@ -286,8 +307,13 @@ def _measure_way(job: _Job) -> Way | None:
         example = job.example(job.sizes[-1])
         return choose_way(job.model, options, asked.decided, job.world, example, open_trial, asked.steps, worth)
 
-    key = {**_key(job), "options": _options_key(options), "decided": sorted(asked.decided), "long": _magnitude(asked)}
-    return job.kept("way", key, _WAY, choose)
+    key = {**_key(job), "options": {name: str(getattr(options, name)) for name in _TIMED_OPTIONS}}
+    key["decided"] = sorted(asked.decided.intersection(CHANGED))
+    way = job.kept("way", key, _WAY, choose)
+    longer = compiling_pays(1e-3 * way.plain_ms * (asked.steps or 0)) and can_compile(job.world.device)
+    if longer and "compile" not in asked.decided and not any(worth.name == COMPILED for worth in way.worths):
+        way = choose()
+    return way
 
 
 def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
@@ -325,12 +351,13 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
             job.world.on_all_patiently(as_problem(profile))
         else:
             job.world.from_main(as_problem(profile), long=True)
-        of_main: ModelProfile = job.world.gather(found[0] if found else None)[0]  # type: ignore[assignment]
-        return of_main if way is None else with_rest(of_main, way)
+        of_main: ModelProfile = job.world.gather(found[0] if job.world.is_main else None)[0]  # type: ignore[assignment]
+        return of_main
 
-    chosen = {"memory_format": memory_format, "kernels": kernels, "way": None if way is None else _WAY.dump_python(way)}
+    chosen = {"memory_format": memory_format, "kernels": kernels, "threads": None if way is None else way.threads}
     key = {**_key(job), "sizes": list(job.sizes), "passes": job.passes, "amp": options.amp, **chosen}
-    return job.kept("profile", key, _PROFILE, measure) if job.measure else measure()
+    units = job.kept("profile", key, _PROFILE, measure) if job.measure else measure()
+    return units if way is None else with_rest(units, way)
 
 
 def with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
@@ -389,6 +416,7 @@ def _key(job: _Job) -> dict[str, object]:
     asked, world = job.asked, job.world
     return {
         "model": model_fingerprint(job.model),
+        "trained": [name for name, one in job.model.named_parameters() if one.requires_grad],
         "name": asked.name,
         "sample": list(asked.sample_shape),
         "batch": asked.batch,
@@ -398,17 +426,6 @@ def _key(job: _Job) -> dict[str, object]:
         "hosts": sorted(Counter(str(host) for host in world.gather(host_identity())).values()),
         "cores": len(available_cores()),
     }
-
-
-def _options_key(options: TrainConfig) -> dict[str, str]:
-    """The options on which the time of a step depends."""
-    names = ("optimizer", "amp", "memory_format", "kernels", "compile", "cuda_graph", "guard", "fidelity", "clip_norm")
-    return {name: str(getattr(options, name)) for name in names if hasattr(options, name)}
-
-
-def _magnitude(asked: Question) -> int | None:
-    """The length of the run, as far as it says what is worth a try."""
-    return None if asked.steps is None else asked.steps.bit_length()
 
 
 def _exchange_seconds(model: nn.Module, world: World) -> float:
@@ -436,6 +453,23 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
         return [whole]  # they normalise over a micro-batch, so its size stays
     whole = whole if most is None else min(whole, most)
     return sorted({max(2, whole // 16), max(2, whole // 4), whole})
+
+
+def _fitting(model: nn.Module, asked: Question, options: TrainConfig, world: World, samples: int, cache: bool) -> int:
+    """So many samples of a micro-batch, or half as often as it takes until a step of them fits into memory."""
+    device, weights = world.device, sum(one.nbytes for one in model.parameters())
+    held = held_bytes(device)
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else usable_memory() // world.size
+    bound = _AT_MOST * (4 * samples * math.prod(asked.sample_shape) + weights // 100)
+    if all(world.gather(bound < total - held)):
+        return samples
+    most_held: int = max(world.gather(held))  # type: ignore[type-var, assignment]
+    cluster = measure_cluster(world, fresh=not cache)
+    profile = world.on_all(as_problem(lambda: sizes_of(model, options, asked.sample_shape, 2, world.device)))
+    need = memory_of(asked.inputs(profile, cluster), held=most_held)
+    while samples > 2 and not need(samples * world.size).fits:
+        samples = max(2, samples // 2)
+    return samples
 
 
 def _codecs(job: _Job) -> Sequence[str]:

@@ -76,7 +76,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
             exposed_sync_ms=round(outcome.exposed_sync_ms, 3),
             bytes_sent_per_step=round(outcome.bytes_sent),
             peak_saved_bytes=outcome.peak_saved_bytes,
-            memory_bytes=round(outcome.memory_bytes),
+            memory_bytes=round(outcome.memory_bytes / inputs.memory_margin),
         ),
         inputs=inputs.to_data(),
     )

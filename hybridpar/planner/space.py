@@ -5,8 +5,8 @@ x memory format and kernels. It always holds plain data parallelism, one device,
 
 `exact` asks for the same result. A layer that normalises over the micro-batch makes its size part of the result; so for
 a model with BatchNorm only plans are candidates whose micro-batches are those of plain data parallelism over all
-workers: replicas x micro-batches equals the number of workers. For other models the number is free. No fidelity lifts
-that rule: casts and codecs are what they add.
+workers: replicas x micro-batches equals the number of workers. For other models the number is free. Where none of these
+plans fits into memory, looser fidelities also allow more and smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class Space:
             # Handing parameters round takes a group of its own from gradients, of which one is left.
             may_shard = may_shard and (one.layout.stages > 1 or self.inputs.sync_lanes > 1)
             ways = [(True, one.cut)] if may_shard else []
+            if one.micro_batches not in self.micro_batch_counts(one.layout.replicas):
+                ways.append((bool(sharded), one.cut))
             if one.layout.stages > 1:
                 cuts = [] if self.inputs.profile.counts else [replace(one.cut, recompute=True)]
                 if all(host.host_link is not None for _, host in self.inputs.by_worker[: one.layout.workers]):
@@ -186,7 +188,7 @@ class Space:
                 replicas = workers // positions
                 for stages, lanes, kind in self._placements(positions, most, saving):
                     layout = Layout.dealt(stages, lanes * positions, kind, workers=positions, replicas=replicas)
-                    for count in self.micro_batch_counts(replicas):
+                    for count in self.micro_batch_counts(replicas, saving):
                         if _is_decided_layout(self.inputs.fixed, layout, count):
                             yield layout, count
                             yield from ((layout.reordered(order), count) for order in self._orders(layout))
@@ -222,16 +224,22 @@ class Space:
                 if few != many and max(few, many) % min(few, many) == 0:
                     yield few, many
 
-    def micro_batch_counts(self, replicas: int) -> list[int]:
-        """Numbers of micro-batches to try; the first is the plain one."""
+    def micro_batch_counts(self, replicas: int, saving: bool = False) -> list[int]:
+        """Numbers of micro-batches to try; the first is the plain one.
+
+        Where layers normalise over them, only a looser fidelity and the need to save memory allow more than that.
+        """
         inputs = self.inputs
         if inputs.fixed.micro_batches is not None:
             return [inputs.fixed.micro_batches]
         if inputs.profile.batch_norm:
             parts = inputs.fixed.parts or self.workers
-            return [parts // replicas] if parts % replicas == 0 else []
-        most = min(inputs.most_micro_batches, max(1, inputs.batch // replicas))
-        counts = [1]
+            counts = [parts // replicas] if parts % replicas == 0 else []
+            if not counts or not saving or inputs.fidelity == "exact" or inputs.fixed.parts is not None:
+                return counts
+            most = inputs.batch // (2 * replicas)  # two samples each
+        else:
+            counts, most = [1], min(inputs.most_micro_batches, max(1, inputs.batch // replicas))
         while counts[-1] * 2 <= most:
             counts.append(counts[-1] * 2)
         return counts

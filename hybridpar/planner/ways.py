@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.errors import SyncError
+from hybridpar.errors import HybridparError, SyncError
 from hybridpar.models.state import twin_of
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Compute
 from hybridpar.planner.resolve import compute_of
-from hybridpar.planner.trials import OpenTrial, StepValues, Trial, as_problem, timed
+from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, StepValues, Trial, as_problem, timed
 from hybridpar.tvm_kernels.swap import has_tuned_kernels
 
 #: A change stays where the step takes at most this part of the time without it.
@@ -99,6 +99,12 @@ def compute_of_way(config: TrainConfig, way: Way | None) -> Compute:
     return compute_of(config, None) if way is None else compute_of(replace(config, **way.options), way.threads)  # type: ignore[arg-type]
 
 
+COMPILED = "torch.compile"
+
+#: Options that a way changes, where the user left them open.
+CHANGED = ("memory_format", "kernels", "amp", "cuda_graph", "compile")
+
+
 def open_changes(
     model: nn.Module,
     config: TrainConfig,
@@ -125,9 +131,14 @@ def open_changes(
         changes.append(Change(f"{half} thread{'s' if half > 1 else ''}", {}, half))
     if on_gpu and "cuda_graph" in open_:
         changes.append(Change("CUDA graph", {"cuda_graph": True}))
-    if "compile" in open_ and can_compile(device) and seconds > COMPILE_PAYS * COMPILE_SECONDS:
-        changes.append(Change("torch.compile", {"compile": True}))
+    if "compile" in open_ and can_compile(device) and compiling_pays(seconds):
+        changes.append(Change(COMPILED, {"compile": True}))
     return changes
+
+
+def compiling_pays(seconds: float) -> bool:
+    """Whether a run takes long enough for torch.compile to be tried."""
+    return seconds > COMPILE_PAYS * COMPILE_SECONDS
 
 
 def can_compile(device: torch.device) -> bool:
@@ -154,18 +165,13 @@ def choose_way(
     contest = _Contest(model, config, world, example, open_trial)
     try:
         contest.begin()
-        plain_ms = eager_ms = max(contest.times)
-        check(plain_ms)
-        seconds = 1e-3 * plain_ms * (run_steps or 0)
-        shape, device = tuple(example.shape[1:]), example.device
-        worths = []
-        for change in open_changes(model, config, decided, shape, device, seconds):
-            worths.append(contest.try_change(change))
-            if worths[-1].chosen and not {"cuda_graph", "compile"} & change.options.keys():
-                eager_ms = max(contest.times)
+        check(contest.plain_ms)
+        seconds = 1e-3 * contest.plain_ms * (run_steps or 0)
+        changes = open_changes(model, config, decided, tuple(example.shape[1:]), example.device, seconds)
+        worths = tuple(map(contest.try_change, changes))
     finally:
         contest.close()
-    return Way(contest.options, contest.threads, contest.times, eager_ms, plain_ms, tuple(worths))
+    return Way(contest.options, contest.threads, contest.times, contest.eager_ms, contest.plain_ms, worths)
 
 
 class _Contest:
@@ -177,6 +183,8 @@ class _Contest:
         self.options: dict[str, Any] = {}
         self.threads: int | None = None
         self.times: tuple[float, ...] = ()
+        #: As of the `Way`.
+        self.plain_ms = self.eager_ms = 0.0
         self._world, self._alone = world, World(device=example.device)
         self._config, self._open_trial, self._example = config, open_trial, example
         self._trained, self._compared = model, model
@@ -189,7 +197,8 @@ class _Contest:
         if any(self._world.gather(self._plain.draws)):  # another way may draw other numbers
             self._compared = twin_of(self._trained).eval()
             self._plain = self._world.on_all(as_problem(lambda: self._values({})))
-        self.times = timed(best.step, self._world)
+        self._warm_up(best, None)
+        self._note(timed(best.step, self._world))
 
     def close(self) -> None:
         """Close what is open."""
@@ -224,11 +233,18 @@ class _Contest:
                 loser = opened[0] if opened else None
                 return Worth(change.name, why_not=str(why_not))
             rival = opened[0]
-            ratio, times = self._in_turns(rival, threads)
+            try:
+                ratio, times = self._in_turns(rival, threads)
+            except SyncError:
+                raise
+            except HybridparError as error:
+                loser = rival
+                return Worth(change.name, why_not=error.what)
             if ratio > MARGIN:
                 loser = rival
                 return Worth(change.name, ratio)
-            self._best, self.options, self.threads, self.times = rival, options, threads, times
+            self._best, self.options, self.threads = rival, options, threads
+            self._note(times)
             return Worth(change.name, ratio, chosen=True)
         finally:
             if loser is not None:
@@ -238,13 +254,28 @@ class _Contest:
         """Time of the rival's step over that of the best so far, and the rival's times on every worker."""
         assert self._best is not None
         ours, theirs = [], []
+        self._warm_up(rival, threads)
         for turn in range(TURNS):
             theirs.append(timed(rival.step, self._world, threads))
             ours.append(timed(self._best.step, self._world, self.threads))
             best, other = (min(map(max, times)) for times in (ours, theirs))
             if other > HOPELESS * best or (turn + 1) * (best + other) > ENOUGH_MS:
                 break
+        self._note(min((self.times, *ours), key=max))
         return other / best, min(theirs, key=max)
+
+    def _note(self, times: tuple[float, ...]) -> None:
+        """Take note of what a step takes in the best way so far, of every worker."""
+        self.times = times
+        if not {"cuda_graph", "compile"} & self.options.keys():
+            self.eager_ms = max(times)
+        if not self.options and self.threads is None:
+            self.plain_ms = max(times)
+
+    def _warm_up(self, trial: Trial, threads: int | None) -> None:
+        """Take the steps that are not counted, of which `values` was one."""
+        for _ in range(FIRST_STEPS - 1):
+            timed(trial.step, self._world, threads)
 
     def _open(self, model: nn.Module, options: Mapping[str, Any]) -> Trial:
         return self._open_trial(model, replace(self._config, **options), self._alone, self._example, None)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hybridpar.comm.handshake import job_token
+from hybridpar.comm.rendezvous import job_store
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
 from hybridpar.machine.addresses import address_towards
@@ -141,20 +142,15 @@ def find_process(config: TrainConfig) -> Process:
         return Process(0, 1, 0, dist.HashStore(), new_token())  # type: ignore[attr-defined]
     token = job_token()
     try:
-        # Documented parts of torch.distributed, which declares no exports.
-        limit = datetime.timedelta(seconds=config.timeout)
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-    except (RuntimeError, ValueError, KeyError) as error:
+        store = job_store(datetime.timedelta(seconds=config.timeout))
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
         raise LaunchError(
             f"process {rank} of {size} cannot reach the launcher: {error}",
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose processes reach each other.",
             "Start with `hybridpar train --workers N`, or with torchrun.",
         ) from error
-    # Several launchers, one per host, count their restarts apart, so that the number names no attempt.
-    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
-    attempt = os.environ.get("HYBRIDPAR_ATTEMPT", restarts)
-    apart = dist.PrefixStore(f"servers-{attempt}", store)  # type: ignore[attr-defined]
+    # Documented, but torch.distributed declares no exports.
+    apart = dist.PrefixStore("servers", store)  # type: ignore[attr-defined]
     return Process(rank, size - servers, servers, apart, token, os.environ.get(JOINS_VARIABLE) == "1")
 
 

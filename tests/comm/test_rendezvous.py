@@ -20,7 +20,8 @@ from torch import nn
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm import rendezvous
 from hybridpar.comm.rendezvous import Place, RollCall, address_towards, interface_of, reachable_address
-from hybridpar.errors import HybridparError, LaunchError
+from hybridpar.errors import HybridparError, LaunchError, UsageError
+from hybridpar.machine.launch import VERDICT_VARIABLE, record_failure
 from tests.ranks import start_processes
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +139,38 @@ def as_spawned(rank, directory, port, answers):
 def test_several_trainers_in_one_program_whose_worker_0_serves_the_store():
     with start_processes(as_spawned, 2, free_port()) as answers:
         assert dict(answers.get(timeout=120) for _ in range(2)) == {0: expected(0), 1: expected(1)}
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """The environment of worker 1 of a job whose worker 0 serves the store."""
+    limit = datetime.timedelta(seconds=30)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_stores", {})
+    return server
+
+
+def test_what_another_job_or_attempt_writes_to_the_store_is_not_seen(monkeypatch, listening):
+    def store(job: str, attempt: str):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        monkeypatch.setenv("HYBRIDPAR_ATTEMPT", attempt)
+        return rendezvous.job_store(datetime.timedelta(seconds=30))
+
+    store("a", "0").set("place-0", "here")
+    assert store("a", "0").check(["place-0"])
+    assert not store("a", "1").check(["place-0"])
+    assert not store("b", "0").check(["place-0"])
+
+
+def test_a_port_in_use_is_a_verdict_as_it_would_be_in_use_again(monkeypatch, tmp_path, listening):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="the port is in use") as caught:
+        rendezvous.initialise(torch.device("cpu"), 30.0)
+    monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "verdict.json"))
+    assert record_failure(caught.value, debug=False)
 
 
 # ------------------------------------------------------------------------------------------------- network interfaces

@@ -16,6 +16,7 @@ import sys
 import threading
 from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -24,9 +25,10 @@ from benchmarks.rig.network import Network, missing
 from hybridpar.cli import main
 from hybridpar.commands.train import Train
 from hybridpar.errors import UsageError
+from hybridpar.machine import nodes
 from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script
-from hybridpar.machine.supervise import VERDICT_MARK
-from tests.machine.test_supervise import PROGRAM, starts
+from hybridpar.machine.supervise import FILE_MARK
+from tests.machine.test_supervise import PROGRAM, settles, starts  # noqa: F401
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, small_arguments, train_rank
 from tests.waiting import eventually
@@ -179,6 +181,7 @@ def test_all_hosts_end_well(fake_ssh, capfd):
     assert sorted(error.splitlines()) == ['[a] first": 0', '[b] first": 1']
 
 
+@pytest.mark.usefixtures("settles")
 def test_when_a_host_fails_the_connections_to_the_others_are_closed(fake_ssh, tmp_path, capfd):
     notes = tmp_path / "notes"
     fake_ssh(f'if [ $host = b ]; then echo "last words" >&2; exit 3; fi; {WAITS.format(notes=notes)}')
@@ -189,18 +192,45 @@ def test_when_a_host_fails_the_connections_to_the_others_are_closed(fake_ssh, tm
     assert notes.read_text() == "a: \n"
 
 
+@pytest.mark.usefixtures("settles")
 def test_a_host_that_cannot_be_reached(fake_ssh, tmp_path, capfd):
     fake_ssh(f"if [ $host = b ]; then exit 255; fi; {WAITS.format(notes=tmp_path / 'notes')}")
     assert launch_by_ssh(TWO, 1, TRAIN) == 1
     assert "error: b cannot be reached by ssh" in capfd.readouterr().err
 
 
+def test_an_ssh_that_was_killed(fake_ssh, capfd):
+    fake_ssh("kill -KILL $$")
+    assert launch_by_ssh(TWO[:1], 1, TRAIN) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("error: a was lost: ssh was killed by signal 9\nStart it again with --resume")
+    assert "must be there too" not in error
+
+
+def test_the_last_words_of_an_agent_are_waited_for_once(fake_ssh, tmp_path):
+    """As where ssh has left a process behind that serves further connections, and has its streams."""
+    fake_ssh("")
+    agent = nodes._Agent(TWO[0], "true", {}, tmp_path / "verdict.json", alone=True)
+    joined = mock.Mock()
+    agent._readers = [joined, joined]
+    agent.wait()
+    assert [agent.poll(), agent.poll(), agent.poll()] == [0, 0, 0]
+    assert joined.join.call_count == 2
+
+
 def test_an_error_that_all_hosts_have_is_shown_once(fake_ssh, capfd):
     verdict = json.dumps({"text": "error: there is no such data set", "code": 2})
-    fake_ssh(f"echo '{VERDICT_MARK}{verdict}' >&2; exit 2")
+    fake_ssh(f"echo '{FILE_MARK}verdict.json {verdict}' >&2; exit 2")
     assert launch_by_ssh(TWO, 1, TRAIN) == 2
     assert "error: there is no such data set" in (error := capfd.readouterr().err)
     assert error.count("error:") == 1
+
+
+def test_a_verdict_behind_a_line_without_an_end(fake_ssh, capfd):
+    verdict = json.dumps({"text": "error: there is no such data set", "code": 2})
+    fake_ssh(f"printf ' 40%%|####' >&2; echo '{FILE_MARK}verdict.json {verdict}' >&2; exit 1")
+    assert launch_by_ssh(TWO[:1], 1, TRAIN) == 2
+    assert capfd.readouterr().err == " 40%|####\nerror: there is no such data set\n"
 
 
 def test_no_ssh(monkeypatch, tmp_path):
@@ -233,6 +263,7 @@ def launch(hosts: list[Host], place: Path, acts: str) -> int:
     return launch_by_ssh(hosts, 1, [str(place), acts], program=("-S", "-c", PROGRAM))
 
 
+@pytest.mark.usefixtures("settles")
 def test_a_worker_that_dies_has_all_hosts_start_again(two_machines, tmp_path, capfd):
     assert launch(two_machines, tmp_path, '{"2:0": "dies", "0:0": "waits", "1:0": "waits"}') == 0
     assert starts(tmp_path) == ["0:0:0", "0:1:0", "1:0:0", "1:1:0", "2:0:0", "2:1:0"]
@@ -241,20 +272,23 @@ def test_a_worker_that_dies_has_all_hosts_start_again(two_machines, tmp_path, ca
     assert "b has lost a worker; all processes start again from the last checkpoint" in error
 
 
+@pytest.mark.usefixtures("settles")
 def test_a_verdict_of_a_host_ends_all(two_machines, tmp_path, capfd):
     assert launch(two_machines, tmp_path, '{"1:0": "verdict", "0:0": "waits", "2:0": "waits"}') == 2
     assert capfd.readouterr().err == "error: it is wrong\n"
     assert starts(tmp_path) == ["0:0:0", "1:0:0", "2:0:0"]
 
 
-def test_a_signal_ends_workers_on_all_hosts(two_machines, tmp_path, capfd):
+@pytest.mark.parametrize(("act", "said"), [("waits", "interrupted\n"), ("tells", "")])
+def test_a_signal_ends_workers_on_all_hosts(two_machines, tmp_path, capfd, act, said):
     def stop() -> None:
         eventually(lambda: len((tmp_path / "starts").read_text().split()) == 3 if (tmp_path / "starts").exists() else 0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop).start()
-    assert launch(two_machines, tmp_path, '{"0:0": "waits", "1:0": "waits", "2:0": "waits"}') == 128 + signal.SIGTERM
-    assert "interrupted" in capfd.readouterr().err
+    acts = json.dumps({"0:0": act, "1:0": "waits", "2:0": "waits"})
+    assert launch(two_machines, tmp_path, acts) == 128 + signal.SIGTERM
+    assert capfd.readouterr().err == said
 
 
 # ------------------------------------------------------------------------------------------------------ the whole way

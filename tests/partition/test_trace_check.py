@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 import re
+import threading
+import weakref
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,8 @@ from torch import Tensor, nn
 
 from benchmarks.partition.dry_run import StageRunner
 from hybridpar.errors import TraceError
-from hybridpar.models.state import python_random_state, untouched
+from hybridpar.models.deferred import imagined
+from hybridpar.models.state import python_random_state, same_attributes, twin_of, untouched, with_copies
 from hybridpar.partition.planning import partition_model
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import run_stages
@@ -418,3 +423,194 @@ def test_a_model_that_takes_only_what_it_is_given_is_compared_on_that() -> None:
     assert trace_model(Careful(Picky), [torch.rand(*ROWS)]).leaves == ()
     with pytest.raises(TraceError, match="Counting"):
         trace_model(nets.itself(nets.Counting), [torch.rand(*ROWS)])
+
+
+def test_a_model_whose_units_are_known_can_be_freed() -> None:
+    model, examples = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid()), [torch.randn(*ROWS)]
+    alive = weakref.ref(model)
+    units = find_units(trace_model(model, examples), examples)
+    del units, model
+    gc.collect()
+    assert alive() is None
+
+
+class Scaled(nn.Module):
+    """Multiplies by a tensor that it holds in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("buffer", torch.ones(12))
+        self.held: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) * self.scale())
+
+    def scale(self) -> Tensor:
+        scale: Tensor = self.held[0]
+        return scale
+
+
+class InNamespace(Scaled):
+    def scale(self) -> Tensor:
+        scale: Tensor = self.held.scale
+        return scale
+
+
+@pytest.mark.parametrize("holder", ["list", "view", "namespace"])
+def test_stages_compute_with_tensors_that_the_model_holds_in_containers(holder: str) -> None:
+    model, x = InNamespace() if holder == "namespace" else Scaled(), torch.randn(*ROWS)
+    scale = model.get_buffer("buffer")[:6] if holder == "view" else torch.ones(6)
+    model.held = SimpleNamespace(scale=scale) if holder == "namespace" else [scale]
+    stages = partition_model(model, x, 2, measure=False).stages
+    (model.get_buffer("buffer") if holder == "view" else scale).fill_(5)
+    assert torch.equal(run_stages(stages, x), model(x))
+    scale.requires_grad_(True)
+    run_stages(stages, x).sum().backward()
+    assert scale.grad is not None
+
+
+class ScaledAgain(Scaled):
+    def scale(self) -> Tensor:
+        return super().scale() * 2
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledAgain])
+def test_a_trained_tensor_in_a_container_gets_its_gradient_from_the_stages(kind: type[Scaled]) -> None:
+    model, x = kind(), torch.randn(*ROWS)
+    scale = torch.ones(6, requires_grad=True)
+    model.held = [scale]
+    stages = partition_model(model, x, 2, measure=False).stages
+    assert scale.grad is None
+    run_stages(stages, x).sum().backward()
+    found, scale.grad = scale.grad, None
+    model(x).sum().backward()
+    assert found is not None
+    assert torch.equal(found, scale.grad)
+
+
+def test_a_gradient_crosses_the_border_behind_a_trained_tensor_that_is_no_parameter() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.ones(6, requires_grad=True)
+            self.identity, self.linear = nn.Identity(), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            product = self.identity(x * self.scale)
+            result: Tensor = self.linear(product)
+            return result
+
+    examples = [torch.randn(*ROWS)]
+    units = find_units(trace_model(Product(), examples), examples)
+    stages = split_model(units, [0] + [1] * (len(units.graph) - 1))
+    assert [tensor.requires_grad for tensor in stages[0].outputs] == [True]
+
+
+def without_memory(model: nn.Module) -> Any:
+    return imagined(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("context", [untouched, same_attributes, without_memory])
+def test_copies_of_tensors_are_trained_as_these_are(context: Any) -> None:
+    model = nn.Linear(6, 6)
+    model.register_buffer("buffer", torch.ones(1, requires_grad=True))
+    model.plain = torch.ones(1, requires_grad=True)
+    model.history = model.plain * 2
+    model.weight.gain = 2.0  # type: ignore[attr-defined]
+    with context(model):
+        assert model.get_buffer("buffer").requires_grad
+        assert model.plain.requires_grad
+        assert model.weight.gain == 2.0  # type: ignore[attr-defined]
+
+
+class Rows:
+    """Counts, and cannot be copied as it is."""
+
+    def __init__(self) -> None:
+        self.lock, self.rows = threading.Lock(), []
+
+    def add(self, *_: object) -> None:
+        self.rows.append(1)
+
+
+@pytest.mark.parametrize("context", [untouched, same_attributes])
+def test_what_is_beside_something_that_cannot_be_copied_is_copied(context: Any) -> None:
+    model = nn.Linear(6, 6)
+    rows, seen = Rows(), [(torch.ones(6, requires_grad=True) * 2).as_subclass(Labelled), Rows().lock]
+    model.rows, model.seen, model.label, model.deep = rows, seen, seen[0], {"a": [rows, Unique()]}
+    model.register_forward_hook(rows.add)
+    with context(model):
+        model(torch.randn(*ROWS))
+        assert model.rows.rows == [1]
+        assert model.deep["a"][0] is model.rows
+        model.rows.add()
+        model.seen.append(1)
+        model.deep["a"].append(1)
+    assert (rows.rows, len(seen), len(model.deep["a"])) == ([], 2, 2)
+
+
+class Labelled(Tensor):
+    pass
+
+
+class Unique:
+    def __reduce__(self) -> Any:
+        raise TypeError("there is only this")
+
+
+class Failing:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __deepcopy__(self, memo: object) -> Failing:
+        raise self.error
+
+
+@pytest.mark.parametrize("context", [untouched, same_attributes])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
+def test_a_model_whose_copying_is_interrupted_is_as_before(context: Any, error: type[BaseException]) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].failing = Failing(error())
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(error), context(model):
+        pass
+    for module, held in zip(model.modules(), before, strict=True):
+        assert vars(module).keys() == held.keys()
+        assert all(vars(module)[name] is value for name, value in held.items())
+
+
+def test_modules_outside_of_the_model_are_not_copied() -> None:
+    model, teacher = nn.Linear(6, 6), nn.Linear(6, 6)
+    model.teacher = [teacher]
+    for context in (untouched, same_attributes):
+        with context(model):
+            assert model.teacher[0] is teacher
+
+
+def test_a_tensor_with_two_names_is_made_once() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    model[1].weight = model[0].weight
+    made = []
+
+    def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        made.append(tensor)
+        return tensor.detach()
+
+    with with_copies(model, copy_of):
+        assert model[1].weight is model[0].weight
+    assert len(made) == 1
+
+
+def test_a_twin_shares_what_cannot_be_copied() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    rows = model[0].rows = Rows()
+    model[0].layers, model[0].weight.gain = [model[1], rows], 2.0
+    model[1].register_forward_hook(rows.add)
+    twin = twin_of(model)
+    twin(torch.randn(*ROWS))
+    assert (rows.rows, twin[0].rows.rows) == ([], [1])
+    assert twin[0].rows.lock is rows.lock
+    assert twin[0].layers == [twin[1], twin[0].rows]
+    assert twin[0].weight.gain == 2.0
+    assert twin[0].weight is not model[0].weight

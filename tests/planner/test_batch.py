@@ -18,13 +18,20 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import ClusterSpec
+from hybridpar.plan import Plan, read_plan
 from hybridpar.planner import batch as batch_module
-from hybridpar.planner.batch import GAIN, LEAST, Need, choose_batch, memory_of
+from hybridpar.planner import probes
+from hybridpar.planner.batch import GAIN, LEAST, choose_batch
+from hybridpar.planner.fit import Need, held_bytes, memory_of
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.probes import Question
+from hybridpar.planner.trials import Trial
+from hybridpar.run import run as run_module
+from hybridpar.train.trainer import open_trial
 from tests.allocated import counting
 from tests.planner.small import cluster
 from tests.planner.test_memory import NETS
+from tests.planner.test_planned_run import always_planned
 from tests.ranks import run_ranks
 from tests.runs import check_run, saved_state, train, train_rank
 
@@ -122,10 +129,10 @@ def sizes_of(net: str) -> object:
 def test_what_is_chosen_under_a_cap_fits_as_counted(net: str) -> None:
     draw = random.Random(0)
     asked, chosen = question(NETS[net][1]), set()
-    free = memory_of(sizes_of(net), cluster(1, kind="cuda", memory=1 << 40), asked, 1)
+    free = memory_of(asked.inputs(sizes_of(net), cluster(1, kind="cuda", memory=1 << 40)))
     for _ in range(100):
         limit = int(draw.uniform(0.9 * free(LEAST).bytes, 1.1 * free(MOST).bytes))
-        need = memory_of(sizes_of(net), cluster(1, kind="cuda", memory=limit), asked, 1)
+        need = memory_of(asked.inputs(sizes_of(net), cluster(1, kind="cuda", memory=limit)))
         try:
             batch = choose_batch(1, MOST, need, float).batch
         except UsageError:
@@ -140,12 +147,21 @@ def test_what_is_chosen_under_a_cap_fits_as_counted(net: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the run
 
 
+def test_what_a_device_holds_already_is_not_free() -> None:
+    spec, asked = cluster(1, memory=1 << 30), question(NETS["wide"][1])
+    free, held = (memory_of(asked.inputs(sizes_of("wide"), spec), 1, held)(8) for held in (0, 1 << 20))
+    assert (held.bytes, held.limit) == (free.bytes, free.limit - (1 << 20))
+    before = held_bytes(torch.device("cpu"))
+    more = torch.ones(50 << 20)
+    assert before == 0 or held_bytes(torch.device("cpu")) - before > 0.8 * more.nbytes
+
+
 def capped(batch: int) -> ClusterSpec:
     """A machine on which a batch of the small net fits, and twice the batch does not."""
     from tests.small_nets import plain
 
     profile = profile_model(plain(), [torch.randn(LEAST, 3, 8, 8)], measure=False)
-    need = memory_of(profile, cluster(1, memory=1 << 40), question((3, 8, 8)), 1)
+    need = memory_of(question((3, 8, 8)).inputs(profile, cluster(1, memory=1 << 40)))
     return cluster(1, memory=int((need(batch).bytes + need(2 * batch).bytes) / 2))
 
 
@@ -153,7 +169,10 @@ AUTO = {"batch_size": "auto", "synthetic_samples": 1024, "plan": "none"}
 
 
 def test_a_run_chooses_says_and_records_its_batch_and_a_resumed_one_keeps_it(tmp_path, capsys):
-    with mock.patch.object(batch_module, "measure_cluster", return_value=capped(8)):
+    with (
+        mock.patch.object(batch_module, "measure_cluster", return_value=capped(8)),
+        mock.patch.object(batch_module, "held_bytes", return_value=0),
+    ):
         assert train(tmp_path / "auto", steps=3, **AUTO) == 0
     assert "batch    8 samples per step (auto: 16 needs 0.0" in capsys.readouterr().out
     assert check_run(tmp_path / "auto", steps=3)["batch_size"] == 8
@@ -168,6 +187,30 @@ def test_a_run_chooses_says_and_records_its_batch_and_a_resumed_one_keeps_it(tmp
         assert train(tmp_path / "more", steps=5, resume_from=tmp_path / "auto/checkpoints/step-3", **AUTO) == 0
     assert "batch    8 samples per step\n" in capsys.readouterr().out
     assert check_run(tmp_path / "auto", steps=5)["batch_size"] == 8
+
+
+def test_a_batch_that_does_not_fit_at_once_is_reached_by_micro_batches(tmp_path, capsys):
+    small, tried = capped(8), []
+
+    def opened(model: nn.Module, options: TrainConfig, world: World, example: torch.Tensor, plan: Plan | None) -> Trial:
+        tried.append(len(example) // (1 if plan is None else plan.pipeline.micro_batches))
+        return open_trial(model, options, world, example, plan)
+
+    with (
+        always_planned(),
+        mock.patch.object(probes, "measure_cluster", return_value=small),
+        mock.patch.object(probes, "usable_memory", return_value=small.hosts[0].memory),
+        mock.patch.object(probes, "held_bytes", return_value=0),
+        mock.patch.object(run_module, "open_trial", opened),
+    ):
+        assert train(tmp_path / "close", batch_size=64, fidelity="close", steps=2) == 0
+        plan = read_plan(tmp_path / "close/plan.json")
+        assert plan.pipeline.micro_batches >= 4, "BatchNorm normalises over fewer samples, which close allows"
+        assert plan.predicted.memory_bytes <= small.hosts[0].memory
+        capsys.readouterr()
+        assert train(tmp_path / "exact", batch_size=64, steps=2) == 0
+        assert "no plan fits" in capsys.readouterr().out
+    assert max(tried) < 32, "no step is taken that is predicted not to fit"
 
 
 def test_two_workers_choose_one_batch(tmp_path):

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
 from hybridpar.partition import profile_cache
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.planner import store
+from hybridpar.planner import probes, store
 from hybridpar.planner.cuts import balanced_cut, figures_of, smaller_cuts
 from hybridpar.planner.measure import parameters_of, profile_model
 from hybridpar.planner.probes import speeds_of, with_rest
 from hybridpar.planner.rates import measure_rates
 from hybridpar.planner.ways import Way
+from hybridpar.train.trainer import open_trial
 from tests.ranks import run_ranks
 
 
@@ -122,3 +125,20 @@ def test_a_profile_has_the_rest_of_a_step_and_is_as_fast_as_the_way_that_was_cho
     assert captured.variants[0].step_ms + captured.update_ms == pytest.approx(units)
     compiled = with_rest(profile, Way({}, None, (units / 2,), units / 2, units / 2))
     assert (compiled.variants[0].step_ms, compiled.update_ms) == (pytest.approx(units / 2), 0)
+
+
+def test_what_was_kept_of_a_model_is_not_taken_for_one_with_frozen_layers(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(probes, "MOST_NOISE", math.inf)
+    question = probes.Question("net", (3, 8, 8), 4, options=TrainConfig())
+
+    def trained(model: nn.Module) -> list[str]:
+        found = probes.measure_inputs(model, question, World(), open_trial=open_trial)
+        return [one.name for one in found.inputs.profile.parameters]
+
+    model = net()
+    names = trained(model)
+    model[0].requires_grad_(False)
+    assert trained(model) == [name for name in names if not name.startswith("0.")]
+    with mock.patch.object(probes, "profile_model", side_effect=AssertionError("measured")):
+        assert trained(model) == [name for name in names if not name.startswith("0.")]

@@ -500,7 +500,7 @@ def planned_on_hosts(world: World, run_dir: Path, cache: str, hosts: str) -> Pla
         for module in IDENTIFIED:
             stack.enter_context(mock.patch(f"hybridpar.{module}.host_identity", identified))
         stack.enter_context(mock.patch.object(probes, "measure_cluster", brief))
-        stack.enter_context(mock.patch("hybridpar.planner.links.CONFIRMED", 1e9))
+        stack.enter_context(mock.patch("hybridpar.planner.links.DRIFT", 1e9))
         stack.enter_context(mock.patch.object(probes, "APART", 1e9))  # whatever else runs meanwhile
         return planned_rank(world, run_dir, cache, {"steps": 4, "batch_size": 16})
 

@@ -16,7 +16,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.plan import Plan
 from hybridpar.planner import ways
-from hybridpar.planner.trials import StepValues, time_in_turns
+from hybridpar.planner.trials import FIRST_STEPS, StepValues, time_in_turns
 from hybridpar.planner.ways import Change, Way, choose_way, difference, open_changes
 from hybridpar.train.trainer import open_trial
 from tests.ranks import run_ranks
@@ -68,8 +68,11 @@ class Steps:
     seconds: float
     wrong: bool
 
+    taken: int = 0
+
     def step(self) -> None:
-        self.clock.now += self.seconds
+        self.taken += 1
+        self.clock.now += self.seconds * (3 if self.taken < FIRST_STEPS else 1)  # the first steps are slow
         if math.isinf(self.seconds):
             raise RuntimeError("out of memory\nmore of it")
 
@@ -122,6 +125,25 @@ def test_what_computes_something_else_or_fails_is_refused_by_name(monkeypatch):
     refused = {one.name: one.why_not for one in way.worths}
     assert refused["channels_last"].startswith("the gradient of a is")
     assert refused["bf16"] == "RuntimeError: out of memory"
+
+
+def test_a_rival_that_fails_later_is_refused_alone(monkeypatch):
+    class Failing(Steps):
+        def values(self) -> StepValues:
+            return StepValues(1.0, {"a": torch.tensor([3.0, 4.0])})
+
+    clock = Clockwork()
+    inner = clock.open({"plain": 0.1, "channels_last": math.inf, "bf16": 0.05, "both": 9})
+
+    def opening(model: nn.Module, config: TrainConfig, *rest: Any) -> Any:
+        steps = inner(model, config, *rest)
+        return Failing(clock, steps.seconds, False) if math.isinf(steps.seconds) else steps
+
+    monkeypatch.setattr("hybridpar.planner.trials.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    way = choose_way(plain(), TrainConfig(fidelity="close"), (), World(), torch.zeros(4, 3, 8, 8), opening)
+    assert [(one.name, one.chosen) for one in way.worths] == [("channels_last", False), ("bf16", True)]
+    assert "out of memory" in way.worths[0].why_not
 
 
 def test_exact_never_changes_the_precision(monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
 import sys
+from multiprocessing import shared_memory
 
 import pytest
 import torch
@@ -44,6 +46,38 @@ def test_pages_of_files_are_not_the_model_s(tmp_path):
     if grown is None or files is None or files * 1024 < BIG:
         pytest.skip("this system does not tell what of a process are files")
     assert grown < 0.5 * BIG
+
+
+#: Maps memory that another process made, touches all of it, says so, and waits for its end.
+_SHARER = """
+import sys
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.register = lambda *given: None
+memory = shared_memory.SharedMemory(sys.argv[1])
+sum(memory.buf[at] for at in range(0, memory.size, 4096))
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="procfs tells it")
+def test_of_memory_that_two_processes_share_each_has_half():
+    meter = MemoryMeter(torch.device("cpu"))
+    memory = shared_memory.SharedMemory(create=True, size=64 << 20)
+    try:
+        torch.frombuffer(memory.buf, dtype=torch.uint8).fill_(1)
+        alone = meter.peak_bytes()
+        with subprocess.Popen(
+            [sys.executable, "-c", _SHARER, memory.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other:
+            assert other.stdout.readline() == b"there\n"
+            together = meter.peak_bytes()
+            other.communicate()
+    finally:
+        memory.unlink()
+    if alone is None or run_memory._kilobytes("Pss_Shmem", run_memory._SHARES) is None:
+        pytest.skip("this system does not tell what processes share")
+    assert alone - together == pytest.approx(memory.size / 2, rel=0.1)
 
 
 def test_a_system_that_does_not_tell_gives_none(tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ class PlanRequest:
     threads: int | None = None
     """Intra-op threads on CPU; default: torch's."""
     memory_format: Literal["contiguous", "channels_last"] | None = None
-    """Memory format that the model is measured and trained in; default: contiguous."""
+    """Memory format that the model is trained in; default: the faster one."""
     cache: Annotated[
         bool, unless("Measure anew, and keep nothing.", "profiles are used from and kept in ~/.cache/hybridpar")
     ] = True

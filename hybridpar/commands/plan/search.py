@@ -29,25 +29,26 @@ from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred
 from hybridpar.partition.draw import draw_partition
 from hybridpar.partition.table import print_partition
 from hybridpar.partition.unit_runner import intra_op_threads
-from hybridpar.plan import Plan, parse_plan, read_plan
+from hybridpar.plan import Compute, Plan, parse_plan, read_plan
+from hybridpar.planner.decide import run_in_turns
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.probes import Question, measure_inputs
+from hybridpar.planner.probes import Measured, Question, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.scaling import Point, scaling_curve
 from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verdicts, verified
+from hybridpar.planner.trials import random_batch
+from hybridpar.planner.ways import compute_of_way
 from hybridpar.run.worker import tune_worker
+from hybridpar.train.trainer import open_trial
 
 if TYPE_CHECKING:
     from hybridpar.planner.evaluate import Outcome
 
 #: Workers of a cluster up to which its scaling curve is made.
 _CURVE_WORKERS = 16
-
-#: Seconds for which workers wait for the one that measures the model and searches.
-PATIENCE = 3600.0
 
 #: Steps of each finalist, in turns, where there is time for them.
 ROUNDS = 15
@@ -56,7 +57,7 @@ ROUNDS = 15
 def run_plan(request: PlanRequest) -> int:
     """Search for a plan, run the best ones where that was asked for, print why, write what was asked for."""
     request.check()
-    world = World.join(lanes=2, timeout=PATIENCE) if request.is_here else World(device=default_device())
+    world = World.join(lanes=2) if request.is_here else World(device=default_device())
     with closing(world), intra_op_threads(None):
         if request.is_here and request.workers not in (None, world.size):
             raise UsageError(
@@ -72,28 +73,36 @@ def run_plan(request: PlanRequest) -> int:
 def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
     model: nn.Module | None = None
     if request.inputs is not None:
-        inputs: PlannerInputs | None = _recorded(request)
+        inputs, compute = _recorded(request), read_plan(request.inputs).compute
     else:
         model = _build(request)
-        inputs = _measured(request, model, world, bar)
+        measured = _measured(request, model, world, bar)
+        inputs, compute = measured.inputs, compute_of_way(_options(request), measured.way)
     found: list[tuple[PlannerInputs, Answer, list[Outcome]]] = []
 
     def decide() -> list[str]:
-        assert inputs is not None
         bar.announce("searching")
         capped = inputs.on(_capped(inputs.cluster, request))
         answer = find_plan(capped, progress=bar.advance)
         found.append((capped, answer, finalists(answer, request.verify) if request.verify else []))
-        return [plan_of(answer, one).to_json() for one in found[0][2]]
+        return [plan_of(answer, one).model_copy(update={"compute": compute}).to_json() for one in found[0][2]]
 
-    plans = [parse_plan(json.loads(text)) for text in world.from_main(decide)]
+    plans = [parse_plan(json.loads(text)) for text in world.from_main(decide, long=True)]
     times = _run(plans, model, request, world, bar) if model is not None and plans else []
 
     def tell() -> None:
         capped, answer, outcomes = found[0]
-        report(request, capped, answer, bar, verified(answer, outcomes, times) if times else None)
+        ran = [index for index, row in enumerate(times) if row]
+        result = verified(answer, [outcomes[index] for index in ran], [times[index] for index in ran]) if ran else None
+        report(request, capped, answer, bar, compute, result)
 
-    world.from_main(tell)
+    world.from_main(tell, long=True)
+
+
+def _options(request: PlanRequest) -> TrainConfig:
+    """What a training with these options would be asked for."""
+    memory_format = request.memory_format or "auto"
+    return TrainConfig(batch_size=request.batch_size, fidelity=request.fidelity or "exact", memory_format=memory_format)
 
 
 def _build(request: PlanRequest) -> nn.Module:
@@ -111,7 +120,7 @@ def _build(request: PlanRequest) -> nn.Module:
     return model
 
 
-def _measured(request: PlanRequest, model: nn.Module, world: World, bar: ProgressBar) -> PlannerInputs | None:
+def _measured(request: PlanRequest, model: nn.Module, world: World, bar: ProgressBar) -> Measured:
     """What the search reads, measured by all workers, or for a cluster that is not at hand by this process alone."""
     cluster: ClusterSpec | None = None
     if request.is_here:
@@ -130,7 +139,14 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
     shape = parse_shape(request.input)
     fixed = _decided(request, Fixed())
     asked = Question(
-        request.model, shape, request.batch_size, request.fidelity or "exact", fixed, copies=request.optimizer_copies
+        request.model,
+        shape,
+        request.batch_size,
+        request.fidelity or "exact",
+        fixed,
+        copies=request.optimizer_copies,
+        options=_options(request),
+        decided=frozenset({"memory_format"} if request.memory_format else ()),
     )
     try:
         torch.empty(max(2, min(-(-request.batch_size // world.size), 64)), *shape, device=world.device)
@@ -149,42 +165,34 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
         measure=request.measure,
         passes=request.passes,
         cache=request.cache,
+        open_trial=open_trial,
         announce=bar.announce,
         progress=bar.advance,
-    ).inputs
+    )
 
 
 def _run(
     plans: Sequence[Plan], model: nn.Module, request: PlanRequest, world: World, bar: ProgressBar
 ) -> list[list[float]]:
     """Milliseconds of the steps of plans, all of which are open at the same time and take turns; a collective."""
-    from hybridpar.planner.trials import FIRST_STEPS, random_batch, time_in_turns
-    from hybridpar.train.trainer import open_trial
-
-    images = random_batch(parse_shape(request.input), request.batch_size, world.device)
-    trials = []
-    try:
-        for place, plan in enumerate(plans):
-            bar.announce(f"starting finalist {place + 1} of {len(plans)}")
-            trials.append(open_trial(model, TrainConfig(), world, images, plan))
-            for _ in range(FIRST_STEPS):
-                trials[-1].step()
-        bar.announce("running the finalists in turns")
-        steps = {str(place): trial.step for place, trial in enumerate(trials)}
-        times = time_in_turns(steps, world, rounds=ROUNDS, seconds=request.verify_seconds)
-        return [times[str(place)] for place in range(len(trials))]
-    finally:
-        for trial in trials:
-            trial.close()
+    bar.announce("running the finalists in turns")
+    example = random_batch(parse_shape(request.input), request.batch_size, world.device)
+    how = ROUNDS, request.verify_seconds
+    return run_in_turns(plans, model, _options(request), world, example, open_trial, *how)
 
 
 def report(
-    request: PlanRequest, inputs: PlannerInputs, answer: Answer, bar: ProgressBar, verified: Verified | None = None
+    request: PlanRequest,
+    inputs: PlannerInputs,
+    answer: Answer,
+    bar: ProgressBar,
+    compute: Compute | None = None,
+    verified: Verified | None = None,
 ) -> None:
     """Write what was asked for, and print why."""
     written, failed = [], None
     outcome = answer.chosen if verified is None else verified.chosen
-    plan = plan_of(answer, outcome)
+    plan = plan_of(answer, outcome).model_copy(update={"compute": compute})
     try:
         if request.output is not None:
             plan.save(request.output)
