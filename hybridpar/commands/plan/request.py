@@ -19,7 +19,7 @@ from hybridpar.formats.output_files import check_picture, check_writable
 from hybridpar.schedule.schedules import SCHEDULES
 
 #: Options that decide a part of the plan, as those of `hybridpar train` do.
-DECIDING = ("stages", "replicas", "micro_batches", "schedule", "placement")
+DECIDING = ("stages", "replicas", "micro_batches", "schedule", "placement", "memory_format")
 #: Options that say what is measured.
 _RECORDED = ("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "memory_format", "seed")
 
@@ -35,7 +35,7 @@ class PlanRequest:
     model: tyro.conf.Positional[str] = ""
     """A torchvision classification model, timm/NAME, or your own as package.module:factory."""
     stages: int | None = None
-    """Stages that the model is cut into; default: searched for, like all that follows up to --placement."""
+    """Stages that the model is cut into; default: searched for, as with all options down to --placement."""
     replicas: int | None = None
     """Copies of the whole pipeline, which share each batch."""
     micro_batches: int | None = None

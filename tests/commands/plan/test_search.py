@@ -119,7 +119,7 @@ def two(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_what_is_decided_is_kept_drawn_and_shown(two, tmp_path, capsys):
+def test_what_is_decided_is_followed_drawn_and_shown(two, tmp_path, capsys):
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     asked = {"stages": 2, "schedule": "gpipe", "micro_batches": 2}
     request = PlanRequest(
