@@ -7,10 +7,9 @@ links of a grid, the prices of buckets, a schedule) is computed once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
 
 from hybridpar.compress import Collective
 from hybridpar.planner.codecs import BucketPrices, CodecChoice, stage_buckets
@@ -20,7 +19,7 @@ from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import LEAST_MS, shares_by_speed, stage_speeds, stage_throughputs
 from hybridpar.schedule.actions import Schedule
-from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.costs import BucketCost, Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make, order_of_replica
@@ -88,18 +87,13 @@ class Evaluator:
     def __init__(self, space: Space) -> None:
         self.space = space
         self._inputs = space.inputs
-        self._workers = space.inputs.by_worker
-        #: For every number of workers the least of the devices, and of the hosts, that they use.
-        self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
         self._figures = space.library.figures
-        self._transfers = cache(self._make_transfers)
-        self._network = cache(partial(Network, self._inputs.cluster))
-        self._prices = cache(self._make_prices)
-        self._buckets = cache(self._make_buckets)
+        self._network = cache(partial(Network, space.inputs.cluster))
+        self._prices = cache(lambda layout, speed: BucketPrices(self._network(layout), space.inputs.codec_rates, speed))
+        self._throughput = cache(self._throughput_of)
+        self._buckets = cache(self._buckets_of)
         self._schedule = cache(self._make_schedule)
-        self._throughput = cache(self._make_throughput)
-        self._shares_of = cache(self._make_shares_of)
-        self.shares = cache(self._make_shares)
+        self.shares = cache(self._shares_of)
 
     def samples(self, layout: Layout, count: int, replica: int | None = None) -> int:
         """Samples of the largest of so many micro-batches."""
@@ -117,50 +111,179 @@ class Evaluator:
         """What its stages cost on the device of the profile."""
         return self._figures(candidate.cut, self.samples(candidate.layout, candidate.micro_batches, replica))
 
+    # ---------------------------------------------------------------- a step
+
     def costs(self, candidate: Candidate, *, replica: int = 0) -> Costs:
         """What its actions take on this cluster."""
-        return self._costs(candidate, self.figures(candidate, replica), True, replica)
-
-    def _costs(self, candidate: Candidate, figures: StageFigures, exchange: bool, replica: int) -> Costs:
-        inputs, layout, count = self._inputs, candidate.layout, candidate.micro_batches
-        parted = candidate.codec.outer is not None and exchange
-        exchange = exchange and not parted
+        layout, count = candidate.layout, candidate.micro_batches
+        costs = self._costs_of_passes(candidate, self.figures(candidate, replica), replica)
+        if candidate.codec.outer is not None:  # between two exchanges workers agree on nothing
+            return replace(costs, control_ms=0.0)
         throughput = self._throughput(layout, count, replica)
-        network = self._network(layout)
+        return replace(costs, buckets=self._buckets(candidate.cut, layout, count, candidate.codec, throughput))
+
+    def _costs_of_passes(self, candidate: Candidate, figures: StageFigures, replica: int) -> Costs:
+        """What its actions take, but for the exchange of gradients."""
+        layout, network = candidate.layout, self._network(candidate.layout)
+        throughput = self._throughput(layout, candidate.micro_batches, replica)
         mine = layout.replica(replica, figures.edges)
-        pairs = frozenset((mine.home(edge.source), mine.home(edge.target)) for edge in mine.edges)
-        link, own = self._transfers(layout, pairs, replica)
-        buckets = self._buckets(candidate.cut, layout, count, candidate.codec, throughput) if exchange else ()
+        pairs = {(mine.home(edge.source), mine.home(edge.target)) for edge in mine.edges}
+        link, links = network.transfers((pair for pair in pairs if pair[0] != pair[1]), replica)
         # Beside each pass the host's link brings out what one pass saved, or back.
         moving = self._moving_ms(candidate, figures)
+        ahead, back = figures.forward_ms, [max(LEAST_MS, time) for time in figures.backward_ms]
+        forward, backward = (
+            tuple(max(time / speed, moved) for time, speed, moved in zip(times, throughput, moving, strict=True))
+            for times in (ahead, back)
+        )
         return Costs(
-            forward_ms=tuple(
-                max(time / speed, moved)
-                for time, speed, moved in zip(figures.forward_ms, throughput, moving, strict=True)
-            ),
-            backward_ms=tuple(
-                max(max(LEAST_MS, time) / speed, moved)
-                for time, speed, moved in zip(figures.backward_ms, throughput, moving, strict=True)
-            ),
+            forward_ms=forward,
+            backward_ms=backward,
             step_ms=self._update_ms(throughput, candidate, figures),
             saved_bytes=figures.saved_bytes,
             link=link,
-            links=own,
-            buckets=buckets,
+            links=links,
             replicas=layout.replicas,
             sync_shares_link=True,
             sync_own_link=network.grouping.hosts == 1,
-            sync_lanes=inputs.sync_lanes,
-            # Between two exchanges of an outer loop workers agree on nothing.
-            control_ms=network.control_ms() if layout.workers > 1 and not parted else 0.0,
+            sync_lanes=self._inputs.sync_lanes,
+            control_ms=network.control_ms() if layout.workers > 1 else 0.0,
         )
 
     def _moving_ms(self, candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
         """Milliseconds in which a stage's activations of a micro-batch move to the host's memory, or back."""
         if not candidate.cut.offload:
             return (0.0,) * len(figures.forward_ms)
-        speed = min(host.host_link or math.inf for _, host in self._workers[: candidate.layout.workers])
+        hosts = self._inputs.by_worker[: candidate.layout.workers]
+        speed = min(host.host_link or math.inf for _, host in hosts)
         return tuple(1e3 * size / speed for size in figures.again_bytes)
+
+    def _update_ms(self, throughput: Sequence[float], candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
+        inputs, sizes = self._inputs, figures.parameter_bytes
+        if (update_ms := inputs.profile.update_ms) is not None:
+            whole = max(1, sum(sizes))
+            times = [size / whole * update_ms / speed for size, speed in zip(sizes, throughput, strict=True)]
+        else:
+            hosts = inputs.by_worker[: candidate.layout.workers]
+            bandwidth = min(host.memory_bandwidth or math.inf for _, host in hosts)
+            # Parameter, gradient and every tensor of the state are read; parameter and state are written.
+            passes = 3 + 2 * inputs.optimizer_copies
+            times = [1e3 * passes * size / bandwidth for size in sizes]
+        if not candidate.sharded:
+            return tuple(times)
+        hand = self._network(candidate.layout).exchange(Collective.GATHER)
+        return tuple(
+            time * part / max(1, size) + hand.latency_ms + hand.ms_per_byte * part
+            for time, part, size in zip(times, self._stepped_bytes(candidate), sizes, strict=True)
+        )
+
+    def _stepped_bytes(self, candidate: Candidate) -> tuple[int, ...]:
+        """For every stage the most bytes of parameters that a replica steps."""
+        figures = self.figures(candidate)
+        if not candidate.sharded:
+            return figures.parameter_bytes
+        sizes = [[parameter.count for parameter in stage] for stage in figures.parameters]
+        return tuple(4 * largest_share(counts, candidate.layout.replicas) for counts in sizes)
+
+    def outer(self, candidate: Candidate) -> tuple[float, float, float]:
+        """What the exchange of an outer loop adds to each step: training waits for it every so many steps."""
+        layout, choice = candidate.layout, candidate.codec
+        if choice.outer is None:
+            return 0.0, 0.0, 0.0
+        count, profile, network = candidate.micro_batches, self._inputs.profile, self._network(layout)
+        buckets = self._buckets(candidate.cut, layout, count, choice, self._throughput(layout, count, 0))[0]
+        codec = sum(bucket.encode_ms + bucket.decode_ms for bucket in buckets)
+        link = sum((bucket.wire_ms or 0.0) + (bucket.latency_ms or 0.0) for bucket in buckets) + network.control_ms()
+        factor = 2 * (layout.replicas - 1) / layout.replicas
+        sent = factor * sum(bucket.bytes for bucket in buckets)
+        if profile.batch_norm:  # mean and variance of each channel, float64, of which a norm has two parameters
+            statistics = 8 * sum(layer.count for layer in profile.parameters if len(layer.shape) == 1)
+            link += statistics * network.exchange().ms_per_byte
+            sent += factor * statistics
+        return codec / choice.every, link / choice.every, sent / choice.every
+
+    def simulation(self, candidate: Candidate, costs: Costs, replica: int = 0) -> Simulation:
+        """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
+        counts = [len(buckets) for buckets in costs.buckets] if candidate.layout.replicas > 1 else ()
+        schedule, layout = self.schedule(candidate, replica), self.layout(candidate, replica)
+        program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
+        return simulate(program, costs)
+
+    def _simulations(self, candidate: Candidate) -> list[Simulation]:
+        """A step of every replica that differs from others."""
+        replicas = candidate.layout.kinds
+        return [self.simulation(candidate, self.costs(candidate, replica=replica), replica) for replica in replicas]
+
+    # ---------------------------------------------------------------- what is said of it
+
+    def outcome(self, candidate: Candidate) -> Outcome:
+        """What a candidate is predicted to take."""
+        steps, layout = self._simulations(candidate), candidate.layout
+        slowest = max(steps, key=lambda step: step.step_ms)
+        codec_ms, link_ms, outer_bytes = self.outer(candidate)
+        step_ms = slowest.step_ms + codec_ms + link_ms
+        sent = [size for step in steps for size in step.bytes_sent]
+        devices: list[tuple[float, float]] = []
+        for replica, step in enumerate(steps):
+            limits = device_limits(self._inputs, layout, replica)
+            devices += zip(self.needs(candidate, step.peak_saved_bytes, replica), limits, strict=True)
+        needed, limit = max(devices, key=lambda device: (device[0] / device[1], device[0]))
+        updated = sum(self._stepped_bytes(candidate)) * (layout.replicas - 1) if candidate.sharded else 0
+        return Outcome(
+            candidate,
+            step_ms,
+            step_ms * candidate.codec.steps,
+            needed,
+            min(1.0, max(0.0, slowest.bubble)),
+            max(0.0, *slowest.exposed_sync_ms) + codec_ms + link_ms,
+            (sum(sent) + updated) / len(sent) + outer_bytes,
+            max(max(step.peak_saved_bytes) for step in steps),
+            limit,
+        )
+
+    def parts(self, candidate: Candidate) -> Parts:
+        """Where the time of a candidate's step goes."""
+        steps = self._simulations(candidate)
+        replica, whole = max(enumerate(steps), key=lambda pair: pair[1].step_ms)
+        costs = self.costs(candidate, replica=replica)
+        buckets = tuple(
+            tuple(replace(bucket, encode_ms=0.0, decode_ms=0.0) for bucket in stage) for stage in costs.buckets
+        )
+        free = self.simulation(candidate, replace(costs, buckets=buckets), replica)
+        codec_ms, link_ms, _ = self.outer(candidate)
+        busy, after = max(free.busy_ms), free.step_ms - free.compute_ms
+        layout, updates = self.layout(candidate, replica), costs.step_ms or (0.0,) * candidate.layout.stages
+        # A lane updates its stages one after the other.
+        updating = max(sum(updates[stage] for stage in layout.stages_on(lane)) for lane in range(layout.lanes))
+        update = min(after, costs.control_ms + updating)
+        return Parts(
+            whole.step_ms + codec_ms + link_ms,
+            busy,
+            free.compute_ms - busy,
+            after - update + link_ms,
+            whole.step_ms - free.step_ms + codec_ms,
+            update,
+        )
+
+    def needs(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> list[float]:
+        """The bytes that the device of every worker needs, with the margin; see `planner.memory`."""
+        layout, count, inputs = candidate.layout, candidate.micro_batches, self._inputs
+        # Of unequal replicas figures are of their own samples.
+        shares = self.shares(layout, count) if layout.is_equal else None
+        largest = self._figures(candidate.cut, self.samples(layout, count))
+        return device_bytes(
+            inputs,
+            candidate,
+            self.layout(candidate, replica),
+            self.figures(candidate, replica),
+            saved,
+            gradients=gradient_bytes(largest, layout.replicas, count, inputs.bucket_bytes),
+            owned=self._stepped_bytes(candidate),
+            is_outer=candidate.codec.outer is not None,
+            # A faster replica has larger micro-batches.
+            larger=1.0 if shares is None else max(shares) * layout.replicas / sum(shares),
+            hosts=self._network(layout).grouping.hosts,
+        )
 
     def moved(self, candidate: Candidate) -> tuple[int, float]:
         """What moves to the host's memory and back in a step, where activations wait there."""
@@ -175,126 +298,13 @@ class Evaluator:
             longer[home] += count * (here.backward_ms[stage] - kept.backward_ms[stage])
         return max(sizes), max(longer)
 
-    def outer(self, candidate: Candidate) -> tuple[float, float, float]:
-        """What the exchange of an outer loop adds to each step: training waits for it every so many steps."""
-        layout, choice = candidate.layout, candidate.codec
-        if choice.outer is None:
-            return 0.0, 0.0, 0.0
-        count, profile = candidate.micro_batches, self._inputs.profile
-        throughput, network = self._throughput(layout, count, 0), self._network(layout)
-        buckets = self._buckets(candidate.cut, layout, count, choice, throughput)[0]
-        codec = sum(one.encode_ms + one.decode_ms for one in buckets)
-        link = sum((one.wire_ms or 0.0) + (one.latency_ms or 0.0) for one in buckets) + network.control_ms()
-        factor = 2 * (layout.replicas - 1) / layout.replicas
-        sent = factor * sum(one.bytes for one in buckets)
-        if profile.batch_norm:  # mean and variance of each channel, float64, of which a norm has two parameters
-            statistics = 8 * sum(one.count for one in profile.parameters if len(one.shape) == 1)
-            link += statistics * network.exchange().ms_per_byte
-            sent += factor * statistics
-        return codec / choice.every, link / choice.every, sent / choice.every
-
-    def simulation(
-        self, candidate: Candidate, costs: Costs, replica: int = 0, schedule: Schedule | None = None
-    ) -> Simulation:
-        """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
-        layout = self.layout(candidate, replica)
-        schedule = schedule or self.schedule(candidate, replica)
-        counts = [len(buckets) for buckets in costs.buckets] if candidate.layout.replicas > 1 else ()
-        program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
-        return simulate(program, costs)
-
-    def outcome(self, candidate: Candidate) -> Outcome:
-        """What a candidate is predicted to take."""
-        kinds = candidate.layout.kinds
-        results = [self.simulation(candidate, self.costs(candidate, replica=replica), replica) for replica in kinds]
-        result = max(results, key=lambda one: one.step_ms)
-        codec_ms, link_ms, outer_bytes = self.outer(candidate)
-        step_ms = result.step_ms + codec_ms + link_ms
-        sent = [size for one in results for size in one.bytes_sent]
-        needs = [
-            pair
-            for replica in kinds
-            for pair in zip(
-                self.needs(candidate, results[replica].peak_saved_bytes, replica),
-                device_limits(self._inputs, candidate.layout, replica),
-                strict=True,
-            )
-        ]
-        tightest = max(needs, key=lambda one: (one[0] / one[1], one[0]))
-        updated = sum(self._owned(candidate)) * (candidate.layout.replicas - 1) if candidate.sharded else 0
-        return Outcome(
-            candidate,
-            step_ms,
-            step_ms * candidate.codec.steps,
-            tightest[0],
-            min(1.0, max(0.0, result.bubble)),
-            max(0.0, *result.exposed_sync_ms) + codec_ms + link_ms,
-            (sum(sent) + updated) / len(sent) + outer_bytes,
-            max(max(one.peak_saved_bytes) for one in results),
-            tightest[1],
-        )
-
-    def parts(self, candidate: Candidate) -> Parts:
-        """Where the time of a candidate's step goes."""
-        steps_ms = [
-            self.simulation(candidate, self.costs(candidate, replica=replica), replica).step_ms
-            for replica in candidate.layout.kinds
-        ]
-        slowest = steps_ms.index(max(steps_ms))
-        costs = self.costs(candidate, replica=slowest)
-        free = replace(
-            costs,
-            buckets=tuple(
-                tuple(replace(one, encode_ms=0.0, decode_ms=0.0) for one in stage) for stage in costs.buckets
-            ),
-        )
-        whole, without = (self.simulation(candidate, one, slowest) for one in (costs, free))
-        codec_ms, link_ms, _ = self.outer(candidate)
-        busy = max(without.busy_ms)
-        layout, steps = self.layout(candidate, slowest), costs.step_ms or (0.0,) * candidate.layout.stages
-        # A lane updates its stages one after the other.
-        updating = max(sum(steps[stage] for stage in layout.stages_on(lane)) for lane in range(layout.lanes))
-        update = min(without.step_ms - without.compute_ms, costs.control_ms + updating)
-        return Parts(
-            whole.step_ms + codec_ms + link_ms,
-            busy,
-            without.compute_ms - busy,
-            without.step_ms - without.compute_ms - update + link_ms,
-            whole.step_ms - without.step_ms + codec_ms,
-            update,
-        )
-
-    def needs(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> list[float]:
-        """The bytes that the device of every worker needs, with the margin; see `planner.memory`."""
-        layout, figures = candidate.layout, self.figures(candidate, replica)
-        # Of unequal replicas figures are of their own samples.
-        shares = self.shares(layout, candidate.micro_batches) if layout.is_equal else None
-        return device_bytes(
-            self._inputs,
-            candidate,
-            self.layout(candidate, replica),
-            figures,
-            saved,
-            gradients=gradient_bytes(
-                self._figures(candidate.cut, self.samples(layout, candidate.micro_batches)),
-                layout.replicas,
-                candidate.micro_batches,
-                self._inputs.bucket_bytes,
-            ),
-            owned=self._owned(candidate) if candidate.sharded else figures.parameter_bytes,
-            is_outer=candidate.codec.outer is not None,
-            # A faster replica has larger micro-batches.
-            larger=1.0 if shares is None else max(shares) * layout.replicas / sum(shares),
-            hosts=self._network(layout).grouping.hosts,
-        )
-
     # ---------------------------------------------------------------- made once
 
-    def _make_throughput(self, layout: Layout, count: int, replica: int) -> tuple[float, ...]:
+    def _throughput_of(self, layout: Layout, count: int, replica: int) -> tuple[float, ...]:
         shares = self.shares(layout, count) if layout.is_equal else None
         return stage_throughputs(self._inputs, layout, count, shares, replica)
 
-    def _make_shares(self, layout: Layout, count: int) -> tuple[float, ...] | None:
+    def _shares_of(self, layout: Layout, count: int) -> tuple[float, ...] | None:
         """Samples of each replica, where they differ in speed; None for equal parts.
 
         With BatchNorm parts stay equal: others would be normalised by other samples.
@@ -311,68 +321,25 @@ class Evaluator:
         assert cut is not None
         candidate = Candidate(layout, count, cut, "1f1b")
         parts = [batch / layout.replicas] * layout.replicas
-        known: list[WorkCost] = []
         for _ in range(4):
-            times = [self._time_of_part(candidate, replica, part) for replica, part in enumerate(parts)]
-            halves = [self._time_of_part(candidate, replica, part / 2) for replica, part in enumerate(parts)]
-            known = [
-                WorkCost(max(0.0, 2 * half - time), max(LEAST_MS, 2 * (time - half) / part))
-                for time, half, part in zip(times, halves, parts, strict=True)
-            ]
-            parts = [max(1.0, part) for part in best_division(known, batch)]
+            work = []
+            for replica, part in enumerate(parts):
+                time, half = (self._time_of_part(candidate, replica, samples) for samples in (part, part / 2))
+                work.append(WorkCost(max(0.0, 2 * half - time), max(LEAST_MS, 2 * (time - half) / part)))
+            parts = [max(1.0, part) for part in best_division(work, batch)]
         return tuple(round(part, 2) for part in parts)
 
     def _time_of_part(self, candidate: Candidate, replica: int, samples: float) -> float:
-        """Milliseconds of a step of one replica that has so many samples, with its exchange."""
+        """Milliseconds of a step of one replica that has so many samples, without its exchange."""
         count = candidate.micro_batches
         figures = self._figures(candidate.cut, samples / count)
-        costs = self._costs(candidate, figures, False, replica)
+        costs = self._costs_of_passes(candidate, figures, replica)
         layout = candidate.layout.replica(replica, figures.edges)
         request = ScheduleRequest(layout, count, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
         schedule = make(order_of_replica(candidate.schedule, layout), request)
         return simulate(lower(schedule, layout), costs).step_ms
 
-    def _parts_of_model(self, figures: StageFigures) -> list[float]:
-        """For every stage its part of the model's parameters."""
-        sizes = figures.parameter_bytes
-        return [size / max(1, sum(sizes)) for size in sizes]
-
-    def _update_ms(self, throughput: Sequence[float], candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
-        update_ms = self._inputs.profile.update_ms
-        if update_ms is not None:
-            times = [
-                part * update_ms / speed for part, speed in zip(self._parts_of_model(figures), throughput, strict=True)
-            ]
-        else:
-            speed = self._least_bandwidth[candidate.layout.workers - 1]
-            # Parameter, gradient and every tensor of the state are read; parameter and state are written.
-            passes = 3 + 2 * self._inputs.optimizer_copies
-            times = [1e3 * passes * size / speed for size in figures.parameter_bytes]
-        if not candidate.sharded:
-            return tuple(times)
-        hand = self._network(candidate.layout).exchange(Collective.GATHER)
-        return tuple(
-            time * part / max(1, whole) + hand.latency_ms + hand.ms_per_byte * part
-            for time, part, whole in zip(times, self._owned(candidate), figures.parameter_bytes, strict=True)
-        )
-
-    def _owned(self, candidate: Candidate) -> tuple[int, ...]:
-        """For every stage the most bytes of parameters that one replica steps, where they divide the optimizer."""
-        return self._shares_of(candidate.cut, candidate.layout.replicas)
-
-    def _make_shares_of(self, cut: Cut, replicas: int) -> tuple[int, ...]:
-        parts = self._figures(cut, self._inputs.profile.samples).parameters
-        return tuple(4 * largest_share([one.count for one in own], replicas) for own in parts)
-
-    def _make_transfers(
-        self, layout: Layout, pairs: frozenset[tuple[int, int]], replica: int
-    ) -> tuple[Link, dict[tuple[int, int], Link]]:
-        return self._network(layout).transfers((pair for pair in pairs if pair[0] != pair[1]), replica)
-
-    def _make_prices(self, layout: Layout, throughput: float) -> BucketPrices:
-        return BucketPrices(self._network(layout), self._inputs.codec_rates, throughput)
-
-    def _make_buckets(
+    def _buckets_of(
         self, cut: Cut, layout: Layout, count: int, codec: CodecChoice, throughput: tuple[float, ...]
     ) -> tuple[tuple[BucketCost, ...], ...]:
         if layout.replicas == 1:
@@ -419,8 +386,3 @@ class Evaluator:
             bytes_per_second=cut.link_speed,
         )
         return make(name if layout.is_equal else order_of_replica(name, mine), request)
-
-
-def _running_least(values: Iterable[float | None]) -> list[float]:
-    """For every number of values the least of them; what is not known is without limit."""
-    return list(accumulate((math.inf if one is None else float(one) for one in values), min))

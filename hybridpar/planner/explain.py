@@ -134,22 +134,17 @@ def rows(answer: Answer, most: int = 5) -> list[Row]:
     """The table: the chosen plan, the runners-up, and the baselines."""
     chosen, evaluator = answer.chosen, answer.evaluator
     own = evaluator.parts(chosen.candidate)
-    ties = {one.candidate for one in answer.ties}
     table = [Row(describe(chosen.candidate, answer), chosen, own, _chosen_verdict(answer))]
-    shown = {chosen.candidate}
-    baselines = {one.candidate: name for name, one in answer.baselines.items() if one is not None}
-    others = [one for one in answer.ranked if one.candidate not in shown]
-    listed = others[:most] + [one for one in others[most:] if one.candidate in baselines]
-    for outcome in listed:
+    others = [outcome for outcome in answer.ranked if outcome != chosen]
+    baselines = list(answer.baselines.values())
+    for outcome in others[:most] + [outcome for outcome in others[most:] if outcome in baselines]:
         parts = evaluator.parts(outcome.candidate)
         verdict = why_lost(own, parts, chosen.candidate.codec.steps, outcome.candidate.codec.steps)
-        if outcome.candidate in ties:
+        if outcome in answer.ties:
             verdict = f"a tie within the noise of {100 * answer.noise:.1f} %, and less simple"
         table.append(Row(describe(outcome.candidate, answer), outcome, parts, verdict))
-    for name, one in answer.baselines.items():
-        if one is None:
-            table.append(Row(name, None, None, "does not fit into memory"))
-    return table
+    missing = [name for name, baseline in answer.baselines.items() if baseline is None]
+    return table + [Row(name, None, None, "does not fit into memory") for name in missing]
 
 
 def why_lost(chosen: Parts, other: Parts, chosen_steps: float = 1.0, other_steps: float = 1.0) -> str:
@@ -170,37 +165,32 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
 
     Each is a search of its own.
     """
-    now = answer.fastest.score
-    asked: list[tuple[str, PlannerInputs | None, str]] = []
-    looser = _LOOSER[_LOOSER.index(inputs.fidelity) + 1 :]
-    for fidelity in looser:
-        known = any(one in inputs.rates for one in planned_codecs(fidelity))
-        asked.append(
-            (f"--fidelity {fidelity}", inputs.with_fidelity(fidelity) if known else None, "no codec was timed")
-        )
-    linked = inputs.cluster.workers > 1
-    asked.append(
-        ("a link 10 times as fast", inputs.on(inputs.cluster.faster_links(10)) if linked else None, "there is no link")
-    )
-    for one in inputs.cluster.hosts if inputs.cluster.is_unequal else ():
-        left = inputs.cluster.without(one)
-        if left is not None:
-            asked.append((f"without {_name_of(one)}", inputs.on(left), ""))
-    more, alike = inputs.cluster.with_another(), inputs.same_result()
-    name = "another host" if inputs.cluster.between is not None else "another device"
-    asked.append((name, alike.on(more) if more is not None else None, "nothing says what would lie between devices"))
-    found = []
-    for name, changed, why in asked:
+    now, cluster = answer.fastest.score, inputs.cluster
+
+    def asked(name: str, changed: PlannerInputs | None, why: str = "") -> WhatIf:
+        """The answer for changed inputs; `why` says why there are none."""
         if changed is None:
-            found.append(WhatIf(name, now, why=why))
-            continue
+            return WhatIf(name, now, why=why)
         try:
             other = find_plan(changed, library=answer.evaluator.space.library, advise=False)
         except PlanError as error:
-            found.append(WhatIf(name, now, why=error.what))
-            continue
-        found.append(WhatIf(name, now, other.fastest.score, describe(other.fastest.candidate, other)))
-    return found
+            return WhatIf(name, now, why=error.what)
+        return WhatIf(name, now, other.fastest.score, describe(other.fastest.candidate, other))
+
+    gains = []
+    for fidelity in _LOOSER[_LOOSER.index(inputs.fidelity) + 1 :]:
+        timed = any(codec in inputs.rates for codec in planned_codecs(fidelity))
+        looser = inputs.with_fidelity(fidelity) if timed else None
+        gains.append(asked(f"--fidelity {fidelity}", looser, "no codec was timed"))
+    faster = inputs.on(cluster.faster_links(10)) if cluster.workers > 1 else None
+    gains.append(asked("a link 10 times as fast", faster, "there is no link"))
+    for host in cluster.hosts if cluster.is_unequal else ():
+        if (left := cluster.without(host)) is not None:
+            gains.append(asked(f"without {_name_of(host)}", inputs.on(left)))
+    more = cluster.with_another()
+    larger = inputs.same_result().on(more) if more is not None else None
+    name = "another host" if cluster.between is not None else "another device"
+    return [*gains, asked(name, larger, "nothing says what would lie between devices")]
 
 
 def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
