@@ -100,7 +100,7 @@ def settled(world: World) -> tuple[list[Question], PlannedRun]:
 def test_with_plan_none_the_search_is_for_the_codec_alone():
     for (question,), run in run_ranks(settled, 4, shared_memory=False):
         assert question.fixed == Fixed(
-            *(4, 2, 2, 2, "greedy", "linear", "contiguous", "stock"), every_step=True, equal=True, shard_optimizer=False
+            *(4, 2, 2, 2, "greedy", "linear"), every_step=True, equal=True, shard_optimizer=False
         )
         assert run.lines == ("plan     the answer",)
         assert run.plan.sync.codec == "a.* -> fp16"
