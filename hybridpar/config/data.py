@@ -32,11 +32,11 @@ class DataConfig:
     download: bool = False
     """Let torchvision download the data set into --data-root."""
     batch_size: int | Literal["auto"] = 64
-    """Samples per step; `auto`: the smallest batch about as fast as any."""
+    """Samples per step; `auto`: the smallest as fast as any."""
     loader_workers: int | None = None
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
     image_size: int | None = None
-    """Side of the square images in pixels; default: of the weights or model, else of the data set."""
+    """Side of square images; default: of the weights or model, else of the data."""
     test_image_size: int | None = None
     """Side of the images in testing, in pixels; default: --image-size."""
     mean: tuple[float, float, float] | None = None

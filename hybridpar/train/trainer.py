@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,9 @@ from hybridpar.train.evaluation import evaluate
 from hybridpar.train.stages import cut_model
 from hybridpar.train.step_result import BadSteps
 from hybridpar.train.step_result import StepResult as StepResult
-from hybridpar.train.trial import Trial
+
+if TYPE_CHECKING:
+    from hybridpar.train.trial import Trial
 
 _log = logging.getLogger(__name__)
 
@@ -708,6 +710,8 @@ class Trainer:
 
 def open_trial(model: nn.Module, config: TrainConfig, world: World, example: Tensor, plan: Plan | None = None) -> Trial:
     """Steps of a copy of a model to be timed; see `Trial`."""
+    from hybridpar.train.trial import Trial  # most runs need none
+
     return Trial(Trainer, model, config, world, example, plan)
 
 
