@@ -29,11 +29,11 @@ from pydantic import (
     model_validator,
 )
 
-from hybridpar.errors import PlanError, cannot_write, shortened
+from hybridpar.errors import PlanError, ScheduleError, cannot_write, shortened
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.schedule.actions import Schedule, read_schedule
 from hybridpar.schedule.layout import Edge, Layout
-from hybridpar.schedule.schedules import ScheduleRequest, make_all
+from hybridpar.schedule.schedules import ScheduleRequest, make_all, order_of_replica
 
 PLAN_VERSION: Literal[2] = 2
 
@@ -289,9 +289,9 @@ class Plan(_Section):
         """The passes of every lane, for each replica that differs from others; default: of its micro-batches."""
         pipeline = self.pipeline or Pipeline()
         count = pipeline.micro_batches if micro_batches is None else micro_batches
-        rows = [read_schedule("\n".join(lanes), pipeline.schedule) for lanes in pipeline.rows]
+        rows = self._read_rows() if pipeline.rows else ()
         if rows and all(schedule.micro_batches == count for schedule in rows):
-            return tuple(rows)
+            return rows
         forward, backward = self.pass_ms() or (None, None)
         saved = tuple(stage.saved_bytes for stage in self.partition.stages if stage.saved_bytes is not None)
         request = ScheduleRequest(
@@ -304,6 +304,28 @@ class Plan(_Section):
         )
         return make_all(pipeline.schedule, request, self.partition.edges or None)
 
+    def _read_rows(self) -> tuple[Schedule, ...]:
+        """The passes that the plan holds; each of them must be there once, for each replica that differs."""
+        from hybridpar.schedule.check import check  # most runs need none
+
+        pipeline, kinds, made = self.pipeline or Pipeline(), self.layout.kinds, []
+        try:
+            if len(pipeline.rows) != len(kinds):
+                raise ScheduleError(f"passes of {len(pipeline.rows)} replica(s), where {len(kinds)} differ")
+            for index, lanes in zip(kinds, pipeline.rows, strict=True):
+                layout, name = self.layout.replica(index, self.partition.edges or None), pipeline.schedule
+                if not self.layout.is_equal:
+                    name = order_of_replica(name, layout)
+                made.append(read_schedule("\n".join(lanes), name))
+                check(made[-1], layout)
+        except ScheduleError as error:
+            raise PlanError(
+                f"the passes of the plan cannot be run: {error.what}",
+                "pipeline.rows has each forward and backward pass of every stage and micro-batch once, on its lane.",
+                "Undo the edit, or delete pipeline.rows: then the schedule makes them.",
+            ) from error
+        return tuple(made)
+
     @property
     def digest(self) -> str:
         """Equal for plans that do the same, whatever was predicted or measured of them."""
@@ -311,7 +333,7 @@ class Plan(_Section):
         facts = (
             [stage.units for stage in self.partition.stages],
             (self.layout.texts(), self.placement and self.placement.shares),
-            (compute.memory_format, compute.kernels != "off"),
+            compute.model_dump(mode="json"),
             pipeline.model_dump(mode="json"),
             sync.model_dump(mode="json"),
         )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import PlanError
 from hybridpar.plan import (
+    Compute,
     KernelChoice,
     Kernels,
     Measured,
@@ -183,3 +184,43 @@ def test_a_plan_is_for_one_model(capsys):
     assert "plan: resnet18, parameters 11,689,512" in caught.value.what
     assert f"here: resnet34, parameters 21,797,672, fingerprint {'f' * 16}" in caught.value.what
     assert caught.value.fix
+
+
+def pipelined(*rows: tuple[str, ...]) -> Plan:
+    """A plan of two stages on two workers, whose two micro-batches run in these rows."""
+    return Plan(
+        model=ModelInfo(name="net", fingerprint="0" * 16, parameters=1),
+        partition=Partition(stages=(Stage(units=("a",)), Stage(units=("b",)))),
+        placement=Placement(layout=Layout.dealt(2, 2)),
+        pipeline=Pipeline(schedule="gpipe", micro_batches=2, rows=rows),
+    )
+
+
+WHOLE = ("0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (("0F0,0F1,0B0", WHOLE[1]),),
+        (("0F0,0F1,0B0,0B0", WHOLE[1]),),
+        ((WHOLE[1], WHOLE[0]),),
+        (WHOLE, WHOLE),
+        (("0F0,0B0,0F1,0B1", "1F1,1F0,1B1,1B0"),),
+    ],
+)
+def test_passes_that_are_not_all_there_once_in_an_order_that_can_be_are_refused(rows):
+    with pytest.raises(PlanError, match="the passes of the plan cannot be run"):
+        pipelined(*rows).orders()
+
+
+def test_passes_that_can_be_run_are_those_that_run():
+    (order,) = pipelined(("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")).orders()
+    assert [[str(action) for action in row] for row in order.rows][1] == ["1F0", "1B0", "1F1", "1B1"]
+
+
+@pytest.mark.parametrize("change", [{"amp": "bf16"}, {"threads": 1}, {"cuda_graph": True}, {"compile": True}])
+def test_how_steps_are_computed_belongs_to_what_a_plan_does(change):
+    plan = pipelined(WHOLE)
+    other = plan.model_copy(update={"compute": Compute(**change)})
+    assert plan.digest != other.digest

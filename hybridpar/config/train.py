@@ -312,7 +312,7 @@ class TrainConfig(
         check_optimizer(self)
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
-        _refuse(self, CONFLICTS)
+        check_conflicts(self)
         if (servers := self.parameter_servers) is not None and self.workers is not None:
             servers.split_count(self.workers)
         for option, named in (("--overwrite", self.overwrite), ("--resume-from", self.resume_from is not None)):
@@ -385,6 +385,18 @@ def check_recipe(config: TrainConfig) -> None:
     if config.warm_start_steps and config.recipe == "none" and config.outer is None:
         why = "Only recipes, and --sync outer:H and local:H, begin in another way than they go on."
         raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
+
+
+def check_conflicts(config: TrainConfig) -> None:
+    """Check that no two options contradict each other.
+
+    Args:
+        config: The options.
+
+    Raises:
+        UsageError: Two do; it names both.
+    """
+    _refuse(config, CONFLICTS)
 
 
 def _refuse(config: TrainConfig, conflicts: tuple[tuple[str, str, str], ...]) -> None:

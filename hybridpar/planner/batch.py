@@ -23,7 +23,7 @@ from hybridpar.planner.fit import Need, held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import decided_options, fixed_by
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.probes import Question
-from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, random_batch, time_in_turns
+from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, as_problem, random_batch, time_in_turns, timed
 
 #: Samples of a part of the first batch, and of the smallest that is tried where that does not fit.
 FIRST, LEAST = 8, 2
@@ -112,7 +112,7 @@ def measure_batch(
         model.to(world.device)
         announce("choosing the batch: predicting memory")
         try:
-            profile = world.on_all(lambda: sizes_of(model, options, sample_shape, LEAST, world.device))
+            profile = world.on_all(as_problem(lambda: sizes_of(model, options, sample_shape, LEAST, world.device)))
         except HybridparError as error:
             raise UsageError(
                 f"--batch-size auto: {error.what}",
@@ -125,10 +125,10 @@ def measure_batch(
         def rate(batch: int) -> float:
             announce(f"choosing the batch: timing steps of {batch:,} samples")
             example = random_batch(asked.sample_shape, batch // parts, world.device)
-            opened = world.on_all(lambda: open_trial(model, options, world, example, None))
+            opened = world.on_all(as_problem(lambda: open_trial(model, options, world, example, None)))
             with contextlib.closing(opened) as trial:
                 for _ in range(FIRST_STEPS):
-                    trial.step()
+                    timed(trial.step, world)
                 times = time_in_turns({"": trial.step}, world, rounds=STEPS, seconds=SECONDS)[""]
             return 1e3 * len(example) / min(times)
 

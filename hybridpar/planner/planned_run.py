@@ -119,9 +119,11 @@ def plan_run(
     elif not config.searches and (not config.chooses or nothing):
         pass
     elif stored is not None:
-        kept = world.from_main(lambda: _stored_plan(stored, world.size))
+        kept, problem = world.from_main(lambda: (_stored_plan(stored, world.size), _problem_of(stored)))
         if kept is not None:
             found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
+        elif problem:
+            found = _unplanned(f"that of the run cannot be read, so its options decide: {problem}")
     elif open_trial is None:
         found = _unplanned("no worker holds all of the model to measure it") if "plan" in given else found
     elif why := _not_worth(sample_shape, steps):
@@ -312,7 +314,7 @@ def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Pl
 
         require_model(plan, model, plan.model.name)
     followed = _as_followed(config, plan, decided, world.size)
-    if followed.inputs is not None and _made_for_other(config, followed, None):
+    if followed.inputs is not None and (followed.is_edited or _made_for_other(config, followed, None)):
         followed = _unpredicted(followed)
     return followed, (f"plan     as the run began with, not searched for again{_expected(followed)}",)
 
@@ -332,6 +334,15 @@ def _stored_plan(place: Path, workers: int) -> str | None:
     found = [plan for plan in (_usable(place), _usable(_aside(place, workers))) if plan is not None]
     fitting = [plan for plan in found if plan.workers == workers]
     return (fitting or found)[0].to_json() if found else None
+
+
+def _problem_of(place: Path) -> str:
+    """Why a run's plan cannot be read; empty where it can, or is not there."""
+    try:
+        read_plan(place)
+    except PlanError as error:
+        return error.what if place.exists() else ""
+    return ""
 
 
 def _aside(place: Path, workers: int | None) -> Path:

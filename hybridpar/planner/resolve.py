@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig
+from hybridpar.config import TrainConfig, check_conflicts
 from hybridpar.config.recipe import refuse
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.process import available_cores, threads_per_worker
@@ -59,6 +59,7 @@ def resolve(
         if "kernels" in decided and config.uses_kernels:
             left -= {"memory_format"}  # that of the kernels
         config = replace(config, **{name: plan.compute.options[name] for name in left})
+        check_conflicts(config)
     layout, sync = _layout(config, workers, plan, decided), resolve_sync(config, plan, decided)
     if not layout.is_equal:
         replace(config, shard_optimizer=sync.shard_optimizer, batch_norm=sync.batch_norm).check_unequal()

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError, SyncError
+from hybridpar.config import TrainConfig, check_conflicts
+from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.models.state import twin_of
 from hybridpar.partition.unit_runner import intra_op_threads
+from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.plan import Compute
 from hybridpar.planner.resolve import compute_of
 from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, StepValues, Trial, as_problem, timed
@@ -133,7 +134,25 @@ def open_changes(
         changes.append(Change("CUDA graph", {"cuda_graph": True}))
     if "compile" in open_ and can_compile(device) and compiling_pays(seconds):
         changes.append(Change(COMPILED, {"compile": True}))
-    return changes
+    return [change for change in changes if not _is_refused(replace(config, **change.options))]
+
+
+def _is_refused(config: TrainConfig) -> bool:
+    """Whether a run could not be asked for these options."""
+    try:
+        check_conflicts(config)
+    except UsageError:
+        return True
+    return False
+
+
+def _can_capture(world: World, device: torch.device, config: TrainConfig) -> bool:
+    """Whether steps of these workers can be captured, which each alone does not show."""
+    try:
+        check_capturable(device, world, (), compiled=config.compile)
+    except UsageError:
+        return False
+    return True
 
 
 def compiling_pays(seconds: float) -> bool:
@@ -168,6 +187,8 @@ def choose_way(
         check(contest.plain_ms)
         seconds = 1e-3 * contest.plain_ms * (run_steps or 0)
         changes = open_changes(model, config, decided, tuple(example.shape[1:]), example.device, seconds)
+        if not _can_capture(world, example.device, config):
+            changes = [change for change in changes if "cuda_graph" not in change.options]
         worths = tuple(map(contest.try_change, changes))
     finally:
         contest.close()

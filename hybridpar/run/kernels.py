@@ -131,7 +131,7 @@ def prepare_kernels(
     device = cpu_fingerprint()
     if world.device.type == "cuda":
         threads, device = 1, gpu_at(world.device.index or 0).fingerprint
-    dtype = "float32" if config.amp == "none" else "bfloat16"
+    dtype = "float32" if plan.compute.amp == "none" else "bfloat16"
     where = threads, device
     operations = [
         (layer, KernelKey(direction, layer.shape, layer.layout, *where, dtype))

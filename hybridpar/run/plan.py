@@ -41,4 +41,5 @@ def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
         return config
     sync = plan.sync
     own = {"sync_lanes": sync.lanes, "batch_norm": sync.batch_norm, "compress": sync.codec}
+    own |= {"shard_optimizer": sync.shard_optimizer}
     return replace(config, sync=sync_of(config, plan), **own)  # type: ignore[arg-type]

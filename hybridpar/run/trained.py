@@ -156,12 +156,12 @@ def _takes_average(options: TrainedOptions, checkpoint: Path) -> bool:
 
 
 def _as_planned(run: Path) -> dict[str, Any]:
-    """The memory format that the run computed in, which its plan may have chosen."""
+    """The memory format and the precision that the run computed in, which its plan may have chosen."""
     try:
-        measured = read_plan(run / "plan.json").measured
+        compute = read_plan(run / "plan.json").compute
     except PlanError:
         return {}
-    return {} if measured is None else {"memory_format": measured.memory_format}
+    return {} if compute is None else {"memory_format": compute.memory_format, "amp": compute.amp}
 
 
 def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> tuple[Trained, nn.Module]:

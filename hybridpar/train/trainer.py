@@ -164,6 +164,7 @@ class Trainer:
                 "Give it: Trainer(..., classes=10).",
             )
         self._classes, self._single_label = classes, False
+        self._threads = torch.get_num_threads()
         self._owns_world = world is None
         self.world = world or join_workers(self.config, plan=given)
         self._owns_lanes = lanes is None
@@ -188,7 +189,7 @@ class Trainer:
                 else plan_loop(model, self.config, self.world, example, total_steps, name, given, open_trial)
             )
             if (threads := self.planned.plan.compute.threads) is not None:
-                torch.set_num_threads(threads)
+                torch.set_num_threads(min(threads, self._threads))
             if self._deferred is not None and self.planned.plan.layout.positions == 1:
                 self._deferred.fill({name for name, _, _ in places(model)})
                 self._deferred = None
@@ -207,6 +208,7 @@ class Trainer:
             self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
             self._mixes, self._is_staged = self.config.mixes, self.plan.is_staged
         except BaseException as error:
+            torch.set_num_threads(self._threads)
             if self._owns_lanes:
                 self.lanes.__exit__(type(error), error, error.__traceback__)
             if self._owns_world:
@@ -696,6 +698,7 @@ class Trainer:
                 met = error or sys.exc_info()[1]
                 self._leave(f"{GOOD_ORDER if met is None else 'left'} after step {self.steps_done}", met)
                 rest.callback(self.world.close)
+            rest.callback(torch.set_num_threads, self._threads)
             rest.callback(self.engine.close)
             if self._owns_lanes:
                 rest.push(self.lanes)

@@ -103,7 +103,7 @@ class Trial:
 
     def _join(self, world: World, run: ResolvedPlan) -> World | None:
         """The workers of the plan, of which this is one; None where it is not."""
-        workers = sum(map(len, run.layout.ranks))
+        workers = run.layout.workers
         if workers == world.size == 1:
             return world
         if workers == world.size:

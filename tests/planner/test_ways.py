@@ -219,3 +219,10 @@ def test_plans_take_turns_and_stop_in_time_but_not_before_two_rounds():
     assert counts == {"a": 2, "b": 2, "c": 2}
     assert order == ["a", "b", "c", "b", "c", "a"]
     assert len(time_in_turns({"a": int}, World(), rounds=4)["a"]) == 4
+
+
+@pytest.mark.parametrize("options", [{"compress": "onebit:decay=0.5"}, {"shares": "auto"}, {"shard_optimizer": True}])
+def test_ways_that_the_options_forbid_are_not_tried(options):
+    names = [one.name for one in open_changes(plain(), TrainConfig(**options), (), (3, 8, 8), torch.device("cuda"), 0)]
+    assert "channels_last" in names
+    assert "CUDA graph" not in names

@@ -19,7 +19,7 @@ from hybridpar.formats.output_files import check_picture, check_writable
 from hybridpar.schedule.schedules import SCHEDULES
 
 #: Options that decide a part of the plan, as those of `hybridpar train` do.
-DECIDING = ("stages", "replicas", "micro_batches", "schedule", "placement", "memory_format")
+DECIDING = ("stages", "replicas", "micro_batches", "schedule", "placement")
 #: Options that say what is measured.
 _RECORDED = ("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "memory_format", "seed")
 

@@ -74,6 +74,8 @@ def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
     model: nn.Module | None = None
     if request.inputs is not None:
         inputs, compute = _recorded(request), read_plan(request.inputs).compute
+        if request.cluster is not None and compute is not None:  # threads, graphs and kernels are of the machine there
+            compute = Compute(memory_format=compute.memory_format, amp=compute.amp)
     else:
         model = _build(request)
         measured = _measured(request, model, world, bar)
