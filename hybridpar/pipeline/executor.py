@@ -545,15 +545,15 @@ class Executor:
         index = item.action.stage
         stage, users = self.stages[index], step.users.get(index)
         sums = step.reports[index][HEAD:] if users is not None and stage.batch_norm is not None else None
-        values = step.values if stage.measured else None
-        if values is not None:
-            stage.lane.keep(values)
-            values = values.to(stage.lane.device, non_blocking=True)
+        decided = step.values if stage.measured else None
+        values = None if decided is None else decided.to(stage.lane.device, non_blocking=True)
         for report in (sums, users):
             if report is not None:
                 stage.lane.keep(report)
         factor, costs = step.rate, step.flights[index].costs
         bad = stage.apply(values, sums, users, step.used[index], factor, costs, on_device=self._on_device)
+        if decided is not None:  # only now, as the optimizer's pass writes to it as well
+            stage.lane.keep(decided)
         if bad is not None:
             step.bad.append(bad)
 

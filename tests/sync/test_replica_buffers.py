@@ -89,7 +89,7 @@ def train(
     config = TrainConfig(plan="none", micro_batches=2, **options)
     optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
     with Trainer(net, optimizer, config=config, world=world, example=batch(0)[0][:3]) as trainer:
-        replicas = trainer.plan.placement.replicas
+        replicas = trainer.plan.layout.replicas
         replica = world.rank * replicas // world.size
         mine = slice(12 * replica // replicas, 12 * (replica + 1) // replicas)
         for step in range(STEPS):
