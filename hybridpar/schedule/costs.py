@@ -43,7 +43,7 @@ class BucketCost:
     Attributes:
         bytes: What the collective gets: the encoded payload where a codec is used.
         ready: When its last gradient is there, as a fraction of the stage's last backward pass.
-        encode_ms: Time to encode it; a lane that computes meanwhile has half of the processor.
+        encode_ms: Time to encode it; codecs and lanes that compute share the processor.
         decode_ms: Time to decode what comes back; so, too.
         wire_ms: Time that its messages take on the link, without latency; None where they are one all-reduce of
             `bytes` over `sync_link`.

@@ -16,9 +16,9 @@ class Span:
 
     Attributes:
         worker: The worker that did it.
-        queue: Kind of queue: `compute`, `send`, `receive` or `sync`.
-        lane: Which one of that kind: the lane for `compute`, the other worker for `send` and `receive`, and the sync
-            lane for `sync`.
+        queue: Kind of queue: `compute`, `send`, `receive`, `sync`, `control` or `copy`.
+        lane: Which of that kind: the lane for `compute`, the other worker for `send` and `receive`, the sync lane for
+            `sync`, else that of the stage.
         action: What was done.
         start_ms: When it started.
         end_ms: When it ended.
