@@ -36,11 +36,6 @@ def halves_apart(times: Sequence[float]) -> float:
     return relative_distance(statistics.median(times[0::2]), statistics.median(times[1::2]))
 
 
-def least_apart(times: Sequence[float]) -> float:
-    """`relative_distance` of the two least times, as disturbances only add to a time; infinite for fewer than two."""
-    return relative_distance(*sorted(times)[:2]) if len(times) > 1 else math.inf
-
-
 def repeat_until_steady(
     measure: Callable[[], _T],
     noise: Callable[[Sequence[_T]], float],

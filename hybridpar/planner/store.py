@@ -21,11 +21,6 @@ _log = logging.getLogger(__name__)
 NOISE, MOST_TRIES = "noise", 3
 
 
-def steadied(kind: str, measure: Callable[[], Mapping[str, float]], world: World | None = None) -> dict[str, float]:
-    """Numbers by name, measured again where repetitions lie too far apart."""
-    return remembered(kind, {}, None, measure, world)
-
-
 def remembered(
     kind: str,
     key: Mapping[str, Any],

@@ -17,13 +17,11 @@ class Held:
 
     Attributes:
         in_flight: For every stage the most micro-batches.
-        lane_bytes: For every lane the most bytes.
         worker_bytes: For every worker the sum over its lanes of the most that each holds. With several lanes the real
             peak may be lower; it is never higher.
     """
 
     in_flight: tuple[int, ...]
-    lane_bytes: tuple[int, ...]
     worker_bytes: tuple[int, ...]
 
 
@@ -31,7 +29,7 @@ def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | N
     """The peaks of a schedule."""
     saved = [0] * layout.stages if saved_bytes is None else saved_bytes
     count, peak = [0] * layout.stages, [0] * layout.stages
-    lanes, workers = [0] * layout.lanes, [0] * layout.workers
+    workers = [0] * layout.workers
     for lane, row in enumerate(schedule.rows):
         held = most = 0
         for action in row:
@@ -44,6 +42,5 @@ def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | N
             else:
                 count[stage] -= 1
                 held -= saved[stage]
-        lanes[lane] = most
         workers[layout.worker_of[lane]] += most
-    return Held(tuple(peak), tuple(lanes), tuple(workers))
+    return Held(tuple(peak), tuple(workers))

@@ -164,7 +164,8 @@ class Trainer:
                 "Give it: Trainer(..., classes=10).",
             )
         self._classes, self._single_label = classes, False
-        self._threads = torch.get_num_threads()
+        #: Threads of the process before the plan's; None where they are the same.
+        self._threads_before: int | None = None
         self._owns_world = world is None
         self.world = world or join_workers(self.config, plan=given)
         self._owns_lanes = lanes is None
@@ -188,8 +189,10 @@ class Trainer:
                 if isinstance(plan, PlannedRun)
                 else plan_loop(model, self.config, self.world, example, total_steps, name, given, open_trial)
             )
-            if (threads := self.planned.plan.compute.threads) is not None:
-                torch.set_num_threads(min(threads, self._threads))
+            threads, before = self.planned.plan.compute.threads, torch.get_num_threads()
+            if threads is not None and threads < before:
+                self._threads_before = before
+                torch.set_num_threads(threads)
             if self._deferred is not None and self.planned.plan.layout.positions == 1:
                 self._deferred.fill({name for name, _, _ in places(model)})
                 self._deferred = None
@@ -208,7 +211,7 @@ class Trainer:
             self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
             self._mixes, self._is_staged = self.config.mixes, self.plan.is_staged
         except BaseException as error:
-            torch.set_num_threads(self._threads)
+            self._put_back_threads()
             if self._owns_lanes:
                 self.lanes.__exit__(type(error), error, error.__traceback__)
             if self._owns_world:
@@ -692,13 +695,18 @@ class Trainer:
     ) -> None:
         self._end(error, whole=error is None)
 
+    def _put_back_threads(self) -> None:
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+
     def _end(self, error: BaseException | None, *, whole: bool) -> None:
         with contextlib.ExitStack() as rest:
             if self._owns_world:
                 met = error or sys.exc_info()[1]
                 self._leave(f"{GOOD_ORDER if met is None else 'left'} after step {self.steps_done}", met)
                 rest.callback(self.world.close)
-            rest.callback(torch.set_num_threads, self._threads)
+            rest.callback(self._put_back_threads)
             rest.callback(self.engine.close)
             if self._owns_lanes:
                 rest.push(self.lanes)

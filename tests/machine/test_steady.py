@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 
-from hybridpar.machine.steady import halves_apart, least_apart, relative_distance, repeat_until_steady
+from hybridpar.machine.steady import halves_apart, relative_distance, repeat_until_steady
 
 
 def spread(values: Sequence[float]) -> float:
@@ -29,11 +29,6 @@ def test_halves_of_times_are_compared_by_their_medians() -> None:
     assert halves_apart([1.0, 2.0, 1.0, 2.0]) == pytest.approx(1.0)
     assert halves_apart([1.0, 1.1, 50.0, 1.1, 1.0]) == pytest.approx(0.1), "one that was disturbed does not count"
     assert halves_apart([1.0]) == halves_apart([]) == math.inf
-
-
-def test_of_times_the_two_least_are_compared() -> None:
-    assert least_apart([9.0, 2.0, 5.0, 2.2]) == pytest.approx(0.1)
-    assert least_apart([1.0]) == math.inf
 
 
 def test_it_stops_as_soon_as_results_agree() -> None:

@@ -184,6 +184,24 @@ class Dropping(nn.Module):
         return self.drop(self.conv(x)).mean((2, 3))
 
 
+@pytest.mark.parametrize("chosen_ms", [1e-3, 1e9])
+def test_the_threads_of_the_process_are_as_before(monkeypatch, chosen_ms):
+    threads, inner = torch.get_num_threads(), ways.timed
+    torch.set_num_threads(2)
+    try:
+        # Whether fewer threads win or lose is decided here.
+        def timed(step: Any, world: World, threads: int | None = None) -> tuple[float, ...]:
+            inner(step, world, threads)
+            return (chosen_ms if threads == 1 else 1.0,)
+
+        monkeypatch.setattr(ways, "timed", timed)
+        way = choose_way(plain(), TrainConfig(), ("memory_format",), World(), torch.randn(4, 3, 8, 8), open_trial)
+        assert way.threads == (1 if chosen_ms < 1 else None)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("make", [plain, Dropping])
 def test_real_steps_leave_the_model_and_agree_in_all_ways(make):
     model, config = make(), TrainConfig(fidelity="close")
