@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with leaving_at_once():
             command = find_command(arguments[0])
             arguments = [arguments[0], *command.expanded(arguments[0], arguments[1:])]
-            options = command.parse(arguments[0], with_nested_options(arguments[1:]))
+            options = command.parse(arguments[0], arguments[1:])
         _place_torchs_cache()
         return command.run(options, arguments)
     except KeyboardInterrupt:
@@ -74,19 +74,6 @@ def help_text() -> str:
         wrapped = textwrap.wrap(description, 76 - width)
         lines += [f"  {name:{width}}{wrapped[0]}", *(f"  {'':{width}}{line}" for line in wrapped[1:])]
     return "\n".join([*lines, "\n`hybridpar COMMAND --help` shows the options of a command."])
-
-
-def with_nested_options(arguments: Sequence[str]) -> list[str]:
-    """Join `--for` to its value, which begins with dashes itself, and the numbers of a shape: `--input 3 32 32`."""
-    joined: list[str] = []
-    for argument in arguments:
-        if joined and joined[-1] == "--for" and argument.startswith("-"):
-            joined[-1] = f"--for={argument}"
-        elif joined[-2:-1] == ["--input"] and argument.isdecimal():
-            joined[-1] += f"x{argument}"
-        else:
-            joined.append(argument)
-    return joined
 
 
 def _place_torchs_cache() -> None:

@@ -48,12 +48,12 @@ loader-workers 1, loss bce, lr 0.02, lr-per-sample 0.001, lr-schedule plateau, m
 micro-batches 2, mixup 0.2, model-ema 0.9, momentum 0, offload 0 --stages 2, optimizer adafactor, optimizer adamw,
 placement loop --stages 4, plan auto --epochs 9999 --stop-early 1, random-erasing 0.5, recipe onebit-sgd,
 recompute 0 --stages 2, repeats 2, replicas 2, schedule gpipe --stages 2,
-select-batch 1 --epochs 2 --synthetic-samples 512, shares 2,1, shares auto, stages 2, stop-early 1, sync local:2,
+select-batch 1 --epochs 2 --data synthetic:samples=512, shares 2,1, shares auto, stages 2, stop-early 1, sync local:2,
 sync outer:2, sync ps, sync ps-async, sync-lanes 1, test-image-size 12, timeline t.json,
 warm-start-steps 1 --sync outer:1, weights none, resume --epochs 3""",
 )
 
-BASE = ("scripts.option_pairs:net", "--data", "synthetic", "--synthetic-samples", "32", "--image-size", "8")
+BASE = ("scripts.option_pairs:net", "--data", "synthetic:samples=32", "--image-size", "8")
 BASE += ("--batch-size", "16", "--epochs", "1", "--plan", "none", "--log", "none")
 
 

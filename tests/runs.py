@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 #: Six steps an epoch; a step takes a few milliseconds.
-SMALL = {"data": "synthetic", "image_size": 8, "synthetic_samples": 96, "batch_size": 16, "epochs": 2, "lr": 0.05}
+SMALL = {"data": "synthetic:samples=96", "image_size": 8, "batch_size": 16, "epochs": 2, "lr": 0.05}
 
 
 def small_config(run_dir: Path, **options: Any) -> TrainConfig:

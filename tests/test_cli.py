@@ -15,7 +15,7 @@ from dataclasses import fields
 import pytest
 from PIL import Image
 
-from hybridpar.cli import main, with_nested_options
+from hybridpar.cli import main
 from hybridpar.commands import COMMANDS, HELP_ALL, find_command, load_commands
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
@@ -102,13 +102,6 @@ def test_the_help_of_a_command_shows_no_default_that_says_nothing(capsys):
 def test_none_unsets_what_a_preset_sets():
     parse = find_command("train").parse
     assert parse("train", ["m", "--weights", "none", "--drop_rate=none", "--compress", "none"]) == Train(model="m")
-
-
-@pytest.mark.parametrize("command", ["plan", "tune"])
-def test_the_shape_of_an_image_may_be_three_numbers(command):
-    options = ["--input", "3", "32", "64", "resnet18", "--seed", "2"]
-    read = find_command(command).parse(command, with_nested_options(options))
-    assert (read.input, read.model, read.seed) == ("3x32x64", "resnet18", 2)
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
@@ -391,7 +384,7 @@ def too_small(world, options):
     [
         ({"batch_size": 5}, "Use --batch-size 6 or more"),
         ({"batch_size": 8, "micro_batches": 2}, "Use --batch-size 12 or more"),
-        ({"synthetic_samples": 5}, "Use at most 2 workers"),
+        ({"data": "synthetic:samples=5"}, "Use at most 2 workers"),
     ],
 )
 def test_too_many_workers_are_told_what_works(options, said):

@@ -139,7 +139,7 @@ def test_commands_parse(block: Block) -> None:
     for command in block.commands():
         if (arguments := words_of(command, "hybridpar")) is not None:
             if arguments[:1] not in ([], ["--version"], ["--help"]):
-                name, *options = cli.with_nested_options(arguments)
+                name, *options = arguments
                 if {"--config", "--preset"} & set(options):
                     options = ["resnet18", *options]  # the model is in the file
                 find_command(name).parse(name, options)  # exits where it does not parse

@@ -73,13 +73,13 @@ def test_loops_of_ones_own_on_two_workers(tmp_path: Path) -> None:
 
 def test_train_resnet_passes_its_options_on_to_a_tuned_process(tmp_path: Path) -> None:
     script = str(ROOT / "scripts/train_resnet.py")
-    options = ["--data", "synthetic", "--synthetic-samples", "40", "--image-size", "16", "--batch-size", "20"]
+    options = ["--data", "synthetic:samples=40", "--image-size", "16", "--batch-size", "20"]
     done = run([script, *options, "--epochs", "1", "--workers", "1", "--run-dir", "run"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "off with --no-tune-process" in done.stdout
     assert not done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["model"], summary["data"], summary["steps"]) == ("resnet18", "synthetic", 2)
+    assert (summary["model"], summary["data"], summary["steps"]) == ("resnet18", "synthetic:samples=40", 2)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,8 @@ def test_recipes_train(path: Path, flowers: Path, tmp_path: Path, monkeypatch: p
         pytest.importorskip("timm")
     as_published = read_recipe(path)
     as_published.check()
-    check_names(read_recipe(path, f"--data-root={flowers}"))  # its data may not be on this machine
+    there = read_recipe(path, f"--data-root={flowers}")
+    check_names(there, there.model)  # its data may not be on this machine
     size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 40
     small = ["--batch-size=8", f"--image-size={size}", f"--test-image-size={size}", "--steps=2", "--loader-workers=0"]
     alone = ["--plan=none", "--workers=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]

@@ -40,6 +40,7 @@ from benchmarks.kernels.parts import PARTS, has_norms, measure_parts
 from benchmarks.rig.paired import balanced_orders
 from benchmarks.rig.records import append_dicts
 from benchmarks.rig.stats import Ratio, bootstrap_ratio
+from hybridpar.commands.tune.request import parse_seconds
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, optimize, read_database
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
@@ -47,7 +48,6 @@ from hybridpar.tvm_kernels.layers import step_keys
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.norm_swap import unfuse_norms
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import Layout
 
@@ -148,7 +148,7 @@ def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey]:
     """Tune what the database lacks for a model; returns what a step runs, and how often."""
     sizes = (options.batch, 3, options.size, options.size)
     work = step_keys(model, sizes, Layout.CHANNELS_LAST, options.threads, cpu_fingerprint())
-    report = search_all(work, options.database, TuneConfig(budget=options.budget).seconds)
+    report = search_all(work, options.database, parse_seconds(options.budget))
     if report.stopped:
         raise KeyboardInterrupt
     print(f"{report.tuned} tuned, {report.skipped} were before, {report.left} left for lack of time", flush=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import nn
@@ -111,7 +114,8 @@ def measured_inputs(setting: Setting, world: World, fidelity: Fidelity) -> Measu
     config = TrainConfig(batch_size=setting.batch, fidelity=fidelity)
     shape, decided = (3, setting.side, setting.side), frozenset({"amp"})  # one way for plans of all fidelities
     asked = Question.of_run(config, Fixed(workers=world.size), setting.name, shape, RUN_STEPS, decided)
-    return measure_inputs(setting.build(), asked, world, cache=False, open_trial=open_trial)
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, HYBRIDPAR_CACHE=cache):
+        return measure_inputs(setting.build(), asked, world, open_trial=open_trial)
 
 
 class Reference:

@@ -7,14 +7,14 @@ import gc
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from hybridpar import __version__
-from hybridpar.commands import named_options, register_command
+from hybridpar.commands import find_command, named_options, register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions, expand
 from hybridpar.config.train import GROUPS
@@ -51,7 +51,15 @@ class NodeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainConfig, FileOptions, NodeOptions):
+class DryRunOptions:
+    """Planning without training."""
+
+    dry_run: bool = False
+    """Plan, say why, and end before the first step; `hybridpar plan` is the same, and writes the plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig, FileOptions, NodeOptions, DryRunOptions):
     """Train a vision model on all local workers, or as a worker of a torchrun job.
 
     For all options, such as --hosts for several machines: `hybridpar train --help-all`.
@@ -65,7 +73,12 @@ class Train(TrainConfig, FileOptions, NodeOptions):
     "train",
     "Train a vision model on all local workers, or as a worker of a torchrun job.",
     Train,
-    groups={"Configuration files": (FileOptions,), **GROUPS, "Parallelism": (*GROUPS["Parallelism"], NodeOptions)},
+    groups={
+        "Configuration files": (FileOptions,),
+        **GROUPS,
+        "Parallelism": (*GROUPS["Parallelism"], NodeOptions),
+        "Planning": (*GROUPS["Planning"], DryRunOptions),
+    },
     shown=SHOWN,
     expand=expand,
 )
@@ -74,9 +87,14 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     command.check()
     named = named_options(arguments, TrainConfig)
     if not in_job():
-        check_names(command)
+        check_names(command, command.model)
         if command.hosts is not None or command.slurm is not None or command.launch != "print":
             return _on_several_machines(command, arguments)
+    if command.dry_run:
+        plan = find_command("plan")
+        shared = {field.name for field in fields(plan.options)} & {field.name for field in fields(Train)}
+        return plan.run(plan.options(**{name: getattr(command, name) for name in shared}), arguments)
+    if not in_job():
         from hybridpar.machine.devices import default_workers, has_gpu_driver
         from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
 
@@ -98,13 +116,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         if workers + servers > 1:
             return launch_workers(arguments, workers, servers, patient=patient)
     elif not launched_here():
-        given = int(os.environ["WORLD_SIZE"]) - (sync.servers if (sync := command.parameter_servers) else 0)
-        if command.workers not in (None, given):
-            raise UsageError(
-                f"--workers {command.workers} in a job of {given}",
-                "RANK and WORLD_SIZE are set, as a launcher sets them that starts the workers itself.",
-                "Leave out --workers, or unset both variables.",
-            )
+        check_workers(command)
         if os.environ["RANK"] == "0":
             from hybridpar.run.directory import expected_directory, find_place
 
@@ -162,6 +174,17 @@ def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
     return launch_by_ssh(hosts, slots, own)
 
 
+def check_workers(command: TrainConfig) -> None:
+    """Refuse a number of workers that is not that of the job which a launcher started."""
+    given = int(os.environ["WORLD_SIZE"]) - (sync.servers if (sync := command.parameter_servers) else 0)
+    if command.workers not in (None, given):
+        raise UsageError(
+            f"--workers {command.workers} in a job of {given}",
+            "RANK and WORLD_SIZE are set, as a launcher sets them that starts the workers itself.",
+            "Leave out --workers, or unset both variables.",
+        )
+
+
 def without_options(arguments: Sequence[str], names: Collection[str]) -> list[str]:
     """A command line without some options and their values."""
     kept: list[str] = []
@@ -176,7 +199,7 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
     return kept
 
 
-def check_names(command: Train) -> None:
+def check_names(command: TrainConfig, model: str) -> None:
     """Check what can be known of names, codecs and save rules before there are workers; torch is imported for none.
 
     A codec with options, and a policy, is the exception: only the codec itself can check them.
@@ -186,7 +209,7 @@ def check_names(command: Train) -> None:
     from hybridpar.run.best import keep_rule, stop_rule
     from hybridpar.run.save_rule import SaveRule
 
-    check_model_name(command.model)
+    check_model_name(model)
     parse_arguments(command.model_arg)
     if command.weights is not None and not command.resume:  # else they have been read
         from hybridpar.models.weight_files import check_file, is_file
@@ -194,7 +217,7 @@ def check_names(command: Train) -> None:
         if is_file(command.weights):
             check_file(Path(command.weights))
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
-    is_here = command.hosts is None and command.slurm is None
+    is_here = not isinstance(command, NodeOptions) or (command.hosts is None and command.slurm is None)
     if command.data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
         raise UsageError(
             f"--data-root {command.data_root}: there is no such folder",

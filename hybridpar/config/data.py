@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from hybridpar.errors import UsageError
+from hybridpar.spec import Rule, read_fields
 
 
 def unless(said: str, otherwise: str) -> Any:
@@ -24,8 +25,8 @@ class DataConfig:
     """Model and data: what is trained, on which images, in batches of which size."""
 
     data: str = "digits"
-    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, synthetic, or another of
-    torchvision in lower case (mnist, food101, imagenet, ...)."""
+    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision in lower
+    case (mnist, food101, imagenet, ...), or patterns in noise: `synthetic:samples=1024,classes=10`."""
     data_root: Path = Path("data")
     """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/), for `csv` it may be the
     table, and for `hf/webdataset` it holds tar shards."""
@@ -43,8 +44,6 @@ class DataConfig:
     """Mean of each channel of pixels in [0, 1], taken off; default: as of --image-size."""
     std: tuple[float, float, float] | None = None
     """Standard deviation of each channel, divided by; default: as of --image-size."""
-    synthetic_samples: int = 1024
-    """Number of training samples of `--data synthetic`."""
     bad_images: Literal["skip", "error"] = "skip"
     """What an image that cannot be read does: named in the log, another takes its place in training and it is left out
     of the test (skip); or the run ends (error)."""
@@ -69,7 +68,30 @@ class DataConfig:
 
 def data_set_kind(name: str) -> str:
     """The registered name of a data set."""
+    if name.partition(":")[0] == "synthetic":
+        return "synthetic"
     return "hf/NAME" if name == "hf" or name.startswith("hf/") else name
+
+
+_AT_LEAST_2 = Rule("at least 2", lambda number: number >= 2)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """`synthetic:samples=1024,classes=10`: patterns in noise.
+
+    Attributes:
+        samples: Of training; there are a quarter as many for testing.
+        classes: Patterns.
+    """
+
+    samples: Annotated[int, _AT_LEAST_2] = 1024
+    classes: Annotated[int, _AT_LEAST_2] = 10
+
+    @classmethod
+    def read(cls, data: str) -> Synthetic:
+        """What `--data` says."""
+        return read_fields(f"--data {data}", data.partition(":")[2], cls)
 
 
 @dataclass(frozen=True, kw_only=True)

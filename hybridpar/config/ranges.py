@@ -18,7 +18,6 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "epochs steps repeats workers stages replicas micro_batches keep",
     ),
     ("at least 1, or auto", lambda one: one == "auto" or one >= 1, "batch_size"),
-    ("at least 2", lambda one: one >= 2, "synthetic_samples"),
     ("at least 8", lambda one: one >= 8, "image_size test_image_size"),
     ("1 to 8", lambda one: 1 <= one <= 8, "sync_lanes"),
     (

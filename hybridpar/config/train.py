@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, unless
+from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Synthetic, data_set_kind, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.ranges import check_ranges, numbers_of
 from hybridpar.config.recipe import RATE, RecipeConfig, refuse
@@ -310,6 +310,8 @@ class TrainConfig(
         """
         check_ranges(self)
         check_optimizer(self)
+        if data_set_kind(self.data) == "synthetic":
+            Synthetic.read(self.data)
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
         check_conflicts(self)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torchvision.datasets.utils import check_integrity
 
 from hybridpar.config import DataConfig
+from hybridpar.config.data import Synthetic
 from hybridpar.data.downloads import download_fix, one_download
 from hybridpar.data.sampling import IntArray, split_by_class
 from hybridpar.data.sources import DATA_SETS, ImageData, MemoryImages
@@ -33,8 +34,6 @@ DIGITS_STATISTICS = ((0.3051,) * 3, (0.3238,) * 3)
 CIFAR10_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 CIFAR100_STATISTICS = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 SYNTHETIC_STATISTICS = ((0.5,) * 3, (0.18,) * 3)
-
-SYNTHETIC_CLASSES = 10
 
 
 @DATA_SETS.register("digits", "1,797 handwritten digits of scikit-learn, 8x8 scaled to 32x32: real images, no download")
@@ -151,28 +150,31 @@ def _cifar_problem(name: str, cifar: type[torchvision.datasets.CIFAR10], root: P
     return DataError(f"{name} cannot be read from {folder}", fix=again)
 
 
-@DATA_SETS.register("synthetic", "learnable patterns in noise, 10 classes, any --image-size: for tests and timing")
+@DATA_SETS.register(
+    "synthetic",
+    "learnable patterns in noise, any --image-size: for tests and timing",
+)
 def _synthetic(config: DataConfig) -> ImageData:
     """A fixed smooth random pattern per class, under noise of the same amplitude; a quarter as many test images.
 
     The same whatever --seed says.
     """
-    size = config.image_size or 32
+    size, spec = config.image_size or 32, Synthetic.read(config.data)
     generator = torch.Generator().manual_seed(FIXED_SEED)
-    coarse = torch.rand(SYNTHETIC_CLASSES, 3, 4, 4, generator=generator)
+    coarse = torch.rand(spec.classes, 3, 4, 4, generator=generator)
     smooth = functional.interpolate(coarse, (size, size), mode="bilinear", align_corners=False)
     patterns = (smooth * 127).to(torch.uint8)
 
     def images(samples: int) -> MemoryImages:
-        labels = torch.arange(samples) % SYNTHETIC_CLASSES
+        labels = torch.arange(samples) % spec.classes
         noise = torch.randint(0, 128, (samples, 3, size, size), dtype=torch.uint8, generator=generator)
         return MemoryImages(noise.add_(patterns[labels]), labels, pad=size // 8, flip=False)
 
     return in_memory(
         "synthetic",
-        tuple(f"pattern-{label}" for label in range(SYNTHETIC_CLASSES)),
-        images(config.synthetic_samples),
-        images(max(SYNTHETIC_CLASSES, config.synthetic_samples // 4)),
+        tuple(f"pattern-{label}" for label in range(spec.classes)),
+        images(spec.samples),
+        images(max(spec.classes, spec.samples // 4)),
         size=size,
         statistics=SYNTHETIC_STATISTICS,
     )

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError
 from hybridpar.formats.cache import load_measurement, store_measurement
+from hybridpar.models.deferred import is_deferred
+from hybridpar.partition.profile import Progress
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.codecs import proof_lines
@@ -27,7 +29,7 @@ from hybridpar.planner.explain import brief, caveats
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.probes import Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.search import Answer, finalists, find_plan, verified
+from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verified
 from hybridpar.planner.space import DATA_PARALLEL
 from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, as_problem, random_batch, time_in_turns, timed
 from hybridpar.planner.ways import Way, compute_of_way
@@ -37,12 +39,36 @@ from hybridpar.planner.ways import Way, compute_of_way
 FINALISTS, NEAR, ROUNDS, MOST_SECONDS = 4, 1.3, 5, 1.5
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What was decided; on rank 0 also what it was decided from.
+
+    Attributes:
+        plan: The fastest plan.
+        lines: Why.
+        inputs: What the search read.
+        answer: What it predicted.
+        result: What the plans took that were run; None where none was.
+    """
+
+    plan: Plan
+    lines: tuple[str, ...]
+    inputs: PlannerInputs
+    answer: Answer | None = None
+    result: Verified | None = None
+
+
 def decide_plan(
-    model: nn.Module, world: World, question: Question, open_trial: OpenTrial, announce: Callable[[str], None]
-) -> tuple[Plan, tuple[str, ...]]:
-    """The fastest plan, and lines that say why; a HybridparError says why there is none; a collective."""
+    model: nn.Module,
+    world: World,
+    question: Question,
+    open_trial: OpenTrial,
+    announce: Callable[[str], None],
+    progress: Progress | None = None,
+) -> Decision:
+    """The fastest plan; a HybridparError says why there is none; a collective."""
     begun = time.perf_counter()
-    measured = measure_inputs(model, question, world, open_trial=open_trial, announce=announce)
+    measured = measure_inputs(model, question, world, open_trial=open_trial, announce=announce, progress=progress)
     inputs, way = measured.inputs, measured.way
     options = question.options or TrainConfig()
     compute = compute_of_way(options, way)
@@ -53,7 +79,8 @@ def decide_plan(
         announce("planning: predicting the ways to divide the work")
         answer = find_plan(inputs)
         outcomes = [one for one in finalists(answer, FINALISTS) if one.score <= NEAR * answer.chosen.score]
-        if answer.chosen.candidate.codec.every > 1:  # a few steps do not show what an outer loop takes
+        # A few steps do not show what an outer loop takes, and a model that is not held whole takes none.
+        if answer.chosen.candidate.codec.every > 1 or is_deferred(model):
             outcomes = [answer.chosen]
         found.append((answer, outcomes))
         return [plan_of(answer, one, compute).to_json() for one in outcomes]
@@ -72,6 +99,8 @@ def decide_plan(
             store_measurement("finalists", key, times)
     timed_plans = [index for index, row in enumerate(times) if row]
 
+    decisions: list[Decision] = []
+
     def decide() -> tuple[str, tuple[str, ...]]:
         answer, outcomes = found[0]
         run = [outcomes[index] for index in timed_plans]
@@ -81,10 +110,12 @@ def decide_plan(
         if result is not None and plan.predicted is not None:  # what was measured is what the run is to take
             step_ms = round(result.measured_ms[run.index(outcome)], 3)
             plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_ms": step_ms})})
-        return plan.to_json(), said(answer, outcome, plan, inputs, way, len(run), time.perf_counter() - begun)
+        lines = said(answer, outcome, plan, inputs, way, len(run), time.perf_counter() - begun)
+        decisions.append(Decision(plan, lines, inputs, answer, result))
+        return plan.to_json(), lines
 
     text, lines = world.from_main(decide)
-    return parse_plan(json.loads(text)), lines
+    return decisions[0] if decisions else Decision(parse_plan(json.loads(text)), lines, inputs)
 
 
 def _kept_times(key: Mapping[str, object], count: int) -> list[list[float]] | None:

@@ -139,8 +139,8 @@ def plan_run(
         question = Question.of_run(config, fixed, name, sample_shape or (), steps, decided)
         with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
             try:
-                planned, said = decide_plan(model, world, question, open_trial, announce)
-                found = planned, (*found[1], *said)
+                decision = decide_plan(model, world, question, open_trial, announce)
+                found = decision.plan, (*found[1], *decision.lines)
             except SyncError:
                 raise
             except HybridparError as error:

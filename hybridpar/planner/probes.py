@@ -107,8 +107,9 @@ class Question:
         sync_lanes: Buckets that a worker exchanges beside each other.
         options: Options of the run, some of which a way to compute a step changes; None where nothing is run.
         decided: Names of the options that the user decided on.
-        steps: Of the run that the plan is for; None to measure everything, however long it takes, also what is of use
-            only with other options or on other machines.
+        steps: Of the run that the plan is for.
+        thorough: Measure everything, however long it takes, also what is of use only with other options or on other
+            machines.
         unequal: Replicas may differ in their parts of a batch, and in their numbers of workers.
     """
 
@@ -126,6 +127,7 @@ class Question:
     options: TrainConfig | None = None
     decided: frozenset[str] = frozenset()
     steps: int | None = None
+    thorough: bool = False
     unequal: bool = False
 
     @classmethod
@@ -137,6 +139,8 @@ class Question:
         sample_shape: Sequence[int],
         steps: int | None,
         decided: Collection[str] = (),
+        *,
+        thorough: bool = False,
     ) -> Question:
         """The question of a training run with these options; see the attributes."""
         return cls(
@@ -154,6 +158,7 @@ class Question:
             config,
             frozenset(decided),
             steps,
+            thorough,
             # A loop that divides batches itself has decided on replicas.
             config.may_be_unequal and fixed.replicas is None,
         )
@@ -176,10 +181,10 @@ class Question:
 
     @property
     def codecs(self) -> list[str]:
-        """What gradients may be sent as; with `steps` None also what a looser fidelity would allow."""
+        """What gradients may be sent as; where all is measured also what a looser fidelity would allow."""
         if self.fixed.codecs is not None:
             return sorted(set(self.fixed.codecs.values()))
-        fidelity = "lossy" if self.steps is None else self.fidelity
+        fidelity = "lossy" if self.thorough else self.fidelity
         outer = OUTER_CODECS[1:] if fidelity == "lossy" and not self.fixed.every_step else ()
         return [*planned_codecs(fidelity), *outer]
 
@@ -202,9 +207,6 @@ class _Job:
     workers: int
     sizes: Sequence[int]
     cluster: ClusterSpec | None
-    measure: bool
-    passes: int
-    cache: bool
     open_trial: OpenTrial | None
     announce: Callable[[str], None]
     progress: Progress | None
@@ -212,7 +214,7 @@ class _Job:
     @property
     def is_whole(self) -> bool:
         """Whether there is a model that can be run."""
-        return self.measure and not is_deferred(self.model)
+        return not is_deferred(self.model)
 
     def example(self, samples: int) -> torch.Tensor:
         """Random inputs of a micro-batch, the same on all workers."""
@@ -221,7 +223,7 @@ class _Job:
     def kept(self, kind: str, key: Mapping[str, object], types: TypeAdapter[_T], measure: Callable[[], _T]) -> _T:
         """What was kept under a key, or is measured now and kept; a collective."""
         found: _T | None = None
-        if self.cache and self.world.is_main:
+        if self.world.is_main:
             try:
                 found = types.validate_python(load_measurement(kind, key))
             except ValidationError:  # nothing, or a damaged file
@@ -229,7 +231,7 @@ class _Job:
         found = self.world.gather(found)[0]  # type: ignore[assignment]
         if found is None:
             found = measure()
-            if self.cache and self.world.is_main and getattr(found, "noise", 0.0) <= MOST_NOISE:
+            if self.world.is_main and getattr(found, "noise", 0.0) <= MOST_NOISE:
                 store_measurement(kind, key, types.dump_python(found, mode="json", exclude_defaults=True))
         return found
 
@@ -240,9 +242,6 @@ def measure_inputs(
     world: World,
     *,
     cluster: ClusterSpec | None = None,
-    measure: bool = True,
-    passes: int = PASSES,
-    cache: bool = True,
     open_trial: OpenTrial | None = None,
     announce: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
@@ -252,11 +251,10 @@ def measure_inputs(
         model.to(world.device)
     workers = world.size if cluster is None else min(cluster.workers, asked.batch)
     sizes = _sizes(model, asked, workers, None if cluster is None else _MOST_ELSEWHERE)
-    if cluster is None and measure and open_trial is not None and asked.options is not None and not is_deferred(model):
-        most = _fitting(model, asked, asked.options, world, sizes[-1], cache)
+    if cluster is None and open_trial is not None and asked.options is not None and not is_deferred(model):
+        most = _fitting(model, asked, asked.options, world, sizes[-1])
         sizes = sorted({min(size, most) for size in sizes})
-    given = (measure, passes, cache, open_trial, announce, progress)
-    job = _Job(model, asked, world, workers, sizes, cluster, *given)
+    job = _Job(model, asked, world, workers, sizes, cluster, open_trial, announce, progress)
     codecs = _codecs(job)
     if cluster is None and world.device.type == "cpu":
         prepare_aside(map(parse_codec, codecs))
@@ -295,7 +293,7 @@ def _measure_way(job: _Job) -> Way | None:
 
     def worth(step_ms: float) -> None:
         """Raise where measuring takes longer than it can save."""
-        if asked.steps is None:
+        if asked.thorough or asked.steps is None:
             return
         # A step of plain data parallelism takes as long as the longer of the two, at least.
         step = max(1e-3 * step_ms, _exchange_seconds(job.model, job.world))
@@ -338,10 +336,9 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
                     copy,
                     examples,
                     name=asked.name,
-                    measure=job.measure,
-                    passes=job.passes,
+                    passes=PASSES,
                     progress=job.progress,
-                    announce=job.announce if asked.steps is None else None,
+                    announce=job.announce if asked.thorough else None,
                 )
             )
 
@@ -355,8 +352,8 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
         return of_main
 
     chosen = {"memory_format": memory_format, "kernels": kernels, "threads": None if way is None else way.threads}
-    key = {**_key(job), "sizes": list(job.sizes), "passes": job.passes, "amp": options.amp, **chosen}
-    units = job.kept("profile", key, _PROFILE, measure) if job.measure else measure()
+    key = {**_key(job), "sizes": list(job.sizes), "passes": PASSES, "amp": options.amp, **chosen}
+    units = job.kept("profile", key, _PROFILE, measure)
     return units if way is None else with_rest(units, way)
 
 
@@ -374,7 +371,7 @@ def _measure_links(job: _Job, way: Way | None) -> ClusterSpec:
     world = job.world
     what = f"links of {job.workers} workers" if job.workers > 1 else "machine"
     job.announce(f"planning: measuring the {what}")
-    cluster = measure_cluster(world, fresh=not job.cache)
+    cluster = measure_cluster(world)
     if way is None or not job.asked.unequal:
         return cluster
     hosts: list[str] = world.gather(host_identity())  # type: ignore[assignment]
@@ -387,9 +384,8 @@ def _measure_codecs(job: _Job, codecs: Sequence[str]) -> dict[str, dict[int, tup
     if codecs:
         job.announce("planning: timing ways to compress gradients")
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-    directory = measurements_directory() if job.cache else None
     together = job.world if job.cluster is None else None
-    return measure_rates(codecs, trained, job.workers, job.world.device, world=together, cache=directory)
+    return measure_rates(codecs, trained, job.workers, job.world.device, world=together, cache=measurements_directory())
 
 
 # -------------------------------------------------------------------------------------------- what they share
@@ -447,13 +443,13 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
         counts = [fixed.replicas] if fixed.replicas else [one for one in range(1, workers + 1) if workers % one == 0]
         found = {max(2, -(-asked.batch // (count * fixed.micro_batches))) for count in counts}
         return sorted({min(found), max(found)})
-    if asked.steps is not None and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+    if not asked.thorough and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return [whole]  # they normalise over a micro-batch, so its size stays
     whole = whole if most is None else min(whole, most)
     return sorted({max(2, whole // 16), max(2, whole // 4), whole})
 
 
-def _fitting(model: nn.Module, asked: Question, options: TrainConfig, world: World, samples: int, cache: bool) -> int:
+def _fitting(model: nn.Module, asked: Question, options: TrainConfig, world: World, samples: int) -> int:
     """So many samples of a micro-batch, or half as often as it takes until a step of them fits into memory."""
     device, weights = world.device, sum(one.nbytes for one in model.parameters())
     held = held_bytes(device)
@@ -462,7 +458,7 @@ def _fitting(model: nn.Module, asked: Question, options: TrainConfig, world: Wor
     if all(world.gather(bound < total - held)):
         return samples
     most_held: int = max(world.gather(held))  # type: ignore[type-var, assignment]
-    cluster = measure_cluster(world, fresh=not cache)
+    cluster = measure_cluster(world)
     profile = world.on_all(as_problem(lambda: sizes_of(model, options, asked.sample_shape, 2, world.device)))
     need = memory_of(asked.inputs(profile, cluster), held=most_held)
     while samples > 2 and not need(samples * world.size).fits:
@@ -475,5 +471,5 @@ def _codecs(job: _Job) -> Sequence[str]:
     asked, world = job.asked, job.world
     if job.cluster is not None:
         return asked.codecs if job.workers > 1 else []
-    adds = world.transport == "shared memory" and asked.steps is not None
+    adds = world.transport == "shared memory" and not asked.thorough
     return [] if world.size == 1 or adds or other_types(job.model) else asked.codecs

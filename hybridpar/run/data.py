@@ -170,6 +170,22 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
     return model
 
 
+def open_model(
+    config: TrainConfig, name: str, data: ImageData, world: World
+) -> tuple[nn.Module | DeferredModel, str | None]:
+    """The model of a run, whole or to be divided, and what to say of that; a collective.
+
+    The same seed on every worker; a run on one worker must start from the same weights.
+    """
+    torch.manual_seed(config.seed)
+    with world.patient():  # others may be loading data still
+        deferred, said = world.on_all(lambda: make_deferred(config, name, data, world))
+    if deferred is not None:
+        return deferred, said
+    torch.manual_seed(config.seed)
+    return world.on_all(lambda: make_model(config, name, data, world.device)), said
+
+
 def make_deferred(
     config: TrainConfig, name: str, data: ImageData, world: World
 ) -> tuple[DeferredModel | None, str | None]:

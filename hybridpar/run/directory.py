@@ -50,7 +50,7 @@ _OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "flight", "profile")
 #: Options that a resumed run must have as it began, and why.
 _SAMPLES = "A resumed run goes on at the same place in the same order of samples."
 _FIXED = {
-    **dict.fromkeys(("data", "batch_size", "seed", "image_size", "synthetic_samples"), _SAMPLES),
+    **dict.fromkeys(("data", "batch_size", "seed", "image_size"), _SAMPLES),
     "optimizer": "The checkpoint holds the state of the other optimizer.",
     "stem": "The checkpoint holds the weights of the other stem.",
     **dict.fromkeys(("mean", "std"), "The model has seen images of these statistics."),
@@ -256,7 +256,7 @@ def plain_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _base(config: TrainConfig, model: str) -> Path:
-    return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(config.data)}"
+    return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(config.data.partition(':')[0])}"
 
 
 def resumed_directory(config: TrainConfig, model: str) -> Path:

@@ -14,7 +14,7 @@ from hybridpar.observe.records import EpochRecord
 from hybridpar.run.timings import RunningMean
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
-POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
+POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
 
 
 #: Keys of `Standing.to_extra`.

@@ -29,6 +29,7 @@ from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
+from hybridpar.models.deferred import DeferredModel
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
@@ -44,8 +45,7 @@ from hybridpar.run.data import (
     check_batch,
     example_batch,
     load_data,
-    make_deferred,
-    make_model,
+    open_model,
     shares_of,
     start_from_weights,
     steps_of,
@@ -191,16 +191,9 @@ class Run(RunLog):
         super().__init__(config, model_name, rule, progress, world.is_main, changes)
         self.world = world
         self.memory = MemoryMeter(world.device)
-        # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
-        # must start from the same weights.
-        torch.manual_seed(config.seed)
-        with world.patient():  # others may be loading data still
-            deferred, told = world.on_all(lambda: make_deferred(config, model_name, data, world))
-        if deferred is None:
-            torch.manual_seed(config.seed)
-            model = world.on_all(lambda: make_model(config, model_name, data, world.device))
-        else:
-            model = deferred.module
+        opened, told = open_model(config, model_name, data, world)
+        deferred = opened if isinstance(opened, DeferredModel) else None
+        model = opened.module if isinstance(opened, DeferredModel) else opened
         self.data_line = world.from_main(lambda: describe_data(data))
         self.place = place_of_all(config, model_name, world)
         if config.batch_size == "auto":

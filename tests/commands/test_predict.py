@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("modes")
 def images(tmp_path_factory):
     """The test images of the run as files."""
     folder = tmp_path_factory.mktemp("images")
-    test = load_dataset(TrainConfig(data="synthetic", image_size=8, synthetic_samples=96)).test
+    test = load_dataset(TrainConfig(data="synthetic:samples=96", image_size=8)).test
     for number, image in enumerate(test.images):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{number:02}.png")
     return folder

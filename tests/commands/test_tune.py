@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from hybridpar.cli import main
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands.tune import tuning as tune_command
+from hybridpar.commands.tune.request import TuneRequest
 from hybridpar.commands.tune.tuning import find_work, run_tune
+from hybridpar.config import TrainConfig
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.profile_cache import profile_key
@@ -21,7 +23,6 @@ from hybridpar.planner.resolve import resolve
 from hybridpar.run.kernels import prepare_kernels
 from hybridpar.tvm_kernels import choice, optimize, search
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.small_nets import separable
 from tests.tvm_kernels.standin import all_records
@@ -68,20 +69,21 @@ def test_shapes_are_tuned_shown_and_skipped_the_next_time(call, tmp_path):
 
 
 def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
-    code, table, _ = call("mobilenet_v2", "--input", "3x64x64", "--batch", "2", "--threads", "1", "-o", "k.jsonl")
+    code, table, _ = call(
+        *("mobilenet_v2", "--data", "synthetic:samples=64", "--image-size", "64", "--batch-size", "2"),
+        *("--workers", "1", "--threads", "1", "-o", "k.jsonl"),
+    )
     assert code == 0
     assert len(call.tuner.asked) == len(set(call.tuner.asked)) == 30
     assert "2x32x32x32 k3x3 s1x1 p1x1 d1x1" in table
 
 
-@pytest.mark.parametrize("options", ["--workers 2 --micro-batches 2 --batch-size 32"])
-def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
-    small = "--data synthetic --image-size 8 --synthetic-samples 64"
-    config = TuneConfig(model="tests.small_nets:separable", for_=f"{small} {options}")
-    work = find_work(config)
-
-    run = tune_command.parse_train_options(f"{small} {options} --kernels auto")
-    workers = run.workers or 2
+def test_what_training_asks_for_is_what_is_tuned(monkeypatch):
+    workers = 2
+    options: dict[str, Any] = {"workers": workers, "micro_batches": 2, "batch_size": 32, "image_size": 8}
+    options["data"] = "synthetic:samples=64"
+    work = find_work(TuneRequest(model="tests.small_nets:separable", **options))
+    run = TrainConfig(kernels="auto", **options)
 
     class _World:
         size, device = workers, torch.device("cpu")
@@ -115,7 +117,7 @@ def test_without_a_compiler_it_says_so(tmp_path):
     def nothing(*_: object, **__: object) -> None:
         raise KernelsUnavailable("apache-tvm is not installed")
 
-    config = TuneConfig(shapes=tmp_path / "shapes.txt", output=tmp_path / "k.jsonl")
+    config = TuneRequest(shapes=tmp_path / "shapes.txt", output=tmp_path / "k.jsonl")
     with pytest.raises(KernelError, match="apache-tvm is not installed"):
         run_tune(config, nothing)  # type: ignore[arg-type]
 
@@ -134,11 +136,9 @@ def test_without_a_compiler_it_says_so(tmp_path):
         (["--shapes", "small", "-o", "no/where.jsonl"], ["there is no directory"]),
         (["--shapes", "small", "-o", "no_database"], ["is not a kernel database", "or a new one for"]),
         (["--shapes", "small", "--memory-format", "contiguous"], ["--memory-format contiguous on the CPU"]),
-        (["--shapes", "small", "--for", "--workers 2"], ["--for without a model"]),
-        (["vgg11", "--input", "3x64x64"], ["vgg11 has no depthwise convolution", "mobilenet_v2"]),
-        (["mobilenet_v2", "--input", "224"], ["'224' is not an image"]),
-        (["mobilenet_v2", "--input", "4x64x64"], ["does not run on an input of 32x4x64x64"]),
-        (["mobilenet_v2", "--for", "--data cifer10"], ["unknown data set 'cifer10'"]),
+        (["vgg11"], ["vgg11 has no depthwise convolution", "mobilenet_v2"]),
+        (["mobilenet_v2", "--data", "cifer10"], ["unknown data set 'cifer10'"]),
+        (["mobilenet_v2", "--amp", "bf16"], ["--amp bf16 on the CPU", "--target cuda"]),
     ],
 )
 def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):

@@ -31,7 +31,6 @@ WRONG = [
     ("timeout", 0.0),
     ("keep", 0),
     ("image_size", 4),
-    ("synthetic_samples", 1),
     ("loader_workers", -1),
 ]
 

@@ -46,13 +46,13 @@ def test_images_are_erased_as_timm_does_it(mode):
 
 
 def test_every_layout_sees_the_same_noise():
-    config = TrainConfig(data="synthetic", synthetic_samples=40, random_erasing=0.5, erase_mode="pixel")
+    config = TrainConfig(data="synthetic:samples=40", random_erasing=0.5, erase_mode="pixel")
     data = load_dataset(config)
     for repeats in (1, 2):
         whole = read_steps(data, 1, 1, batch_size=8, repeats=repeats)
         for layout in ((2, 1), (1, 4)):
             assert same(whole, read_steps(data, *layout, batch_size=8, repeats=repeats))
-    plain = load_dataset(TrainConfig(data="synthetic", synthetic_samples=40))
+    plain = load_dataset(TrainConfig(data="synthetic:samples=40"))
     least = (0 - max(data.mean)) / min(data.std)
     assert min(float(images.min()) for images, _ in read_steps(plain, 1, 1)) >= least
     assert min(float(images.min()) for images, _ in whole) < least  # noise is not cut off where pixels end

@@ -110,7 +110,7 @@ def test_what_timm_does_not_know_is_one_error():
 
 
 def synthetic(**options):
-    return TrainConfig(data="synthetic", synthetic_samples=20, image_size=16, **options)
+    return TrainConfig(data="synthetic:samples=20", image_size=16, **options)
 
 
 def test_images_in_memory_are_changed_alike_whoever_asks():

@@ -408,7 +408,7 @@ def test_statistics_are_those_of_the_training_images(name):
 
 @pytest.mark.parametrize("size", [None, 17])
 def test_synthetic_images_have_the_size_asked_for(size):
-    data = load_dataset(DataConfig(data="synthetic", image_size=size, synthetic_samples=25))
+    data = load_dataset(DataConfig(data="synthetic:samples=25", image_size=size))
     assert data.sample_shape == (3, size or 32, size or 32) == (*data.train.images.shape[1:],)
     assert (len(data.train), len(data.test)) == (25, 10)
     assert data.train.labels.unique().tolist() == data.test.labels.unique().tolist() == list(range(10))

@@ -165,7 +165,7 @@ def capped(batch: int) -> ClusterSpec:
     return cluster(1, memory=int((need(batch).bytes + need(2 * batch).bytes) / 2))
 
 
-AUTO = {"batch_size": "auto", "synthetic_samples": 1024, "plan": "none"}
+AUTO = {"batch_size": "auto", "data": "synthetic", "plan": "none"}
 
 
 def test_a_run_chooses_says_and_records_its_batch_and_a_resumed_one_keeps_it(tmp_path, capsys):

@@ -87,9 +87,9 @@ def settled(world: World) -> tuple[list[Question], PlannedRun]:
     )
     asked = []
 
-    def search(model: nn.Module, world: World, question: Question, *_: object) -> tuple[Plan, tuple[str, ...]]:
+    def search(model: nn.Module, world: World, question: Question, *_: object) -> decide.Decision:
         asked.append(question)
-        return answer, ("plan     the answer",)
+        return decide.Decision(answer, ("plan     the answer",), mock.Mock())
 
     config = TrainConfig(plan="none", compress="auto", fidelity="close", stages=2, micro_batches=2)
     with pytest.MonkeyPatch.context() as patch:

@@ -6,15 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hybridpar.commands.plan.request import PlanRequest
-from hybridpar.commands.plan.search import run_plan
-from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.errors import PlanError
 from hybridpar.machine.cluster_file import parse_cluster
-from hybridpar.plan import read_plan
 from hybridpar.planner.codecs import STEPS_TO_TARGET, WITHOUT_ENDS
 from hybridpar.planner.explain import curve_lines, notes, rows, what_ifs
 from hybridpar.planner.fixed import Fixed
@@ -128,68 +124,6 @@ def test_steps_to_a_target_are_those_of_the_committed_table():
 
 # ------------------------------------------------------------------ the command
 
-CLUSTER = 'name = "two"\n[[hosts]]\ncount = 2\n[between]\nbandwidth = "100Mbit/s"\nlatency_ms = 0.1\n'
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    return tmp_path
-
-
-def request(place: Path, **options: Any) -> PlanRequest:
-    asked = {"cluster": place / "cluster.toml", "measure": False, "input": "3x16x16", "classes": 10, **options}
-    return PlanRequest(**{"model": "examples.user_model:small_net", **asked})
-
-
-def test_the_command_explains_and_writes_a_plan_that_it_can_make_again(place, capsys):
-    out = place / "plan.json"
-    assert run_plan(request(place, batch_size=8, fidelity="lossy", output=out)) == 0
-    told = capsys.readouterr().out
-    for part in ("fidelity lossy", "chosen", "exposed sync", "what would help", "numbers of workers", str(out)):
-        assert part in told
-    plan = read_plan(out)
-    assert plan.model.name == "examples.user_model:small_net"
-    assert plan.inputs is not None
-
-    again = place / "again.json"
-    recorded = {"inputs": out, "classes": 1000}  # which is the default, so not given
-    assert run_plan(request(place, cluster=None, output=again, **recorded)) == 0
-    assert again.read_text() == out.read_text(), "the fidelity too is that of the recorded inputs"
-
-    (place / "cluster.toml").write_text(CLUSTER.replace("count = 2", "count = 3"))
-    assert run_plan(request(place, output=again, fidelity="exact", **recorded)) == 0
-    told = capsys.readouterr().out
-    assert "3 workers" in told
-    assert "fidelity exact" in told, "what is named wins"
-    with pytest.raises(PlanError, match="not of resnet18"):
-        run_plan(replace(request(place, **recorded), model="resnet18"))
-    with pytest.raises(PlanError, match="for inputs of 3x16x16, not 3x32x32"):
-        run_plan(request(place, **{**recorded, "input": "3x32x32"}))
-    with pytest.raises(PlanError, match=r"no plan fits into 0\.1 MB"):
-        run_plan(request(place, cluster=None, memory="100kB", **recorded))
-
-
-def test_what_a_run_recorded_is_planned_again_for_any_number_of_workers(place, capsys):
-    out = place / "plan.json"
-    assert run_plan(request(place, batch_size=8, output=out)) == 0
-    plan = read_plan(out)
-    assert plan.inputs is not None
-    # A run uses all workers of its job, and records that this was decided.
-    plan.model_copy(update={"inputs": {**plan.inputs, "fixed": {"workers": 2}}}).save(out)
-    capsys.readouterr()
-    recorded = PlanRequest(inputs=out)  # the plan names its model
-    recorded.check()
-    assert run_plan(recorded) == 0
-    curve = capsys.readouterr().out.partition("numbers of workers")[2].splitlines()
-    assert [line.split()[0] for line in curve[2:4]] == ["1", "2"]
-    for count in (1, 3):
-        (place / "cluster.toml").write_text(CLUSTER.replace("count = 2", f"count = {count}"))
-        with pytest.raises(HybridparError, match="No space left"):  # the report is printed all the same
-            run_plan(request(place, inputs=out, classes=1000, output=Path("/dev/full")))
-        assert f"{count} workers" in capsys.readouterr().out
-
 
 def test_what_is_decided_and_leaves_no_plan_is_said():
     with pytest.raises(PlanError, match=r"leaves no plan for 2 worker\(s\): workers 3"):
@@ -209,22 +143,6 @@ def test_numbers_of_workers_are_compared_at_one_result_of_batch_norm():
     (another,) = [one for one in what_ifs(asked, answer) if one.name == "another host"]
     assert another.after_ms is not None
     assert another.after_ms <= answer.fastest.score, "a worker that is of no use is left out"
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"batch_size": 0}, "--batch-size is 0"),
-        ({"workers": 2}, "--workers is 2"),
-        ({"cluster": None, "workers": 0}, "--workers is 0"),
-        ({"inputs": Path("plan.json"), "batch_size": 8}, "--inputs with --batch-size"),
-    ],
-)
-def test_contradictions_are_found_before_anything_is_measured(place, options, told):
-    with pytest.raises(UsageError) as caught:
-        request(place, **options).check()
-    assert told in caught.value.what
-    assert caught.value.fix
 
 
 def test_a_large_cluster_is_searched_without_simulating_its_workers():

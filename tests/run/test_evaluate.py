@@ -27,7 +27,7 @@ from tests.runs import assert_same_state, check_run, restored_modes, train, trai
 def run_dir(tmp_path_factory):
     """A run of two workers with a moving average, whose 25 test images no number of workers divides evenly."""
     run_dir = tmp_path_factory.mktemp("evaluated") / "run"
-    run_ranks(train_rank, 2, run_dir, "plain", None, {"synthetic_samples": 100, "model_ema": "0.95"})
+    run_ranks(train_rank, 2, run_dir, "plain", None, {"data": "synthetic:samples=100", "model_ema": "0.95"})
     return run_dir
 
 

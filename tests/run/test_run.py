@@ -161,7 +161,7 @@ def test_any_number_of_workers_resumes_and_converges(tmp_path):
 
 def test_an_epoch_that_is_shorter_for_more_workers_is_just_over(tmp_path):
     # 50 samples: four steps for one worker, of which the last has 2 samples; three for two workers.
-    options = {"synthetic_samples": 50}
+    options = {"data": "synthetic:samples=50"}
     train(tmp_path, fault="TERM@0:3", **options)
     assert load_checkpoint(tmp_path).training["extra"]["epoch_step"] == 4
     run_ranks(train_rank, 2, tmp_path, "plain", None, {**options, "resume": True})
@@ -207,7 +207,7 @@ def test_a_run_can_start_from_the_checkpoint_of_another(straight, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("batch_size", 8), ("seed", 5), ("data", "digits"), ("synthetic_samples", 80)]
+    ("option", "value"), [("batch_size", 8), ("seed", 5), ("data", "digits"), ("data", "synthetic:samples=80")]
 )
 def test_another_order_of_samples_is_refused(straight, tmp_path, option, value):
     with pytest.raises(HybridparError) as caught:

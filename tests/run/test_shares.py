@@ -100,7 +100,7 @@ def test_what_was_decided_is_restored_for_as_many_replicas_only():
 
 
 #: The last batch has 4 samples. BatchNorm would normalise other parts of a batch in each layout.
-UNEVEN = {"synthetic_samples": 100, "batch_norm": "frozen"}
+UNEVEN = {"data": "synthetic:samples=100", "batch_norm": "frozen"}
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """What a codec left out, momentum, dropout's generators and the place in the data are all in the checkpoint."""
     options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "plateau:patience=0", "warmup_epochs": 0.0}
-    options |= {"synthetic_samples": 32, "epochs": 6, "clip_norm": 1.0}  # two steps an epoch
+    options |= {"data": "synthetic:samples=32", "epochs": 6, "clip_norm": 1.0}  # two steps an epoch
     options |= {"model_ema": "0.9", "amp": "fp16"}
     run(tmp_path / "whole", 3, "dropping", **options)
     run(tmp_path / "halves", 3, "dropping", steps=7, **options)
@@ -155,7 +155,7 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
         "optimizer": "timm/lamb",
         "clip_norm": 0.5,
         "lr_schedule": "plateau:patience=0",
-        "synthetic_samples": 32,  # two steps an epoch
+        "data": "synthetic:samples=32",  # two steps an epoch
         "epochs": 3,
         "warmup_epochs": 0.0,
         "amp": "fp16",

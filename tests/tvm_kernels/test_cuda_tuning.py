@@ -14,6 +14,7 @@ import torch
 from hybridpar.codegen import cuda_driver
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
+from hybridpar.commands.tune.request import TuneRequest
 from hybridpar.commands.tune.tuning import run_tune
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import cuda_kernel, measure
@@ -27,7 +28,6 @@ from hybridpar.tvm_kernels.machine import KNOWN, cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations import depthwise, depthwise_cuda
 from hybridpar.tvm_kernels.record import KernelRecord
-from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import nearest, neighbours
@@ -57,14 +57,14 @@ def gpu_record(direction: Direction = Direction.FORWARD, **fields: Any) -> Kerne
 def test_without_a_gpu_nothing_is_tuned_for_one(tmp_path: Path) -> None:
     (tmp_path / "shapes.txt").write_text(SHAPE.text)
     with pytest.raises(UsageError, match="--target cuda without a GPU"):
-        run_tune(TuneConfig(shapes=tmp_path / "shapes.txt", target="cuda", output=tmp_path / "k.jsonl"))
+        run_tune(TuneRequest(shapes=tmp_path / "shapes.txt", target="cuda", output=tmp_path / "k.jsonl"))
     assert not (tmp_path / "k.jsonl").exists()
 
 
 def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
-    for fields in ({"dtype": "float16"}, {"target": "cuda", "threads": 2}):
+    for fields in ({"amp": "fp16"}, {"target": "cuda", "threads": 2}):
         with pytest.raises(UsageError, match="cuda"):
-            TuneConfig(model="mobilenet_v2", **fields).check()  # type: ignore[arg-type]
+            TuneRequest(model="mobilenet_v2", **fields).check()  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------ with a GPU

@@ -1,200 +1,102 @@
-"""Runs `hybridpar plan`: measures, searches for the fastest plan, prints why, and runs the best ones.
+"""Runs `hybridpar plan`: what `hybridpar train` decides before its first step, and why, without the training.
 
-With several workers all of them measure together and run the finalists; the first one searches, prints and writes.
+All workers measure together and run the finalists; the first one searches, prints and writes.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from hybridpar.comm.world import World, default_device
 from hybridpar.commands.plan.progress import ProgressBar, printing
-from hybridpar.commands.plan.request import DECIDING, PlanRequest, parse_bytes, parse_shape
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError, PlanError, UsageError
-from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
+from hybridpar.errors import HybridparError, UsageError
+from hybridpar.machine.cluster_file import read_cluster_file
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.models import build_model, require_trained, seed_everything
-from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred
+from hybridpar.models.deferred import DeferredModel
 from hybridpar.partition.draw import draw_partition
 from hybridpar.partition.table import print_partition
 from hybridpar.partition.unit_runner import intra_op_threads
-from hybridpar.plan import Compute, Plan, parse_plan, read_plan
-from hybridpar.planner.decide import run_in_turns
+from hybridpar.planner.batch import measure_batch
+from hybridpar.planner.decide import Decision, decide_plan
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
-from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
-from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.probes import Measured, Question, measure_inputs
+from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.probes import LEAST_STEPS, Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.scaling import Point, scaling_curve
-from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verdicts, verified
-from hybridpar.planner.trials import random_batch
+from hybridpar.planner.resolve import join_workers
+from hybridpar.planner.scaling import scaling_curve
+from hybridpar.planner.search import Answer, Verified, find_plan, verdicts
 from hybridpar.planner.ways import compute_of_way
+from hybridpar.run.data import load_data, open_model, steps_of, with_images_of_model
 from hybridpar.run.worker import tune_worker
 from hybridpar.train.trainer import open_trial
-
-if TYPE_CHECKING:
-    from hybridpar.planner.evaluate import Outcome
 
 #: Workers of a cluster up to which its scaling curve is made.
 _CURVE_WORKERS = 16
 
-#: Steps of each finalist, in turns, where there is time for them.
-ROUNDS = 15
 
-
-def run_plan(request: PlanRequest) -> int:
-    """Search for a plan, run the best ones where that was asked for, print why, write what was asked for."""
+def run_plan(request: PlanRequest, named: Collection[str] = ()) -> int:
+    """Search for a plan, print why, and write what was asked for; `named` are the options that were typed."""
     request.check()
-    world = World.join(lanes=2) if request.is_here else World(device=default_device())
+    if option := not_modelled(request):
+        raise UsageError(f"a plan with {option}", "No prediction knows it.", f"Train with {option}, or leave it out.")
+    world = join_workers(request, named) if request.cluster is None else World(device=default_device())
     with closing(world), intra_op_threads(None):
-        if request.is_here and request.workers not in (None, world.size):
-            raise UsageError(
-                f"--workers {request.workers} in a job of {world.size}",
-                "The workers that measure are those that are planned for.",
-                "Leave it out, or start as many.",
-            )
         with ProgressBar(quiet=not world.is_main) as bar:
-            _search(request, world, bar)
+            decision = _decide(request, named, world, bar)
+            world.from_main(lambda: report(request, decision, bar), long=True)
     return 0
 
 
-def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
-    model: nn.Module | None = None
-    if request.inputs is not None:
-        inputs, compute = _recorded(request), read_plan(request.inputs).compute
-        if request.cluster is not None and compute is not None:  # threads, graphs and kernels are of the machine there
-            compute = Compute(memory_format=compute.memory_format, amp=compute.amp)
+def _decide(request: PlanRequest, named: Collection[str], world: World, bar: ProgressBar) -> Decision:
+    config: TrainConfig = with_images_of_model(request, request.model)
+    cluster = None if request.cluster is None else read_cluster_file(request.cluster)
+    if cluster is None:
+        tune_worker(config, world)
     else:
-        model = _build(request)
-        measured = _measured(request, model, world, bar)
-        inputs, compute = measured.inputs, compute_of_way(_options(request), measured.way)
-    found: list[tuple[PlannerInputs, Answer, list[Outcome]]] = []
-
-    def decide() -> list[str]:
-        bar.announce("searching")
-        capped = inputs.on(_capped(inputs.cluster, request))
-        answer = find_plan(capped, progress=bar.advance)
-        found.append((capped, answer, finalists(answer, request.verify) if request.verify else []))
-        return [plan_of(answer, one, compute).to_json() for one in found[0][2]]
-
-    plans = [parse_plan(json.loads(text)) for text in world.from_main(decide, long=True)]
-    times = _run(plans, model, request, world, bar) if model is not None and plans else []
-
-    def tell() -> None:
-        capped, answer, outcomes = found[0]
-        ran = [index for index, row in enumerate(times) if row]
-        result = verified(answer, [outcomes[index] for index in ran], [times[index] for index in ran]) if ran else None
-        report(request, capped, answer, bar, compute, result)
-
-    world.from_main(tell, long=True)
-
-
-def _options(request: PlanRequest) -> TrainConfig:
-    """What a training with these options would be asked for."""
-    memory_format = request.memory_format or "auto"
-    return TrainConfig(batch_size=request.batch_size, fidelity=request.fidelity or "exact", memory_format=memory_format)
-
-
-def _build(request: PlanRequest) -> nn.Module:
-    """The model that is to be planned, on the meta device where it is large, can be built there, and is not run."""
-    seed_everything(request.seed)
-    deferred = None
-    if not request.verify:
-        with suppress(UsageError):  # a name that is none is refused when it is built
-            deferred = DeferredModel(lambda: build_model(request.model, request.classes))
-    if deferred is None:
-        model = build_model(request.model, request.classes)
-    else:
-        model = deferred.module if deferred.nbytes > MEASURED_BYTES else deferred.whole()
-    require_trained(model, request.model)
-    return model
-
-
-def _measured(request: PlanRequest, model: nn.Module, world: World, bar: ProgressBar) -> Measured:
-    """What the search reads, measured by all workers, or for a cluster that is not at hand by this process alone."""
-    cluster: ClusterSpec | None = None
-    if request.is_here:
-        tune_worker(TrainConfig(), world)
-        if not request.measure:
-            bar.announce("measuring the links")
-            cluster = measure_cluster(world, fresh=not request.cache)
-    else:
-        assert request.cluster is not None
-        cluster = read_cluster_file(request.cluster)
         torch.set_num_threads(threads_per_worker(1, available_cores()))
         if cluster.hosts[0].kind != "cuda":
             world.device = torch.device("cpu")
-    if request.threads is not None:
-        torch.set_num_threads(request.threads)
-    shape = parse_shape(request.input)
-    fixed = _decided(request, Fixed())
-    asked = Question(
-        request.model,
-        shape,
-        request.batch_size,
-        request.fidelity or "exact",
-        fixed,
-        copies=request.optimizer_copies,
-        options=_options(request),
-        decided=frozenset({"memory_format"} if request.memory_format else ()),
-    )
-    try:
-        torch.empty(max(2, min(-(-request.batch_size // world.size), 64)), *shape, device=world.device)
-        model = model if is_deferred(model) else model.to(world.device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"cannot put a micro-batch of {request.input} on {world.device}: {str(error).splitlines()[0]}",
-            "The model and a whole micro-batch must fit into the memory of the device that is measured.",
-            "Use a smaller --batch-size or --input.",
-        ) from error
-    return measure_inputs(
-        model,
-        asked,
-        world,
-        cluster=cluster,
-        measure=request.measure,
-        passes=request.passes,
-        cache=request.cache,
-        open_trial=open_trial,
-        announce=bar.announce,
-        progress=bar.advance,
-    )
+    bar.announce("loading the data set and the model")
+    data = load_data(config, world)
+    model, _ = open_model(config, request.model, data, world)
+    module = model.module if isinstance(model, DeferredModel) else model
+    shape, samples = data.sample_shape, len(data.train)
+    decided = decided_options(config, named)
+    if config.batch_size == "auto":
+        if cluster is not None:
+            raise UsageError("--batch-size auto with --cluster", "It times steps on this machine.", "Name a number.")
+        choice = measure_batch(
+            module, config, world, named, shape, samples, open_trial=open_trial, announce=bar.announce
+        )
+        config = replace(config, batch_size=choice.batch)
+    fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], named)
+    steps = steps_of(config, samples)
+    question = Question.of_run(config, fixed, request.model, shape, steps, decided, thorough=True)
+    if cluster is None:
+        return decide_plan(module, world, question, open_trial, bar.announce, bar.advance)
+    question = replace(question, fixed=replace(fixed, workers=None))  # fewer than all may be faster
+    measured = measure_inputs(module, question, world, cluster=cluster, announce=bar.announce, progress=bar.advance)
+    bar.announce("searching")
+    answer = find_plan(measured.inputs, progress=bar.advance)
+    plan = plan_of(answer, answer.chosen, compute_of_way(config, None))
+    return Decision(plan, (), measured.inputs, answer)
 
 
-def _run(
-    plans: Sequence[Plan], model: nn.Module, request: PlanRequest, world: World, bar: ProgressBar
-) -> list[list[float]]:
-    """Milliseconds of the steps of plans, all of which are open at the same time and take turns; a collective."""
-    bar.announce("running the finalists in turns")
-    example = random_batch(parse_shape(request.input), request.batch_size, world.device)
-    how = ROUNDS, request.verify_seconds
-    return run_in_turns(plans, model, _options(request), world, example, open_trial, *how)
-
-
-def report(
-    request: PlanRequest,
-    inputs: PlannerInputs,
-    answer: Answer,
-    bar: ProgressBar,
-    compute: Compute | None = None,
-    verified: Verified | None = None,
-) -> None:
+def report(request: PlanRequest, decision: Decision, bar: ProgressBar) -> None:
     """Write what was asked for, and print why."""
     written, failed = [], None
-    outcome = answer.chosen if verified is None else verified.chosen
-    plan = plan_of(answer, outcome, compute)
+    plan, inputs, answer = decision.plan, decision.inputs, decision.answer
+    assert answer is not None  # on the worker that prints
     try:
         if request.output is not None:
             plan.save(request.output)
@@ -206,86 +108,46 @@ def report(
     except HybridparError as error:  # said below the report, which took a minute to make
         failed = error
     bar.announce("asking what else would help")
-    asked = what_ifs(inputs, answer)
-    points = []
+    helps = [change.told() for change in what_ifs(inputs, answer)]
+    curve: list[str] = []
     if inputs.workers <= _CURVE_WORKERS:
         bar.announce("numbers of workers")
-        points = scaling_curve(inputs, bar.advance)
+        curve = curve_lines(scaling_curve(inputs, bar.advance))
     bar.close()
-    _print(inputs, answer, plan, [one.told() for one in asked], points, written, verified)
-    if failed is not None:
-        raise failed
-
-
-def _capped(cluster: ClusterSpec, request: PlanRequest) -> ClusterSpec:
-    """The cluster with devices of the memory that was asked for."""
-    if request.memory is None:
-        return cluster
-    cap = parse_bytes(request.memory)
-    hosts = tuple(host.model_copy(update={"memory": cap}) for host in cluster.hosts)
-    return cluster.model_copy(update={"hosts": hosts})
-
-
-def _recorded(request: PlanRequest) -> PlannerInputs:
-    """What the search of a plan's file read, for the cluster and the fidelity that are named."""
-    assert request.inputs is not None
-    plan = read_plan(request.inputs)
-    if request.model and plan.model.name != request.model:
-        raise PlanError(
-            f"{request.inputs} is a plan of {plan.model.name}, not of {request.model}",
-            "What was recorded is about one model.",
-            f"Name {plan.model.name}, or measure {request.model}: leave out --inputs.",
-        )
-    known = plan.model.input
-    if request.input != PlanRequest.input and known is not None and parse_shape(request.input) != known:
-        raise PlanError(
-            f"{request.inputs} is a plan for inputs of {'x'.join(map(str, known))}, not {request.input}",
-            "What was recorded was measured with these.",
-            "Leave out --input, or measure again: leave out --inputs.",
-        )
-    recorded = inputs_of_plan(plan, str(request.inputs))
-    if request.cluster is not None:
-        recorded = recorded.on(read_cluster_file(request.cluster))
-    recorded = replace(recorded, fixed=_decided(request, recorded.fixed))
-    return recorded if request.fidelity is None else recorded.with_fidelity(request.fidelity)
-
-
-def _decided(request: PlanRequest, fixed: Fixed) -> Fixed:
-    """What is not searched for: also what the options decide."""
-    given = {name: value for name in DECIDING if (value := getattr(request, name)) is not None}
-    return replace(fixed, **given)
-
-
-def _print(
-    inputs: PlannerInputs,
-    answer: Answer,
-    plan: Plan,
-    asked: list[str],
-    points: list[Point],
-    written: list[str],
-    verified: Verified | None,
-) -> None:
-    """Print the report."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
     sections = [
-        ("what would help", asked),
-        ("numbers of workers, same batch", curve_lines(points) if points else []),
-        ("about these figures", notes(inputs, answer)),
+        ("what would help", helps),
+        ("numbers of workers, same batch", curve),
+        ("about these figures", [*notes(inputs, answer), *_not_planned(inputs)]),
     ]
+    console = Console(width=None if sys.stdout.isatty() else 160)
     with printing("report"):
         _print_table(inputs, answer, console)
-        if verified is not None:
-            _print_verified(answer, verified, console)
+        if decision.result is not None:
+            _print_verified(answer, decision.result, console)
+        _print_lines(decision.lines, console)
         if len(plan.partition.stages) > 1:
             console.print()
             print_partition(plan, console)
         for title, lines in sections:
             if lines:
                 console.print(f"\n{title}", style="bold")
-                for line in lines:
-                    console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
-        for line in written:
-            console.print(line, soft_wrap=True)
+                _print_lines([f"  {line}" for line in lines], console)
+        _print_lines(written, console)
+    if failed is not None:
+        raise failed
+
+
+def _not_planned(inputs: PlannerInputs) -> list[str]:
+    """That a run is too short for `hybridpar train` to plan it."""
+    steps = inputs.run_steps
+    if steps is None or steps >= LEAST_STEPS:
+        return []
+    return [f"a run of {steps} steps is not planned by hybridpar train; name the file of this plan with --plan"]
+
+
+def _print_lines(lines: Sequence[str], console: Console) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> None:
@@ -318,7 +180,7 @@ def _print_verified(answer: Answer, verified: Verified, console: Console) -> Non
     for title in ("predicted ms", "measured ms", "difference"):
         table.add_column(title, justify="right")
     table.add_column("verdict", overflow="fold")
-    names: dict[object, str] = {one.candidate: describe(one.candidate, answer) for one in verified.outcomes}
+    names: dict[object, str] = {outcome.candidate: describe(outcome.candidate, answer) for outcome in verified.outcomes}
     for name, predicted, measured, more, verdict in verdicts(verified, names):
         table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", f"{100 * more:+.1f} %", verdict)
     console.print()

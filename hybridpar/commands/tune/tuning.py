@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.commands.plan.progress import ProgressBar
-from hybridpar.config import TrainConfig
+from hybridpar.commands.tune.request import TuneRequest
 from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.formats.file_reader import read_text
@@ -26,18 +24,17 @@ from hybridpar.machine.devices import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models import seed_everything
 from hybridpar.planner.resolve import share_of_worker
-from hybridpar.run.data import configured_model
+from hybridpar.run.data import configured_model, with_images_of_model
 from hybridpar.tvm_kernels.database import read_database, user_database
 from hybridpar.tvm_kernels.layers import step_keys
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.search import Progress, SearchReport, search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
 
 
-def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_all) -> int:
+def run_tune(config: TuneRequest, search: Callable[..., SearchReport] = search_all) -> int:
     """Tune, or show what was tuned."""
     config.check()
     if config.show is not None:
@@ -70,28 +67,23 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_al
     return 130 if report.stopped else 0
 
 
-def find_work(config: TuneConfig) -> Counter[KernelKey]:
+def find_work(config: TuneRequest) -> Counter[KernelKey]:
     """The convolutions that a request asks for in each direction, and how often each one runs in a step."""
     work: Counter[KernelKey] = Counter()
     if config.shapes is not None:
-        layout, where = _checked(config, Layout(config.layout)), _place(config, config.threads)
+        layout, where = _layout(config), _where(config, config.threads)
         for shape in read_shapes(config.shapes):
             work.update(KernelKey(direction, shape, layout, *where) for direction in Direction)
         return work
     assert config.model is not None
-    sample, classes, batch, layout = config.sample, config.classes, config.batch, Layout(config.layout)
-    threads, run = config.threads, TrainConfig()
-    if config.for_ is not None:
-        run = parse_train_options(config.for_)
-        data = load_dataset(run)
-        channels, rows, columns = data.sample_shape
-        share = share_of_worker(run, run.workers or run.workers_wanted or default_workers())
-        sample, classes, batch = (channels, rows, columns), data.classes, share.samples
-        threads = threads or share.threads
-        layout = Layout.CONTIGUOUS if run.memory_format == "contiguous" else Layout.CHANNELS_LAST
+    run = with_images_of_model(config, config.model)
+    data = load_dataset(run)
+    share = share_of_worker(run, run.workers or run.workers_wanted or default_workers())
+    channels, rows, columns = data.sample_shape
     seed_everything(config.seed)
-    model = configured_model(run, config.model, classes)
-    work = step_keys(model, (batch, *sample), _checked(config, layout), *_place(config, threads))
+    model = configured_model(run, config.model, data.classes)
+    where = _where(config, config.threads or share.threads)
+    work = step_keys(model, (share.samples, channels, rows, columns), _layout(config), *where)
     if not work:
         raise UsageError(
             f"{config.model} has no depthwise convolution",
@@ -101,7 +93,9 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
     return work
 
 
-def _checked(config: TuneConfig, layout: Layout) -> Layout:
+def _layout(config: TuneRequest) -> Layout:
+    """The memory format that is tuned for."""
+    layout = Layout.CONTIGUOUS if config.memory_format == "contiguous" else Layout.CHANNELS_LAST
     if config.target == "cpu" and layout is Layout.CONTIGUOUS:
         raise UsageError(
             "--memory-format contiguous on the CPU",
@@ -111,22 +105,13 @@ def _checked(config: TuneConfig, layout: Layout) -> Layout:
     return layout
 
 
-def _place(config: TuneConfig, threads: int | None) -> tuple[int, str, str]:
+def _where(config: TuneRequest, threads: int | None) -> tuple[int, str, str]:
     """Threads, device and dtype of what is tuned."""
     if config.target == "cuda":
         if not torch.cuda.is_available():
             raise UsageError("--target cuda without a GPU", "Kernels are measured on the GPU that they are for.")
         return 1, gpu_at(torch.cuda.current_device()).fingerprint, config.dtype
     return threads or threads_per_worker(1, available_cores()), cpu_fingerprint(), config.dtype
-
-
-def parse_train_options(text: str) -> TrainConfig:
-    """Options of `hybridpar train` from one word."""
-    config = tyro.cli(
-        TrainConfig, args=shlex.split(text), prog="hybridpar tune --for", config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    config.check()
-    return config
 
 
 def read_shapes(path: Path) -> list[ConvShape]:
@@ -145,7 +130,7 @@ def read_shapes(path: Path) -> list[ConvShape]:
     return shapes
 
 
-def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
+def _show(config: TuneRequest, path: Path, only: set[KernelKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
     database = read_database(path)
     rows = rows_of(database, only)

@@ -1,4 +1,4 @@
-"""Planning on several workers: one measures and prints, all run the finalists, and the clock's choice is written."""
+"""`hybridpar plan`: train's own request without the training; what is printed and written; wrong requests."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hybridpar.cli import main
 from hybridpar.comm.world import World
-from hybridpar.commands.plan import search
-from hybridpar.commands.plan.request import PlanRequest, parse_bytes, parse_shape
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_plan
 from hybridpar.commands.show import run_show
-from hybridpar.errors import HybridparError, UsageError
-from hybridpar.models.deferred import is_deferred
-from hybridpar.partition import profile, profile_cache
-from hybridpar.partition.planning import require_model
+from hybridpar.errors import HybridparError
 from hybridpar.plan import read_plan
 from hybridpar.planner.inputs import inputs_of_plan
 from tests.partition.nets import Residual
 from tests.ranks import run_ranks
-from tests.small_nets import plain
 
 ROOT = Path(__file__).resolve().parents[3]
+SMALL = {"data": "synthetic:samples=64,classes=5", "image_size": 8, "batch_size": 8}
 
 
-def planned(world: World, cache: str, verify: int, output: str) -> str:
-    request = PlanRequest(
-        model="tests.small_nets:plain",
-        classes=10,
-        input="3x8x8",
-        batch_size=8,
-        passes=2,
-        verify=verify,
-        verify_seconds=0.1,
-        output=Path(output),
-    )
+def residual_net(num_classes: int = 10):
+    """The factory that the tests below name."""
+    return Residual()
+
+
+RESIDUAL = "tests.commands.plan.test_search:residual_net"
+
+
+def request(model: str = "tests.small_nets:plain", **options: Any) -> PlanRequest:
+    return PlanRequest(**{"model": model, **SMALL, **options})
+
+
+def planned(world: World, cache: str, output: str) -> str:
     os.environ["HYBRIDPAR_CACHE"] = cache
     text = io.StringIO()
     try:
         with contextlib.redirect_stdout(text):
-            assert run_plan(request) == 0
+            assert run_plan(request(output=Path(output))) == 0
     finally:
         del os.environ["HYBRIDPAR_CACHE"]
     return text.getvalue()
@@ -53,60 +53,18 @@ def planned(world: World, cache: str, verify: int, output: str) -> str:
 
 def test_workers_plan_together_and_run_the_finalists(tmp_path):
     output = tmp_path / "plan.json"
-    first, second = run_ranks(planned, 2, str(tmp_path / "cache"), 2, str(output))
+    first, second = run_ranks(planned, 2, str(tmp_path / "cache"), str(output))
     assert second == "", "one worker prints"
     assert "on a job over shared memory: 2 workers, fidelity exact" in first
-    assert "run here, in turns" in first
-    table = first.partition("run here, in turns")[2]
-    assert "chosen" in table
-    assert "data parallel over 2 devices" in table
+    for part in ("chosen", "exposed sync", "what would help", "numbers of workers", "planning took", str(output)):
+        assert part in first
+    assert "a run of 80 steps is not planned by hybridpar train" in first
     plan = read_plan(output)
     recorded = inputs_of_plan(plan)
     assert recorded.cluster.inside is not None
     assert recorded.cluster.hosts[0].memory_bandwidth > 0, "it was measured by these workers"
-    assert plan.workers in (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"verify": -1}, "--verify -1"),
-        ({"verify": 2, "verify_seconds": 0.0}, "--verify-seconds 0"),
-        ({"verify": 2, "cluster": Path("c.toml")}, "--verify with --cluster"),
-        ({"verify": 2, "measure": False}, "--verify with --cluster"),
-    ],
-)
-def test_what_cannot_be_verified_is_refused(options, told):
-    with pytest.raises(UsageError, match=told):
-        PlanRequest(model="resnet18", **options).check()
-
-
-def test_a_large_model_is_planned_without_its_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "MEASURED_BYTES", 0)
-    seen: list[bool] = []
-    times = profile.measure_units
-
-    def spy(units, *args, **options):
-        seen.append(is_deferred(units.model))
-        return times(units, *args, **options)
-
-    monkeypatch.setattr(profile_cache, "measure_units", spy)
-    asked = {"model": "tests.small_nets:plain", "classes": 10, "input": "3x8x8", "passes": 2, "cache": False}
-    output = tmp_path / "plan.json"
-    assert run_plan(PlanRequest(**asked, output=output)) == 0
-    plan = read_plan(output)
-    assert seen
-    assert all(seen)
-    assert plan.measured.profile == "measured"
-    require_model(plan, plain(), "plain")
-
-
-def residual_net():
-    """The factory that the tests below name."""
-    return Residual()
-
-
-RESIDUAL = "tests.commands.plan.test_search:residual_net"
+    assert plan.workers == 2
+    assert plan.compute is not None
 
 
 @pytest.fixture
@@ -121,10 +79,7 @@ def two(tmp_path, monkeypatch) -> Path:
 def test_what_is_decided_is_followed_drawn_and_shown(two, tmp_path, capsys):
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     asked = {"stages": 2, "schedule": "gpipe", "micro_batches": 2}
-    request = PlanRequest(
-        RESIDUAL, input="3x8x8", batch_size=8, passes=2, cluster=two, output=plan, draw=picture, **asked
-    )
-    assert run_plan(request) == 0
+    assert run_plan(request(RESIDUAL, cluster=two, output=plan, draw=picture, **asked), asked) == 0
     assert picture.stat().st_size > 5000
     said = capsys.readouterr().out
     assert "largest load / mean" in said
@@ -133,64 +88,70 @@ def test_what_is_decided_is_followed_drawn_and_shown(two, tmp_path, capsys):
     assert (made.pipeline.schedule, made.pipeline.micro_batches, made.measured.profile) == ("gpipe", 2, "measured")
     assert run_show(plan) == 0
     assert "2 stages" in capsys.readouterr().out
-    assert run_plan(PlanRequest(inputs=plan, stages=1, micro_batches=1, output=plan, draw=picture)) == 0
-    assert len(read_plan(plan).partition.stages) == 1, "what is named wins over what was recorded"
+
+
+def test_a_training_that_is_only_planned_says_what_it_would_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
+    small = ["--data", "synthetic:samples=64", "--image-size", "8", "--batch-size", "8", "--workers", "1"]
+    options = ["tests.small_nets:plain", *small, "--no-tune-process"]
+    assert main(["train", *options, "--dry-run"]) == 0
+    trained = capsys.readouterr().out
+    assert main(["plan", *options]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == trained.splitlines()[0]
+    assert "planning took" in trained
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"], "there is no run"
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         ({"model": "resnet81"}, "resnet"),
-        ({"input": "3,224"}, "--input"),
         ({"batch_size": 0}, "--batch-size"),
-        ({"memory": "lots"}, "--memory"),
-        ({"memory": "1kB"}, "no plan fits"),
+        ({"data": "synthetic:classes=1"}, "classes=1"),
+        ({"data": "synthetic:pixels=1"}, "pixels"),
         ({"stages": 1000}, "stages 1000"),
         ({"schedule": "2f2b"}, "2f2b"),
-        ({"output": Path("/nowhere/plan.json")}, "/nowhere"),
-        ({"draw": Path("plan.bmp")}, ".svg"),
         ({"placement": "v", "stages": 3}, "stages 3"),
         ({"stages": 0}, "--stages"),
-        ({"replicas": 0}, "--replicas"),
-        ({"micro_batches": 0}, "--micro-batches"),
-        ({"classes": 0}, "--classes"),
-        ({"passes": 1}, "--passes"),
-        ({"threads": 0}, "--threads"),
-        ({"seed": -1}, "--seed"),
-        ({"memory_format": "channels_last", "input": "8"}, "--memory-format"),
-        ({"memory": "0.1B"}, "--memory"),
+        ({"output": Path("/nowhere/plan.json")}, "/nowhere"),
         ({"output": Path("/tmp")}, "directory"),
         ({"output": Path("/dev/full")}, "No space left"),
-        ({"input": "3x9999999x9999999"}, "--input"),
-        ({"input": "4x8x8"}, "conv1"),
+        ({"draw": Path("plan.bmp")}, ".svg"),
+        ({"cluster": Path("/nowhere.toml")}, "/nowhere.toml"),
+        ({"workers": 2}, "--workers 2 with --cluster"),
+        ({"plan": "none"}, "--plan none"),
+        ({"resume": True}, "--resume"),
+        ({"sync": "ps"}, "--sync ps"),
+        ({"batch_size": "auto"}, "--batch-size auto with --cluster"),
     ],
 )
 def test_bad_requests_are_one_error_each(two, wrong, says):
-    options = {"model": RESIDUAL, "input": "3x8x8", "batch_size": 8, "measure": False, "cluster": two}
     with pytest.raises(HybridparError) as caught:
-        run_plan(PlanRequest(**{**options, **wrong}))
+        run_plan(request(**{"model": RESIDUAL, "cluster": two, **wrong}), wrong)
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
 
 
+def test_what_fits_into_no_memory_is_said(two):
+    two.write_text(two.read_text().replace("1GB", "100kB", 1))
+    with pytest.raises(HybridparError, match=r"no plan fits into 0\.1 MB"):
+        run_plan(request(RESIDUAL, cluster=two))
+
+
 def test_a_report_that_cannot_be_printed_keeps_the_plan(two, tmp_path):
     output = tmp_path / "plan.json"
+    small = ["--data", "synthetic:samples=64,classes=5", "--image-size", "8", "--batch-size", "8"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "hybridpar", "plan", RESIDUAL, "--input", "3x8x8", "--batch-size", "8",
-             "--no-measure", "--stages", "2", "--cluster", str(two), "-o", str(output)],
+            [sys.executable, "-m", "hybridpar", "plan", RESIDUAL, *small, "--stages", "2", "--cluster", str(two),
+             "-o", str(output)],
             cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     assert done.returncode == 2
     assert "error: cannot print the report: No space left" in done.stderr.splitlines()[-2]
     assert "Traceback" not in done.stderr
     assert len(read_plan(output).partition.stages) == 2
-
-
-def test_sizes_and_shapes_are_read():
-    assert parse_bytes("1.5GB") == 1_500_000_000
-    assert parse_bytes("800") == 800
-    assert parse_shape("3x8x9") == (3, 8, 9)
 
 
 def test_describing_the_command_imports_no_torch():
@@ -201,7 +162,7 @@ def test_describing_the_command_imports_no_torch():
 MEASURED = """
 import os
 from tests.partition.nets import Residual
-def net():
+def net(num_classes=10):
     with open("environments", "a") as file:
         print(os.environ.get("MALLOC_ARENA_MAX"), file=file)
     return Residual()
@@ -210,31 +171,19 @@ def net():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables belong to glibc")
 @pytest.mark.parametrize(
-    ("options", "arenas"),
-    [
-        ([], "1"),
-        pytest.param(["--no-tune-process"], "None", marks=pytest.mark.sweep),
-        pytest.param(["--no-measure"], "None", marks=pytest.mark.sweep),
-    ],
+    ("options", "arenas"), [([], "1"), pytest.param(["--no-tune-process"], "None", marks=pytest.mark.sweep)]
 )
 def test_what_is_measured_on_a_cpu_is_measured_as_it_will_train(two, tmp_path, monkeypatch, options, arenas):
     (tmp_path / "mine.py").write_text(MEASURED)
     for name in ("HYBRIDPAR_TUNED", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    small = ["--data", "synthetic:samples=64,classes=5", "--image-size", "8", "--stages", "2", "--batch-size", "8"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "partition_model.py"), "mine:net", "--input", "3x8x8", "--passes", "2",
-         "--stages", "2", "--batch-size", "8", "--cluster", str(two), *options],
+        [sys.executable, str(ROOT / "scripts" / "partition_model.py"), "mine:net", *small, "--cluster", two, *options],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     said = [line for line in done.stderr.splitlines() if "% apart" not in line]  # whatever else runs meanwhile
     assert (done.returncode, said) == (0, [])
     assert "mine:net: 2 stages" in done.stdout
     assert set((tmp_path / "environments").read_text().split()) == {arenas}, "built by the process that measures alone"
-
-
-def test_only_measuring_needs_a_tuned_process():
-    assert PlanRequest("resnet18").wants_tuned_process
-    assert not PlanRequest("resnet18", measure=False).wants_tuned_process
-    assert not PlanRequest("resnet18", tune_process=False).wants_tuned_process
-    assert not PlanRequest(inputs=Path("plan.json")).wants_tuned_process
