@@ -62,6 +62,12 @@ def twin_of(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     return twin
 
 
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers have a shape only."""
+    tensors = (*model.parameters(), *model.buffers())
+    return twin_of(model, {id(tensor): like_tensor(tensor, tensor.detach().to("meta")) for tensor in tensors})
+
+
 @contextmanager
 def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Callable[[_T], _T]]:
     """Let a model hold copies of all that it has; on exit, also after an error, they are thrown away.

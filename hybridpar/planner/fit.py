@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError
 from hybridpar.models import autocast
-from hybridpar.models.state import twin_of
+from hybridpar.models.state import twin_of, without_values
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import profile_model, set_way
@@ -41,8 +43,9 @@ class Need(NamedTuple):
 def memory_of(inputs: PlannerInputs, micro_batches: int = 1, held: int = 0) -> Callable[[int], Need]:
     """Predicts what a worker needs for plain data parallelism, by the samples of a step.
 
-    So many bytes are `held` on each device already.
+    So many bytes are `held` on each device already; the steps that are timed are those of a copy of the model.
     """
+    held += inputs.profile.model_bytes
     workers, shards = inputs.cluster.workers, bool(inputs.fixed.shard_optimizer)
     inputs = replace(inputs, fixed=replace(inputs.fixed, shard_optimizer=shards))
 
@@ -74,9 +77,17 @@ def held_bytes(device: torch.device) -> int:
 def sizes_of(
     model: nn.Module, options: TrainConfig, sample_shape: Sequence[int], samples: int, device: torch.device
 ) -> ModelProfile:
-    """The graph of a model with the sizes of its tensors for so many samples, and times that are estimated."""
+    """The graph of a model with the sizes of its tensors for so many samples, and times that are estimated.
+
+    A model is traced without memory, and with its values where its forward pass asks for them.
+    """
     memory_format = "channels_last" if options.uses_channels_last else "contiguous"
-    copy = twin_of(model)
-    example = set_way(copy, random_batch(sample_shape, samples, device), memory_format)
-    with autocast(options.amp, device):
-        return profile_model(copy, [example], measure=False)
+
+    def of(copy: nn.Module) -> ModelProfile:
+        example = set_way(copy, random_batch(sample_shape, samples, device), memory_format)
+        with autocast(options.amp, device):
+            return profile_model(copy, [example], measure=False)
+
+    with contextlib.suppress(HybridparError):
+        return of(without_values(model))
+    return of(twin_of(model))

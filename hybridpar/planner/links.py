@@ -48,6 +48,8 @@ LINK_SECONDS = 0.12
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones; and of a copy in memory.
 _SMALL_BYTES, _LEAST_BYTES, _MOST_BYTES, _COPY_BYTES = 4 << 10, 1 << 20, 16 << 20, 64 << 20
+#: A copy takes at most this part of the memory.
+_COPY_PART = 128
 
 _Work = Callable[[Tensor], object]
 
@@ -118,11 +120,10 @@ def _hosts(workers: Sequence[_Worker], world: World) -> tuple[Hosts, ...]:
     """The hosts of the workers in the order of ranks, those that are alike as one entry."""
     on_gpu = world.device.type == "cuda"
     # All workers copy at the same time, as those of a host share its memory.
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=world.device)
+    size = min(_COPY_BYTES, usable_memory() // _COPY_PART)
+    source = torch.zeros(size, dtype=torch.uint8, device=world.device)
     inside = _copy_rate(source, torch.empty_like(source), world)
-    outside = (
-        _copy_rate(source, torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True), world) if on_gpu else None
-    )
+    outside = _copy_rate(source, torch.empty(size, dtype=torch.uint8, pin_memory=True), world) if on_gpu else None
     counts = Counter(worker.host for worker in workers)
     hosts = []
     for name, row in groupby(workers, key=lambda worker: worker.host):
