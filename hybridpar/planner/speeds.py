@@ -42,11 +42,8 @@ def paces(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> list[floa
 
 def worker_kinds(inputs: PlannerInputs, layout: Layout) -> list[tuple[float, float]]:
     """For every worker of a replica the throughput that is counted on, and the memory, of the smallest one."""
-    placed = inputs.by_worker
-    sizes = [
-        min(math.inf if (size := placed[rank][1].memory) is None else float(size) for rank in column)
-        for column in zip(*layout.ranks, strict=True)
-    ]
+    placed, columns = inputs.by_worker, zip(*layout.ranks, strict=True)
+    sizes = [min(placed[rank][1].memory or math.inf for rank in column) for column in columns]
     return list(zip(worker_speeds(inputs, layout), sizes, strict=True))
 
 

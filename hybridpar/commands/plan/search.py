@@ -31,14 +31,15 @@ from hybridpar.partition.table import print_partition
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Compute, Plan, parse_plan, read_plan
 from hybridpar.planner.decide import run_in_turns
-from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
+from hybridpar.planner.explain import PARTS, describe, notes, rows, what_ifs
+from hybridpar.planner.finalists import Verified, finalists, verified
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.probes import Measured, Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.scaling import Point, scaling_curve
-from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verdicts, verified
+from hybridpar.planner.scaling import Point, curve_lines, scaling_curve
+from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.trials import random_batch
 from hybridpar.planner.ways import compute_of_way
 from hybridpar.run.worker import tune_worker
@@ -95,7 +96,7 @@ def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
     def tell() -> None:
         capped, answer, outcomes = found[0]
         ran = [index for index, row in enumerate(times) if row]
-        result = verified(answer, [outcomes[index] for index in ran], [times[index] for index in ran]) if ran else None
+        result = verified([outcomes[index] for index in ran], [times[index] for index in ran]) if ran else None
         report(request, capped, answer, bar, compute, result)
 
     world.from_main(tell, long=True)
@@ -212,7 +213,7 @@ def report(
         bar.announce("numbers of workers")
         points = scaling_curve(inputs, bar.advance)
     bar.close()
-    _print(inputs, answer, plan, [one.told() for one in asked], points, written, verified)
+    _print(inputs, answer, plan, asked, points, written, verified)
     if failed is not None:
         raise failed
 
@@ -318,8 +319,9 @@ def _print_verified(answer: Answer, verified: Verified, console: Console) -> Non
     for title in ("predicted ms", "measured ms", "difference"):
         table.add_column(title, justify="right")
     table.add_column("verdict", overflow="fold")
-    names: dict[object, str] = {one.candidate: describe(one.candidate, answer) for one in verified.outcomes}
-    for name, predicted, measured, more, verdict in verdicts(verified, names):
-        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", f"{100 * more:+.1f} %", verdict)
+    for index, (outcome, measured) in enumerate(zip(verified.outcomes, verified.measured_ms, strict=True)):
+        name, predicted = describe(outcome.candidate, answer), outcome.step_ms
+        more = f"{100 * (measured / predicted - 1):+.1f} %"
+        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", more, verified.verdict(index))
     console.print()
     console.print(table)
