@@ -14,7 +14,7 @@ from hybridpar.planner.codecs import bucket_cost, stage_buckets
 from hybridpar.planner.cuts import StageFigures
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Space
-from hybridpar.planner.speeds import LEAST_MS, shares_by_speed, stage_throughputs
+from hybridpar.planner.speeds import LEAST_MS
 from hybridpar.schedule.costs import BucketCost, Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
@@ -30,24 +30,27 @@ class CandidateCosts:
     def __init__(self, space: Space) -> None:
         self.space, self.inputs = space, space.inputs
         self.network = cache(partial(Network, space.inputs.cluster))
+        self.kinds = cache(self._make_kinds)
         self.shares = cache(self._make_shares)
-        self._throughput = cache(self._make_throughput)
         self._buckets = cache(self._make_buckets)
 
     def samples(self, layout: Layout, count: int, replica: int | None = None) -> int:
-        """Samples of the largest of so many micro-batches."""
-        shares = None if layout.is_equal else self.shares(layout, count)
-        if shares is None:
+        """Samples of the largest of so many micro-batches; default: of the replica that has most."""
+        if (shares := self.shares(layout, count)) is None:
             return -(-self.inputs.batch // (layout.replicas * count))
         share = (max(shares) if replica is None else shares[replica]) / sum(shares)
         return max(1, math.ceil(self.inputs.batch * share / count - 1e-3))
+
+    def throughput(self, layout: Layout, replica: int) -> tuple[float, ...]:
+        """Of the device of every stage, over that of the profile."""
+        return tuple(self.inputs.by_worker[rank][1].throughput for rank, _ in layout.rows[replica])
 
     def layout(self, candidate: Candidate, replica: int = 0) -> Layout:
         """Where the stages of a candidate run, and what flows between them."""
         return candidate.layout.replica(replica, self.figures(candidate, replica).edges)
 
-    def figures(self, candidate: Candidate, replica: int | None = 0) -> StageFigures:
-        """What its stages cost on the device of the profile; default: in the replica with the most samples."""
+    def figures(self, candidate: Candidate, replica: int = 0) -> StageFigures:
+        """What its stages cost on the device of the profile, for a micro-batch of a replica."""
         samples = self.samples(candidate.layout, candidate.micro_batches, replica)
         return self.space.library.figures(candidate.cut, samples)
 
@@ -61,7 +64,7 @@ class CandidateCosts:
     def _costs_of_passes(self, candidate: Candidate, figures: StageFigures, replica: int) -> Costs:
         """What its actions take, but for the exchange of gradients."""
         layout, network = candidate.layout, self.network(candidate.layout)
-        throughput = self._throughput(layout, candidate.micro_batches, replica)
+        throughput = self.throughput(layout, replica)
         link, links = network.transfers(layout.replica(replica, figures.edges), replica)
         moving = (0.0,) * layout.stages
         if candidate.cut.offload:  # beside each pass the host's link brings out what one pass saved, or back
@@ -136,33 +139,32 @@ class CandidateCosts:
         replicas = candidate.layout.replicas
         return codec_ms / every, link_ms / every, 2 * (replicas - 1) / replicas * size / every
 
-    def _make_throughput(self, layout: Layout, count: int, replica: int) -> tuple[float, ...]:
-        shares = self.shares(layout, count) if layout.is_equal else None
-        return stage_throughputs(self.inputs, layout, count, shares, replica)
+    def _make_kinds(self, layout: Layout) -> tuple[int, ...]:
+        """For every replica the first one that takes as long with as many samples."""
+        if not layout.is_equal:
+            return tuple(range(layout.replicas))
+        speeds = [self.throughput(layout, replica) for replica in range(layout.replicas)]
+        return tuple(map(speeds.index, speeds))
 
     def _make_shares(self, layout: Layout, count: int) -> tuple[float, ...] | None:
-        """Samples of each replica, where they differ in speed; None for equal parts.
+        """Samples of each replica, by what a step is predicted to take it; None where all have as many.
 
         With BatchNorm parts stay equal: others would be normalised by other samples.
         """
-        if self.inputs.profile.batch_norm:
+        kinds, batch = self.kinds(layout), self.inputs.batch
+        if self.inputs.profile.batch_norm or len(set(kinds)) == 1:
             return None
-        if layout.is_equal:
-            return shares_by_speed(self.inputs, layout, count)
-        return self._unequal_shares(layout, count)
-
-    def _unequal_shares(self, layout: Layout, count: int) -> tuple[float, ...]:
-        """Samples of replicas of different numbers of workers, by what a step is predicted to take each of them."""
-        cut, batch = self.space.cut(layout), self.inputs.batch
+        cut = self.space.cut(layout)
         assert cut is not None
         candidate = Candidate(layout, count, cut, "1f1b")
         parts = [batch / layout.replicas] * layout.replicas
         for _ in range(4):
-            work = []
-            for replica, part in enumerate(parts):
+            work = {}
+            for replica in set(kinds):
+                part = parts[replica]
                 time, half = (self._time_of_part(candidate, replica, samples) for samples in (part, part / 2))
-                work.append(WorkCost(max(0.0, 2 * half - time), max(LEAST_MS, 2 * (time - half) / part)))
-            parts = [max(1.0, part) for part in best_division(work, batch)]
+                work[replica] = WorkCost(max(0.0, 2 * half - time), max(LEAST_MS, 2 * (time - half) / part))
+            parts = [max(1.0, part) for part in best_division([work[kind] for kind in kinds], batch)]
         return tuple(round(part, 2) for part in parts)
 
     def _time_of_part(self, candidate: Candidate, replica: int, samples: float) -> float:
@@ -183,7 +185,7 @@ class CandidateCosts:
         layout = candidate.layout
         if layout.replicas == 1:
             return ((),) * layout.stages
-        figures, throughput = self.figures(candidate, None), self._throughput(layout, candidate.micro_batches, replica)
+        figures, throughput = self.figures(candidate, replica), self.throughput(layout, replica)
         stages = []
         for parameters, speed in zip(figures.parameters, throughput, strict=True):
             row, reached = [], 0.0

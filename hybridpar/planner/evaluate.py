@@ -85,23 +85,26 @@ class Evaluator(CandidateCosts):
         program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
         return simulate(program, costs)
 
-    def _simulations(self, candidate: Candidate) -> list[Simulation]:
-        """A step of every replica that differs from others."""
-        replicas = candidate.layout.kinds
-        return [self.simulation(candidate, self.costs(candidate, replica=replica), replica) for replica in replicas]
+    def _simulations(self, candidate: Candidate) -> dict[int, Simulation]:
+        """A step of every kind of replica, by the first one of it."""
+        replicas = sorted(set(self.kinds(candidate.layout)))
+        return {
+            replica: self.simulation(candidate, self.costs(candidate, replica=replica), replica) for replica in replicas
+        }
 
     def outcome(self, candidate: Candidate) -> Outcome:
         """What a candidate is predicted to take."""
         steps = self._simulations(candidate)
-        slowest = max(steps, key=lambda step: step.step_ms)
+        slowest = max(steps.values(), key=lambda step: step.step_ms)
         codec_ms, link_ms, outer_bytes = self.outer(candidate)
         step_ms = slowest.step_ms + codec_ms + link_ms
-        sent = [size for step in steps for size in step.bytes_sent]
+        layout = candidate.layout
+        sent = sum(sum(steps[kind].bytes_sent) for kind in self.kinds(layout))
         if candidate.sharded:
-            sent.append(sum(self.stepped_bytes(candidate)) * (candidate.layout.replicas - 1))
+            sent += layout.replicas * (layout.replicas - 1) * sum(self.stepped_bytes(candidate))
         devices = [
             device
-            for replica, step in enumerate(steps)
+            for replica, step in steps.items()
             for device in device_bytes(self, candidate, step.peak_saved_bytes, replica)
         ]
         needed, limit = max(devices, key=lambda device: (device[0] / device[1], device[0]))
@@ -112,15 +115,16 @@ class Evaluator(CandidateCosts):
             needed,
             min(1.0, max(0.0, slowest.bubble)),
             max(0.0, *slowest.exposed_sync_ms) + codec_ms + link_ms,
-            sum(sent) / sum(len(step.bytes_sent) for step in steps) + outer_bytes,
-            max(max(step.peak_saved_bytes) for step in steps),
+            sent / layout.workers + outer_bytes,
+            max(max(step.peak_saved_bytes) for step in steps.values()),
             limit,
         )
 
     def parts(self, candidate: Candidate) -> Parts:
         """Where the time of a candidate's step goes."""
-        steps = [step.step_ms for step in self._simulations(candidate)]
-        whole_ms, replica = max(steps), steps.index(max(steps))
+        steps = {replica: step.step_ms for replica, step in self._simulations(candidate).items()}
+        replica = max(steps, key=steps.__getitem__)
+        whole_ms = steps[replica]
         costs = self.costs(candidate, replica=replica)
         buckets = tuple(
             tuple(replace(bucket, encode_ms=0.0, decode_ms=0.0) for bucket in stage) for stage in costs.buckets
@@ -142,7 +146,8 @@ class Evaluator(CandidateCosts):
         )
 
     def schedule(self, candidate: Candidate, replica: int = 0) -> Schedule:
-        """The order of computation of a replica."""
+        """The order of computation of a replica; replicas that place their stages alike have one."""
+        replica = 0 if candidate.layout.is_equal else replica
         return self._schedule(replace(candidate, codec=PLAIN, sharded=False), replica)
 
     def _make_schedule(self, candidate: Candidate, replica: int) -> Schedule:

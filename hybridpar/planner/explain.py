@@ -16,7 +16,6 @@ from hybridpar.planner.evaluate import Outcome, Parts
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.search import Answer, find_plan, least_workers
 from hybridpar.planner.space import Candidate
-from hybridpar.planner.speeds import replica_speeds
 
 #: Parts of a step, with what they are called.
 PARTS = {
@@ -176,7 +175,7 @@ def _of_unlike_hosts(inputs: PlannerInputs, answer: Answer) -> list[str]:
     for host in inputs.cluster.hosts:
         if host not in used:
             lines.append(f"{_name_of(host)} is left out, as a step with it would take no less time")
-    speeds = replica_speeds(inputs, layout)
+    speeds = [min(answer.evaluator.throughput(layout, replica)) for replica in range(layout.replicas)]
     if inputs.profile.batch_norm and min(speeds) < max(speeds):
         gain = sum(speeds) / len(speeds) / min(speeds)
         lines.append(

@@ -45,10 +45,7 @@ def device_bytes(
     inputs, job, count, sharded = costs.inputs, candidate.layout, candidate.micro_batches, candidate.sharded
     layout, figures = costs.layout(candidate, replica), costs.figures(candidate, replica)
     hosts, owned = costs.network(job).grouping.hosts, costs.stepped_bytes(candidate)
-    gradients = _gradient_bytes(costs.figures(candidate, None), job.replicas, count, inputs.bucket_bytes)
-    # Of equal replicas a faster one has larger micro-batches; of others figures are of their own samples.
-    shares = costs.shares(job, count) if job.is_equal else None
-    larger = 1.0 if shares is None else max(shares) * job.replicas / sum(shares)
+    gradients = _gradient_bytes(figures, job.replicas, count, inputs.bucket_bytes)
     divided, kind = inputs.optimizer_copies - inputs.averages, inputs.by_worker[0][1].kind
     lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
     again, added, working, weights = ([0] * layout.lanes for _ in range(4))
@@ -80,7 +77,7 @@ def device_bytes(
         held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
         lasting[home] += added[lane] + copies * weights[lane]
     needs = [
-        kept + mine + max(larger * size + copied, handed)
+        kept + mine + max(size + copied, handed)
         for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
     ]
     if kind == "cpu":
@@ -89,7 +86,7 @@ def device_bytes(
     if holds_all and not sharded:
         needs[0] = max(needs[0], lasting[0] + divided * sum(figures.parameter_bytes))
     return [
-        (inputs.memory_margin * need, limit) for need, limit in zip(needs, _limits(inputs, job, replica), strict=True)
+        (inputs.memory_margin * need, limit) for need, limit in zip(needs, _limits(costs, job, replica), strict=True)
     ]
 
 
@@ -120,8 +117,8 @@ def _gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, bu
     return tuple(sizes)
 
 
-def _limits(inputs: PlannerInputs, layout: Layout, replica: int) -> list[float]:
+def _limits(costs: CandidateCosts, layout: Layout, replica: int) -> list[float]:
     """The memory of every worker of a replica, of several that are alike of the smallest one."""
-    placed = inputs.by_worker
-    others = layout.ranks if layout.is_equal else [layout.ranks[replica]]
-    return [min(placed[rank][1].memory or math.inf for rank in column) for column in zip(*others, strict=True)]
+    alike = [ranks for ranks, kind in zip(layout.ranks, costs.kinds(layout), strict=True) if kind == replica]
+    placed = costs.inputs.by_worker
+    return [min(placed[rank][1].memory or math.inf for rank in column) for column in zip(*alike, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -286,8 +287,9 @@ def test_fixed_times_of_a_step_make_shares_less_equal():
     fast, slow = evaluator.shares(layout, 1)  # T = (4 + 2 n) / v
     assert (fast + slow, (4 + 2 * fast) / 2) == (pytest.approx(24), pytest.approx(4 + 2 * slow, rel=1e-2))
     candidate = Candidate(layout, 1, evaluator.space.cut(layout), "accumulate")
-    costs = evaluator.costs(candidate)
-    assert costs.forward_ms[0] + costs.backward_ms[0] == pytest.approx(4 + 2 * slow, rel=1e-2)
+    for replica, (share, speed) in enumerate(((fast, 2), (slow, 1))):
+        costs = evaluator.costs(candidate, replica=replica)
+        assert costs.forward_ms[0] + costs.backward_ms[0] == (4 + 2 * math.ceil(share)) / speed, "of whole samples"
 
 
 def test_shares_in_a_plan_are_of_its_replicas():
