@@ -49,7 +49,7 @@ from hybridpar.observe.timeline_text import print_timeline
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.partition.profile_cache import load_profile
 from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
-from hybridpar.planner import links, store
+from hybridpar.planner import links, rates
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.run import directory as rundir
 from hybridpar.run.page_data import page_data
@@ -93,7 +93,7 @@ class Kind:
 # ---------------------------------------------------------------------------------------------------------- good files
 
 PROFILE_KEY = {"model": "m", "units": ["a", "b"]}
-STORE_KEY = {"model": "m", "link": 3}
+RATE_KEY = {"model": "m", "link": 3}
 LINK_KEY: dict[str, object] = {"hosts": ["a"]}
 
 
@@ -158,7 +158,7 @@ def kinds() -> list[Kind]:
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
     times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 0.1)
     profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
-    rehearsed = json.dumps({"key": STORE_KEY, "data": {"none": 2.0}}).encode()
+    rate = json.dumps({"key": RATE_KEY, "data": {"tried": [[64, 1.0, 2.0]], "noise": 0.1}}).encode()
     kept = small.cluster().model_dump(mode="json")
     link = json.dumps({"key": LINK_KEY, "data": kept}).encode()
     return [
@@ -175,9 +175,9 @@ def kinds() -> list[Kind]:
         Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
         Kind("units-1.json", profile, lambda path: _with_folder(path, lambda: load_profile(PROFILE_KEY, path))),
         Kind(
-            "rehearsal-1.json",
-            rehearsed,
-            lambda path: _with_folder(path, lambda: store._figures("rehearsal", STORE_KEY, path)),
+            "codec-1.json",
+            rate,
+            lambda path: _with_folder(path, lambda: rates.load_rate(RATE_KEY, path)),
         ),
         Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY))),
     ]

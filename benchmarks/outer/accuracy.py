@@ -58,6 +58,8 @@ EPOCHS, BATCH = 10, 64
 MODELS = ("resnet18", "resnet34", "timm/resnet10t")
 #: Per cent of test images, in which the time to an accuracy is taken.
 TARGET = 97.0
+#: What the planner may count on rests on so many runs at least, which lose at most so many points on average.
+LEAST_RUNS, MOST_LOST = 5, 1.0
 SYNC = "sync"
 
 
@@ -305,7 +307,9 @@ def steps_to_target(run: Run, target: float = TARGET) -> float | None:
 
 
 def table_of(runs: Sequence[Run]) -> list[OuterSteps]:
-    """What the planner is told of outer loops: runs of the plain mean, each over synchronous training of its pair.
+    """What the planner may count on: runs of the plain mean, each over synchronous training of its pair.
+
+    A row rests on at least `LEAST_RUNS`, all of which reached the target and lost at most `MOST_LOST` on average.
 
     Args:
         runs: All rows.
@@ -324,12 +328,11 @@ def table_of(runs: Sequence[Run]) -> list[OuterSteps]:
         whole = len(ratios) == sum(other is not None for _, other in took) > 0
         lost = statistics.fmean(base.accuracy - run.accuracy for run, base in own)
         length = min(run.steps for run, _ in own)
-        told: tuple[float | None, float | None] = None, None
-        if whole:
+        if whole and len(ratios) >= LEAST_RUNS and lost <= MOST_LOST:
             mean = statistics.fmean(ratios)
-            spread = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
-            told = round(mean, 3), round(mean + 2 * spread, 3)
-        rows.append(OuterSteps(every, workers, codec, length, len(own), round(lost, 3), *told))
+            high = mean + 2 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+            figures = round(lost, 3), round(mean, 3), round(high, 3)
+            rows.append(OuterSteps(every, workers, codec, length, len(own), *figures))
     return rows
 
 

@@ -19,7 +19,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.plan import Compute, Plan
-from hybridpar.planner.codecs import planned_codecs
+from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import describe
 from hybridpar.planner.fixed import Fixed
@@ -215,7 +215,7 @@ def drawn_plans(
     for name in dict.fromkeys(names):
         one = outcomes[name]
         codec = one.candidate.codec
-        allowed = tuple(fidelity for fidelity in answers if set(codec.codecs.values()) <= set(planned_codecs(fidelity)))
+        allowed = tuple(fidelity for fidelity in answers if set(codec.codecs.values()) <= set(FIDELITIES[fidelity]))
         plan = plan_of(answer, one, compute)
         drawn.append(Drawn(name, plan, one.step_ms, places[one.candidate], codec.steps, allowed))
     return drawn, chosen

@@ -118,7 +118,7 @@ def measure_units(
             raise UsageError(
                 f"a training step of {type(units.model).__name__} fails: {type(error).__name__}: {error}",
                 "Units are measured in whole forward and backward passes of the model as it is.",
-                "Mend the model, or plan without running it: --no-measure.",
+                "Mend the model.",
             ) from error
         step_times(stages, given, clock)
         passed, steps = [], []

@@ -7,12 +7,12 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.formats.cache import measurements_directory
-from hybridpar.planner.codecs import MARGIN, BucketPrices, planned_codecs, policies_of, proof_lines, stage_buckets
+from hybridpar.planner.codecs import FIDELITIES, MARGIN, bucket_cost, policies_of, proof_lines, stage_buckets
 from hybridpar.planner.inputs import check_fidelity
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.network import Network
 from hybridpar.planner.profile import Parameter
-from hybridpar.planner.rates import CodecRate, measure_rates
+from hybridpar.planner.rates import measure_rates
 from hybridpar.schedule.layout import Layout
 
 
@@ -25,30 +25,29 @@ def choose_codecs(
     """
     if why := nothing_to_choose(model, world, fidelity, replicas):
         return "none", (f"auto     none: {why}",)
-    texts = planned_codecs(fidelity)
+    texts = FIDELITIES[fidelity]
     trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     parameters = tuple(Parameter(name, tuple(parameter.shape), 0) for name, parameter in trained)
-    directory = measurements_directory()
-    rates = measure_rates(texts, parameters, replicas, world.device, world=world, cache=directory)
+    rates = measure_rates(texts, parameters, replicas, world, measurements_directory())
     cluster = measure_cluster(world)
     level = cluster.outer
     assert level is not None
 
     def decide() -> tuple[str, tuple[str, ...]]:
         network = Network(cluster, Layout.dealt(world.size // replicas, world.size // replicas, replicas=replicas))
-        prices = BucketPrices(network, {text: CodecRate(tried) for text, tried in rates.items()}, 1.0)
-        buckets = stage_buckets(parameters, bucket_bytes)
-        choices = policies_of(fidelity, parameters, rates, replicas, bucket_bytes)
-        costs = [(sum(prices.times(bucket, choice).total_ms for bucket in buckets), choice) for choice in choices]
-        plain_ms = costs[0][0]
-        exchange_ms, best = min(costs, key=lambda cost: cost[0] * cost[1].steps)
-        if exchange_ms * best.steps > MARGIN * plain_ms:
-            exchange_ms, best = costs[0]
-        return str(best.policy), (
-            f"auto     {best.name} (of none, {', '.join(texts)})",
-            f"auto     an exchange takes about {exchange_ms:,.1f} ms, with none {plain_ms:,.1f} ms",
+        choices = policies_of(fidelity, parameters, tuple(rates.items()), replicas, bucket_bytes)
+        times = []
+        for choice in choices:
+            buckets = stage_buckets(parameters, bucket_bytes)
+            times.append(sum(bucket_cost(bucket, choice, network, rates).total_ms for bucket in buckets))
+        best = min(range(len(choices)), key=lambda index: times[index] * choices[index].steps)
+        if times[best] * choices[best].steps > MARGIN * times[0]:
+            best = 0
+        return str(choices[best].policy), (
+            f"auto     {choices[best].name} (of none, {', '.join(texts)})",
+            f"auto     an exchange takes about {times[best]:,.1f} ms, with none {times[0]:,.1f} ms",
             f"auto     by {world.transport}, {level.bandwidth / 1e6:,.3g} MB/s, {level.latency_ms:.2f} ms a message",
-            *(f"auto     {line}" for line in proof_lines(best.codecs.values())),
+            *(f"auto     {line}" for line in proof_lines(choices[best].codecs.values())),
         )
 
     return world.from_main(decide)
@@ -59,7 +58,7 @@ def nothing_to_choose(model: nn.Module, world: World, fidelity: str, replicas: i
     check_fidelity(fidelity)
     if replicas == 1:
         return "there is a single replica, and its gradients go nowhere"
-    if not planned_codecs(fidelity):
+    if not FIDELITIES[fidelity]:
         return f"fidelity {fidelity} allows nothing else"
     if world.transport == "shared memory":
         return "in shared memory gradients are added where they lie"

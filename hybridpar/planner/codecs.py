@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from hybridpar.compress import Codec, Policy, parse_codec, read_policy
 from hybridpar.compress.policy import exact_rules
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.network import Network
-from hybridpar.planner.outer_steps import OuterSteps, expected_steps, planned_intervals
+from hybridpar.planner.network import LinkCost, Network
+from hybridpar.planner.outer_steps import OuterSteps, expected_steps
 from hybridpar.planner.profile import Parameter
 from hybridpar.planner.rates import CodecRate, lasting_rounds
+from hybridpar.schedule.costs import BucketCost
 from hybridpar.sync.buckets import cut_buckets
 
 #: Casts, whose rounding is that of mixed precision.
@@ -57,10 +58,6 @@ STEPS_TO_TARGET = {
     "onebit:decay=0.5": 1.072,
     "qsgd_mn:bits=4": 1.0,
 }
-
-
-#: What progress is sent as in an outer loop, under `lossy`.
-OUTER_CODECS = ("none", "onebit")
 
 
 @dataclass(frozen=True)
@@ -100,45 +97,6 @@ class CodecChoice:
 PLAIN = CodecChoice("none", {})
 
 
-@dataclass(frozen=True)
-class BucketTimes:
-    """What a bucket takes.
-
-    Attributes:
-        bytes: That each worker sends.
-        encode_ms: Writing messages.
-        wire_ms: On the link, without latency.
-        latency_ms: Of its collectives.
-        decode_ms: Reading messages.
-    """
-
-    bytes: float
-    encode_ms: float
-    wire_ms: float
-    latency_ms: float
-    decode_ms: float
-
-    @property
-    def total_ms(self) -> float:
-        """All of it, nothing beside anything else."""
-        return self.encode_ms + self.wire_ms + self.latency_ms + self.decode_ms
-
-
-def steps_factor(codecs: Iterable[str]) -> float:
-    """Steps to the target over those of float32; of several codecs the most."""
-    return max((STEPS_TO_TARGET[text] for text in codecs), default=1.0)
-
-
-def planned_codecs(fidelity: str) -> tuple[str, ...]:
-    """The codecs that a fidelity allows and whose steps to a target are known, `none` not among them."""
-    return tuple(text for text in FIDELITIES[fidelity] if text in STEPS_TO_TARGET)
-
-
-def left_out(fidelity: str) -> tuple[str, ...]:
-    """The codecs that a fidelity would allow, but for a measurement that is missing."""
-    return tuple(text for text in FIDELITIES[fidelity] if text not in STEPS_TO_TARGET)
-
-
 def proof_lines(codecs: Iterable[str]) -> list[str]:
     """What is known of the accuracy with codecs that lose something, where some were chosen."""
     rates = [PROVEN[text] for text in codecs if text in PROVEN]
@@ -154,20 +112,17 @@ def codec_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
     Policies of stricter fidelities are among them, so that a looser one never has less to choose from. Where codecs
     were decided on, these are the only ones, and `none` for where there is nothing to exchange.
     """
-    if inputs.fixed.codecs is not None:
-        choices = [PLAIN, *_decided_choice(inputs.fixed.codecs, len(inputs.profile.parameters))]
+    parameters, rates, codecs = inputs.profile.parameters, tuple(inputs.rates.items()), inputs.fixed.codecs
+    if codecs is None:
+        choices = [*policies_of(inputs.fidelity, parameters, rates, inputs.workers, inputs.bucket_bytes)]
+        if inputs.fidelity == "lossy" and not inputs.fixed.every_step:
+            choices += _outer_choices(inputs)
     else:
-        parts = inputs.profile.parameters, inputs.rates, inputs.workers, inputs.bucket_bytes
-        choices = [*policies_of(inputs.fidelity, *parts), *_outer_choices(inputs)]
+        choices = [PLAIN]
+        if codecs:
+            alike = len(set(codecs.values())) == 1 and len(codecs) == len(parameters)
+            choices.append(CodecChoice(_name_of(codecs, len(parameters), alike), codecs, alike=alike))
     return tuple(replace(choice, order=order) for order, choice in enumerate(choices))
-
-
-def _decided_choice(codecs: Mapping[str, str], parameters: int) -> list[CodecChoice]:
-    """The codecs that were decided on; empty where gradients are sent as they are."""
-    if not codecs:
-        return []
-    alike = len(set(codecs.values())) == 1 and len(codecs) == parameters
-    return [CodecChoice(_name_of(codecs, parameters, alike), codecs, alike=alike)]
 
 
 def _name_of(codecs: Mapping[str, str], parameters: int, alike: bool = False) -> str:
@@ -177,56 +132,41 @@ def _name_of(codecs: Mapping[str, str], parameters: int, alike: bool = False) ->
 
 def _outer_choices(inputs: PlannerInputs) -> list[CodecChoice]:
     """The outer loops of which it was measured what they take to an accuracy."""
-    if inputs.fidelity != "lossy" or inputs.fixed.every_step:
-        return []
-    names = [one.name for one in inputs.profile.parameters]
-    found = []
-    for codec in OUTER_CODECS:
-        if codec != "none" and codec not in inputs.rates:
-            continue
-        for every in planned_intervals(codec):
-            row = expected_steps(every, inputs.workers, codec, inputs.run_steps)
-            if row is not None and every > 1:
-                codecs = {} if codec == "none" else dict.fromkeys(names, codec)
-                name = f"an exchange every {every} steps" + (f" as {codec}" if codecs else "")
-                found.append(CodecChoice(name, codecs, row.factor, outer=row))
-    return found
+    choices = []
+    for row in expected_steps(inputs.workers, inputs.run_steps):
+        name = f"an exchange every {row.every} steps"
+        if row.codec == "none":
+            choices.append(CodecChoice(name, {}, row.factor, outer=row))
+        elif row.codec in inputs.rates:
+            codecs = {parameter.name: row.codec for parameter in inputs.profile.parameters}
+            choices.append(CodecChoice(f"{name} as {row.codec}", codecs, row.factor, outer=row))
+    return choices
 
 
+@lru_cache(maxsize=16)  # a scaling curve, and what would help, search many times with the same of these
 def policies_of(
     fidelity: str,
     parameters: tuple[Parameter, ...],
-    rates: Mapping[str, Mapping[int, tuple[float, float]]],
+    rates: tuple[tuple[str, CodecRate], ...],
     workers: int,
     bucket_bytes: int,
 ) -> tuple[CodecChoice, ...]:
     """All choices of codecs for the gradients of every step, `none` first."""
-    timed = tuple((text, tuple(rates[text].items())) for text in planned_codecs(fidelity) if text in rates)
-    return _policies(fidelity, parameters, timed, workers, bucket_bytes)
-
-
-@lru_cache(maxsize=16)  # a scaling curve, and what would help, search many times with the same of these
-def _policies(
-    fidelity: str,
-    parameters: tuple[Parameter, ...],
-    timed: tuple[tuple[str, tuple[tuple[int, tuple[float, float]], ...]], ...],
-    workers: int,
-    bucket_bytes: int,
-) -> tuple[CodecChoice, ...]:
-    rates = {text: CodecRate(dict(tried)) for text, tried in timed}
+    timed = dict(rates)
     buckets, ends = stage_buckets(parameters, bucket_bytes), small_ends(parameters)
     choices = [PLAIN]
-    for text in rates:
-        left = ends if text in WITHOUT_ENDS else frozenset[str]()
-        texts = {layer.name: text for layer in parameters if layer.name not in left}
-        choices.append(CodecChoice(text, texts, steps_factor([text]), alike=not left))
+    for text in FIDELITIES[fidelity]:
+        if text in timed:
+            left = ends if text in WITHOUT_ENDS else frozenset[str]()
+            texts = {layer.name: text for layer in parameters if layer.name not in left}
+            choices.append(CodecChoice(text, texts, STEPS_TO_TARGET[text], alike=not left))
     for stricter in FIDELITIES:
-        allowed = {text: rates[text] for text in planned_codecs(stricter) if text in rates}
+        allowed = {text: timed[text] for text in FIDELITIES[stricter] if text in timed}
         for speed in RUNGS if allowed and workers > 1 else ():
             texts = fastest_codecs(buckets, allowed, workers, 2e3 / speed, ends)
             if texts and all(texts != dict(choice.codecs) for choice in choices):
-                name = _name_of(texts, len(parameters))
-                choices.append(CodecChoice(name, texts, steps_factor(texts.values()), alike=False))
+                steps = max(STEPS_TO_TARGET[text] for text in texts.values())
+                choices.append(CodecChoice(_name_of(texts, len(parameters)), texts, steps, alike=False))
         if stricter == fidelity:
             break
     return tuple(choices)
@@ -278,50 +218,48 @@ def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Para
     return [[order[index] for index in bucket] for bucket in cut_buckets([4 * one.count for one in order], limit)]
 
 
-class BucketPrices:
-    """What buckets take between the replicas of a stage."""
+def bucket_cost(
+    bucket: Sequence[Parameter],
+    choice: CodecChoice,
+    network: Network,
+    rates: Mapping[str, CodecRate],
+    *,
+    throughput: float = 1.0,
+    ready: float = 1.0,
+) -> BucketCost:
+    """What a bucket takes between the replicas of a stage, whose devices are so many times as fast as the profile's.
 
-    def __init__(self, network: Network, rates: Mapping[str, CodecRate], throughput: float) -> None:
-        self._network, self._rates, self._throughput = network, rates, throughput
-        self._group = network.grouping
-        self._codecs = {text: parse_codec(text) for text in rates}
-        #: Who exchanges the messages of a codec: leaders of hosts, where there are hosts with several workers.
-        self._peers = self._group.hosts if self._group.two_levels else self._group.workers
-        self._plain = network.exchange()
+    Where there are hosts with several workers, codecs work between hosts: a sum in each host goes before, and one that
+    hands the result out comes after. Leaders of hosts take turns.
+    """
+    group = network.grouping
+    factor = 2 * (group.workers - 1) / group.workers
+    peers, share = (group.hosts, group.each) if group.two_levels else (group.workers, 1)
+    inside = network.inside_hosts() if group.two_levels else LinkCost(0.0, 0.0)
+    plain = network.exchange()
+    sent = wire = encode = decode = 0.0
+    rounds = set[tuple[object, float]]()
+    for parameter in bucket:
+        size, text = 4 * parameter.count, choice.codecs.get(parameter.name)
+        if text is None or not _parsed(text).fits(parameter.shape):
+            rounds.add(("plain", plain.latency_ms))
+            wire += size * plain.ms_per_byte
+            sent += factor * size
+            continue
+        writing, reading = rates[text].times(parameter.count)
+        encode += writing / (share * throughput)
+        decode += reading / (share * throughput)
+        for index, message in enumerate(lasting_rounds(_parsed(text), parameter.shape, peers)):
+            price = network.between_hosts if group.two_levels else network.exchange
+            cost = price(message.collective)
+            wire += message.bytes * cost.ms_per_byte
+            sent += message.sent(peers) / share
+            rounds.add(((index, message.collective, message.dtype), cost.latency_ms))
+        if group.two_levels:
+            rounds.add(("inside", 2 * inside.latency_ms))
+            wire += 2 * size * inside.ms_per_byte
+            sent += 2 * size * 2 * (group.each - 1) / group.each
+    return BucketCost(round(sent / factor), ready, encode, decode, wire, sum(latency for _, latency in rounds))
 
-    def times(self, bucket: Sequence[Parameter], codec: CodecChoice) -> BucketTimes:
-        """What a bucket takes if its layers are sent with these codecs."""
-        workers, factor = self._group.workers, 2 * (self._group.workers - 1) / self._group.workers
-        plain = [one for one in bucket if not self._compresses(one, codec)]
-        size = 4 * sum(one.count for one in plain)
-        sent, wire = factor * size, size * self._plain.ms_per_byte
-        latency = self._plain.latency_ms if plain else 0.0
-        encode = decode = 0.0
-        collectives = set()
-        share = self._group.each if self._group.two_levels else 1  # leaders take turns
-        for one in bucket:
-            if not self._compresses(one, codec):
-                continue
-            text = codec.codecs[one.name]
-            rounds = lasting_rounds(self._codecs[text], one.shape, self._peers)
-            price = self._network.between_hosts if self._group.two_levels else self._network.exchange
-            writing, reading = self._rates[text].times(one.count)
-            encode += writing / (share * self._throughput)
-            decode += reading / (share * self._throughput)
-            for index, entry in enumerate(rounds):
-                cost = price(entry.collective)
-                wire += entry.bytes * cost.ms_per_byte
-                sent += entry.sent(self._peers) / share
-                collectives.add((index, entry.collective, entry.dtype, cost.latency_ms))
-            if self._group.two_levels:
-                # A sum before the codec, and one that hands the result out.
-                wire += 2 * 4 * one.count * self._network.inside_hosts().ms_per_byte
-                sent += 2 * 4 * one.count * 2 * (self._group.each - 1) / self._group.each
-        latency += sum(ms for *_, ms in collectives)
-        if collectives and self._group.two_levels:
-            latency += 2 * self._network.inside_hosts().latency_ms
-        return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode)
 
-    def _compresses(self, one: Parameter, codec: CodecChoice) -> bool:
-        text = codec.codecs.get(one.name)
-        return text is not None and self._codecs[text].fits(one.shape)
+_parsed = cache(parse_codec)

@@ -10,16 +10,14 @@ too: a fast device with little memory gets as much as fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
 
 from hybridpar.partition.balance import (
-    Cuts,
     IntervalCosts,
-    Matrix,
     balance_graph,
     least_maximum,
     pick,
@@ -68,13 +66,9 @@ class Cut:
     @property
     def saving(self) -> str:
         """How its activations take less memory, in words; empty where they wait on the device."""
-        return (
-            "activations computed again"
-            if self.recompute
-            else "activations in the host's memory"
-            if self.offload
-            else ""
-        )
+        if self.recompute:
+            return "activations computed again"
+        return "activations in the host's memory" if self.offload else ""
 
     @property
     def stages(self) -> int:
@@ -145,88 +139,71 @@ def balanced_cut(
 
 
 def smaller_cuts(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] = ()) -> tuple[Cut, ...]:
-    """The cuts that need less memory than the balanced one."""
-    count = len(profile.graph)
-    if not 1 < stages <= count:
+    """The cuts that need less memory than the balanced one.
+
+    Where devices differ these are the fastest of those that need no more than a part of what the fastest of all needs.
+    """
+    if not 1 < stages <= len(profile.graph):
         return ()
     costs = IntervalCosts(profile.timed(profile.samples))
     needs = costs.memory(stages)
+    tried = {"least memory": least_maximum(needs)[1]}
     if devices:
         times = costs.times([device.speed for device in devices])
-        parts = [np.where(costs.empty, np.inf, need / one.memory) for need, one in zip(needs, devices, strict=True)]
-        found = [(f"balanced in {name} memory", ends) for name, ends in _within_memory(times, parts)]
-    else:
-        found = [("least memory", least_maximum(needs)[1])]
+        needs = [np.where(costs.empty, np.inf, need / one.memory) for need, one in zip(needs, devices, strict=True)]
+        least, fastest = least_maximum(needs)[0], least_maximum(times)[1]
+        if fastest is None:
+            return ()
+        most = max(pick(need, fastest, stage) for stage, need in enumerate(needs))
+        tried = {}
+        for name, part in MEMORY_PARTS.items():
+            bound = (least + part * (most - least)) * (1 + 1e-12)
+            allowed = [np.where(need <= bound, time, np.inf) for time, need in zip(times, needs, strict=True)]
+            tried[f"balanced in {name} memory"] = least_maximum(allowed)[1]
     cuts: dict[tuple[int, ...], Cut] = {}
-    for name, ends in found:
-        stage_of = stages_of(ends, count) if ends is not None else (0,)
+    for name, ends in tried.items():
+        stage_of = stages_of(ends, len(profile.graph)) if ends is not None else (0,)
         if max(stage_of) + 1 == stages:
             cuts.setdefault(stage_of, Cut(name, stage_of))
     return tuple(cuts.values())
 
 
-def _within_memory(times: Sequence[Matrix], needs: Sequence[Matrix]) -> Iterator[tuple[str, Cuts | None]]:
-    """The fastest cuts of those that need no more than a part of what the fastest of all needs; and of the least."""
-    least, _ = least_maximum(needs)
-    _, fastest = least_maximum(times)
-    if fastest is None:
-        return
-    most = max(pick(need, fastest, stage) for stage, need in enumerate(needs))
-    for name, part in MEMORY_PARTS.items():
-        bound = (least + part * (most - least)) * (1 + 1e-12)
-        _, ends = least_maximum(
-            [np.where(need <= bound, time, np.inf) for time, need in zip(times, needs, strict=True)]
-        )
-        yield name, ends
-
-
 def figures_of(profile: ModelProfile, cut: Cut, samples: float) -> StageFigures:
     """What the stages of a cut cost."""
-    graph, stages = profile.timed(samples), range(cut.stages)
-    members: list[list[int]] = [[] for _ in stages]
-    for unit, stage in enumerate(cut.stage_of):
-        members[stage].append(unit)
-    forward = tuple(sum(graph.units[unit].forward_ms for unit in own) for own in members)
-    backward = tuple(sum(graph.units[unit].backward_ms for unit in own) for own in members)
+    graph, stage_of, stages = profile.timed(samples), cut.stage_of, range(cut.stages)
+    units = [[unit for unit, own in zip(graph.units, stage_of, strict=True) if own == stage] for stage in stages]
+    forward = [sum(unit.forward_ms for unit in own) for own in units]
+    first = forward if cut.recompute else [0.0 for _ in stages]  # what a backward pass begins with
+    backward = [ahead + sum(unit.backward_ms for unit in own) for ahead, own in zip(first, units, strict=True)]
     done: dict[int, float] = {}
-    for stage, own in enumerate(members):
-        passed = 0.0
-        for unit in reversed(own):
-            passed += graph.units[unit].backward_ms
-            done[unit] = min(1.0, passed / backward[stage]) if backward[stage] > 0 else 1.0
-    parameters: list[list[Parameter]] = [[] for _ in stages]
-    for one in profile.parameters:
-        parameters[cut.stage_of[one.unit]].append(one)
+    passed = list(first)
+    for unit in reversed(range(len(stage_of))):
+        stage = stage_of[unit]
+        passed[stage] += graph.units[unit].backward_ms
+        done[unit] = min(1.0, passed[stage] / backward[stage]) if backward[stage] > 0 else 1.0
+    parameters = [tuple(one for one in profile.parameters if stage_of[one.unit] == stage) for stage in stages]
     largest, entering, leaving = ([0 for _ in stages] for _ in range(3))
     for value in graph.values:
-        for unit in (value.producer, *value.consumers):
-            if unit >= 0:
-                largest[cut.stage_of[unit]] = max(largest[cut.stage_of[unit]], value.bytes)
-        source = cut.stage_of[value.producer] if value.producer >= 0 else None
-        users = {cut.stage_of[unit] for unit in value.consumers} - {source}
-        for stage in users:
+        source = stage_of[value.producer] if value.producer >= 0 else -1
+        users = {stage_of[unit] for unit in value.consumers}
+        for stage in {source, *users} - {-1}:
+            largest[stage] = max(largest[stage], value.bytes)
+        for stage in users - {source}:
             entering[stage] += value.bytes
-        if source is not None and users:
+        if source >= 0 and users - {source}:
             leaving[source] += value.bytes
-    saved = tuple(saved_bytes(graph, cut.stage_of))
-    ready = {one.name: done[one.unit] for one in profile.parameters}
-    if cut.recompute:
-        again = tuple(ahead + back for ahead, back in zip(forward, backward, strict=True))
-        for stage, held in enumerate(parameters):
-            part = forward[stage] / again[stage] if again[stage] > 0 else 0.0
-            ready.update({one.name: part + (1 - part) * ready[one.name] for one in held})
-        backward = again
-    kept = saved
+    saved = saved_bytes(graph, stage_of)
+    waiting = saved
     if cut.recompute or cut.offload:
-        kept = tuple(one + two * cut.offload for one, two in zip(entering, leaving, strict=True))
+        waiting = [size + other * cut.offload for size, other in zip(entering, leaving, strict=True)]
     return StageFigures(
-        forward,
-        backward,
-        kept,
-        tuple(map(tuple, parameters)),
-        ready,
-        edges_of(graph, cut.stage_of),
+        tuple(forward),
+        tuple(backward),
+        tuple(waiting),
+        tuple(parameters),
+        {one.name: done[one.unit] for one in profile.parameters},
+        edges_of(graph, stage_of),
         tuple(largest),
-        tuple(sum(graph.units[unit].parameter_bytes for unit in own) for own in members),
-        tuple(max(0, size - own) for size, own in zip(saved, kept, strict=True)),
+        tuple(sum(unit.parameter_bytes for unit in own) for own in units),
+        tuple(max(0, size - own) for size, own in zip(saved, waiting, strict=True)),
     )

@@ -25,12 +25,12 @@ from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.codecs import proof_lines
 from hybridpar.planner.evaluate import Outcome
-from hybridpar.planner.explain import brief, caveats
+from hybridpar.planner.explain import caveats, describe
+from hybridpar.planner.finalists import Verified, finalists, verified
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.probes import Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verified
-from hybridpar.planner.space import DATA_PARALLEL
+from hybridpar.planner.search import DATA_PARALLEL, Answer, find_plan
 from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, as_problem, random_batch, time_in_turns, timed
 from hybridpar.planner.ways import Way, compute_of_way
 
@@ -104,7 +104,7 @@ def decide_plan(
     def decide() -> tuple[str, tuple[str, ...]]:
         answer, outcomes = found[0]
         run = [outcomes[index] for index in timed_plans]
-        result = verified(answer, run, [times[index] for index in timed_plans]) if run else None
+        result = verified(run, [times[index] for index in timed_plans]) if run else None
         outcome = answer.chosen if result is None else result.chosen
         plan = plan_of(answer, outcome, compute)
         if result is not None and plan.predicted is not None:  # what was measured is what the run is to take
@@ -172,14 +172,14 @@ def said(
     """What was chosen, what it won, and what planning cost."""
     assert plan.predicted is not None
     assert plan.predicted.step_ms is not None
-    line = f"plan     {brief(outcome.candidate, answer)}, about {_ms(plan.predicted.step_ms)} a step"
+    line = f"plan     {describe(outcome.candidate, answer)}, about {_ms(plan.predicted.step_ms)} a step"
     others = (other for other in answer.ranked if _kind(other) != _kind(outcome))
     if (other := next(others, None)) is not None:
         gap = other.score - outcome.score
         difference = (
             "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
         )
-        line += f" (next best: {brief(other.candidate, answer)}, {difference})"
+        line += f" (next best: {describe(other.candidate, answer)}, {difference})"
     lines = [line]
     if way is not None:
         lines += [f"         {text}" for text in _worth_lines(way)]
@@ -194,7 +194,7 @@ def said(
         lines.append(
             f"         an exchange takes about {_ms(exchange_ms)}, so it is made every {outer.every} steps only"
         )
-        lines.append(f"         expected, as ResNet-18 on digits showed: {outer.told()}")
+        lines.append(f"         expected, as ResNet-18 on digits showed: {outer}")
     lines += [f"         {line}" for line in proof_lines(choice.codecs.values())]
     if fewer := _fewer_workers(answer, inputs):
         lines.append(f"         {fewer}")

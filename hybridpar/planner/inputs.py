@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError, with_config
 
-from hybridpar.errors import PlanError, UsageError, check, nearest, shortened
+from hybridpar.errors import PlanError, UsageError, check, nearest
 from hybridpar.formats.file_reader import first_problem
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts
 from hybridpar.plan import Plan
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rates import CodecRate
-
-#: Of the record; one of another version is not read.
-INPUTS_VERSION: Literal[2] = 2
 
 Fidelity = Literal["exact", "close", "lossy"]
 
@@ -34,6 +31,7 @@ def check_fidelity(fidelity: str) -> None:
     check(fidelity in known, f"unknown fidelity {fidelity!r}", fix=nearest(fidelity, known))
 
 
+@with_config(extra="forbid")
 @dataclass(frozen=True)
 class PlannerInputs:
     """What a search reads.
@@ -43,8 +41,7 @@ class PlannerInputs:
         cluster: The machine.
         batch: Samples of a step, over all workers.
         fidelity: `exact`, `close` or `lossy`.
-        rates: For every codec that was timed: elements of the parameters that it was tried on, with milliseconds to
-            write and to read their messages on the device of the profile.
+        rates: For every codec that was timed how fast it is on the device of the profile.
         optimizer_copies: Tensors per parameter that the optimizer keeps.
         averages: Of these the moving averages, which every replica keeps also where replicas divide the others.
         whole_model: Workers of a pipeline hold the whole model, though each trains its own stages: it was built to be
@@ -56,7 +53,6 @@ class PlannerInputs:
         most_micro_batches: Micro-batches per step that are tried at most, where the model leaves their number open.
         fixed: What is decided, and not searched for.
         run_steps: Steps of the run that the plan is for; None where that is not known.
-        version: Of this record.
 
     Raises:
         UsageError: A value is out of its range; the message says which.
@@ -66,7 +62,7 @@ class PlannerInputs:
     cluster: ClusterSpec
     batch: int
     fidelity: Fidelity = "exact"
-    rates: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    rates: Mapping[str, CodecRate] = field(default_factory=dict)
     optimizer_copies: int = 1
     averages: int = 0
     whole_model: bool = False
@@ -77,7 +73,6 @@ class PlannerInputs:
     most_micro_batches: int = 32
     fixed: Fixed = field(default_factory=Fixed)
     run_steps: int | None = None
-    version: Literal[2] = INPUTS_VERSION
 
     def __post_init__(self) -> None:
         check_fidelity(self.fidelity)
@@ -104,11 +99,6 @@ class PlannerInputs:
     def by_worker(self) -> tuple[tuple[int, Hosts], ...]:
         """For every worker of the cluster the number of its host and what that is."""
         return self.cluster.by_worker
-
-    @cached_property
-    def codec_rates(self) -> dict[str, CodecRate]:
-        """How fast codecs are."""
-        return {text: CodecRate(dict(tried)) for text, tried in self.rates.items()}
 
     @property
     def key(self) -> str:
@@ -139,9 +129,9 @@ class PlannerInputs:
         return replace(self, fidelity=fidelity)
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON would have it; what is at its default is left out of the graph."""
+        """As JSON would have it; what is at its default is left out."""
         data: dict[str, Any] = _ADAPTER.dump_python(self, mode="json", exclude_defaults=True)
-        return {"version": self.version, **data}
+        return data
 
 
 _ADAPTER: TypeAdapter[PlannerInputs] = TypeAdapter(PlannerInputs)
@@ -149,43 +139,15 @@ _ADAPTER: TypeAdapter[PlannerInputs] = TypeAdapter(PlannerInputs)
 
 def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
     """Check and type inputs that were recorded."""
-    found = data.get("version") if isinstance(data, dict) else None
-    if found != INPUTS_VERSION:
-        raise PlanError(
-            f"{source} records inputs of version {shortened(repr(found))}",
-            f"This hybridpar reads version {INPUTS_VERSION}.",
-            "Plan again, with `hybridpar plan MODEL`.",
-        )
     try:
-        inputs = _ADAPTER.validate_python(data)
+        return _ADAPTER.validate_python(data)
     except ValidationError as error:
         where, problem = first_problem(error)
         raise PlanError(
             f"the recorded inputs of {source} are damaged: {where}: {problem}",
             "They are read as they were written.",
-            "Plan again, with `hybridpar plan MODEL`.",
+            "Correct this value, or plan again, with `hybridpar plan MODEL`.",
         ) from error
-    unread = _unread(data, _ADAPTER.dump_python(inputs, mode="json"))
-    if unread is not None:
-        raise PlanError(
-            f"the recorded inputs of {source} have {shortened(unread)}",
-            "No such key is read, so it would change nothing.",
-            "Correct its name, or remove it.",
-        )
-    return inputs
-
-
-def _unread(given: object, read: object, place: str = "") -> str | None:
-    """The first key of what was given that is not in what was read of it."""
-    inside: Iterable[tuple[str, object, object]] = ()
-    if isinstance(given, Mapping) and isinstance(read, Mapping):
-        for key in given:
-            if str(key) not in read:
-                return f"{place}{key}"
-        inside = ((f"{place}{key}.", value, read[str(key)]) for key, value in given.items())
-    elif isinstance(given, Sequence) and isinstance(read, Sequence) and not isinstance(given, str):
-        inside = ((f"{place}{at}.", *pair) for at, pair in enumerate(zip(given, read, strict=False)))
-    return next((found for where, left, right in inside if (found := _unread(left, right, where)) is not None), None)
 
 
 def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:

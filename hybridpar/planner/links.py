@@ -29,7 +29,6 @@ from hybridpar.machine.devices import cpu_name
 from hybridpar.machine.process import host_identity, usable_memory
 from hybridpar.machine.steady import repeat_until_steady
 from hybridpar.planner.network import log_rounds
-from hybridpar.planner.store import MOST_TRIES
 from hybridpar.schedule.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
     def doubt(tries: Sequence[ClusterSpec]) -> float:
         return float(not _still_true(tries[-1], world))
 
-    tries, doubtful = repeat_until_steady(measure, doubt, 0.0, MOST_TRIES)
+    tries, doubtful = repeat_until_steady(measure, doubt, 0.0)
     if doubtful:
         _log.warning(
             "the links between workers change by more than %g times from one moment to the next: what was measured is "
@@ -96,13 +95,7 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
 
 
 class _Worker(NamedTuple):
-    """Where a worker is.
-
-    Attributes:
-        host: Its host.
-        memory: That it may use; on a CPU together with the others there.
-        name: Of its device.
-    """
+    """The host of a worker, the memory that it may use (on a CPU together with the others there), and its device."""
 
     host: str
     memory: int

@@ -9,7 +9,7 @@ from torch import nn
 
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.graph_facts import state_of
-from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units
+from hybridpar.partition.profile import Progress, device_roofline, estimate_units
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
@@ -48,20 +48,23 @@ def profile_model(
     Returns:
         Units, parameters and times of the model, without its weights.
     """
-    say = announce or (lambda line: None)
     ascending = sorted(examples, key=len)
     first = ascending[0]
     traced = trace_model(model, (first,))
-    units: ModelUnits | None = None
-    sizes, noises = [], []
+    units = find_units(traced, (first,))
+    sizes, noise = [], 0.0
     for example in ascending:
-        say(f"profiling micro-batches of {len(example)}")
-        of_size = find_units(traced, (example,))
-        times = _times(of_size, example, measure, passes, progress)
+        if announce is not None:
+            announce(f"profiling micro-batches of {len(example)}")
+        of_size = units if example is first else find_units(traced, (example,))
+        if measure:
+            times = measured_profile(
+                of_size, (example,), passes=passes, threads=None, cache=None, progress=progress, seconds=MOST_SECONDS
+            )
+        else:
+            times = estimate_units(of_size.graph, device_roofline(example.device, None))
         sizes.append(SizedTimes(len(example), times.forward_ms, times.backward_ms))
-        noises.append(times.noise)
-        units = units or of_size
-    assert units is not None
+        noise = max(noise, times.noise)
     return ModelProfile(
         info=ModelInfo(
             name=name or type(model).__name__,
@@ -73,7 +76,7 @@ def profile_model(
         samples=len(first),
         parameters=parameters_of(units),
         sizes=tuple(sizes),
-        noise=max(noises),
+        noise=noise,
         batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
         counts=bool(traced.unrepeatable or traced.draws),
         device=device_name(first.device),
@@ -104,18 +107,4 @@ def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
         Parameter(name, tuple(one.shape), home[id(one)])
         for name, one in units.model.named_parameters()
         if one.requires_grad and id(one) in home
-    )
-
-
-def _times(
-    units: ModelUnits,
-    example: torch.Tensor,
-    measure: bool,
-    passes: int,
-    progress: Progress | None,
-) -> UnitTimes:
-    if not measure:
-        return estimate_units(units.graph, device_roofline(example.device, None))
-    return measured_profile(
-        units, (example,), passes=passes, threads=None, cache=None, progress=progress, seconds=MOST_SECONDS
     )

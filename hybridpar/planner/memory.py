@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.planner.codecs import stage_buckets
+from hybridpar.planner.costs import CandidateCosts
 from hybridpar.planner.cuts import StageFigures
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import Candidate
@@ -35,20 +36,16 @@ _WORKING_WEIGHTS = {"contiguous": 1, "channels_last": 3}
 
 
 def device_bytes(
-    inputs: PlannerInputs,
-    candidate: Candidate,
-    layout: Layout,
-    figures: StageFigures,
-    saved: Sequence[int],
-    *,
-    gradients: Sequence[int],
-    owned: Sequence[int],
-    is_outer: bool,
-    larger: float,
-    hosts: int,
-) -> list[float]:
-    """The bytes that the device of every worker of a replica needs, with the margin."""
-    job, count, sharded = candidate.layout, candidate.micro_batches, candidate.sharded
+    costs: CandidateCosts, candidate: Candidate, saved: Sequence[int], replica: int = 0
+) -> list[tuple[float, float]]:
+    """The bytes that the device of every worker of a replica needs, with the margin, and those that it has.
+
+    `saved` is what the schedule keeps at its peak for backward passes.
+    """
+    inputs, job, count, sharded = costs.inputs, candidate.layout, candidate.micro_batches, candidate.sharded
+    layout, figures = costs.layout(candidate, replica), costs.figures(candidate, replica)
+    hosts, owned = costs.network(job).grouping.hosts, costs.stepped_bytes(candidate)
+    gradients = _gradient_bytes(figures, job.replicas, count, inputs.bucket_bytes)
     divided, kind = inputs.optimizer_copies - inputs.averages, inputs.by_worker[0][1].kind
     lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
     again, added, working, weights = ([0] * layout.lanes for _ in range(4))
@@ -72,7 +69,7 @@ def device_bytes(
         again[lane] = max(again[lane], beside * figures.again_bytes[stage])
         if sharded:
             stepped[home] = max(stepped[home], (job.replicas + 1) * min(HANDED_BYTES, owned[stage]))
-        if is_outer:  # weights of the last exchange, and what is sent
+        if candidate.codec.outer is not None:  # weights of the last exchange, and what is sent
             lasting[home] += 2 * size
     held = list(saved)
     copies = _WORKING_WEIGHTS[inputs.profile.memory_format] if kind == "cpu" else 0
@@ -80,7 +77,7 @@ def device_bytes(
         held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
         lasting[home] += added[lane] + copies * weights[lane]
     needs = [
-        kept + mine + max(larger * size + copied, handed)
+        kept + mine + max(size + copied, handed)
         for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
     ]
     if kind == "cpu":
@@ -88,7 +85,9 @@ def device_bytes(
         needs = [need + beside for need in needs]
     if holds_all and not sharded:
         needs[0] = max(needs[0], lasting[0] + divided * sum(figures.parameter_bytes))
-    return [inputs.memory_margin * need for need in needs]
+    return [
+        (inputs.memory_margin * need, limit) for need, limit in zip(needs, _limits(costs, job, replica), strict=True)
+    ]
 
 
 def _shared_bytes(inputs: PlannerInputs, replicas: int, layout: Layout, figures: StageFigures, hosts: int) -> int:
@@ -103,7 +102,7 @@ def _shared_bytes(inputs: PlannerInputs, replicas: int, layout: Layout, figures:
     return 2 * CHUNK_BYTES if layout.workers > 1 else 0
 
 
-def gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, bucket_bytes: int) -> tuple[int, ...]:
+def _gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, bucket_bytes: int) -> tuple[int, ...]:
     """For every stage the most that its gradients take.
 
     Gradients are copied into a bucket that several parameters share, as soon as all of these have theirs: in the
@@ -118,9 +117,8 @@ def gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, buc
     return tuple(sizes)
 
 
-def device_limits(inputs: PlannerInputs, layout: Layout, replica: int = 0) -> list[float]:
+def _limits(costs: CandidateCosts, layout: Layout, replica: int) -> list[float]:
     """The memory of every worker of a replica, of several that are alike of the smallest one."""
-    placed = inputs.by_worker
-    others = layout.ranks if layout.is_equal else [layout.ranks[replica]]
-    sizes = [[placed[rank][1].memory for rank in column] for column in zip(*others, strict=True)]
-    return [min(math.inf if size is None else float(size) for size in column) for column in sizes]
+    alike = [ranks for ranks, kind in zip(layout.ranks, costs.kinds(layout), strict=True) if kind == replica]
+    placed = costs.inputs.by_worker
+    return [min(placed[rank][1].memory or math.inf for rank in column) for column in zip(*alike, strict=True)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,21 +101,23 @@ class Network:
             max(users.values(), default=1),
         )
 
-    def transfers(self, edges: Iterable[tuple[int, int]], replica: int) -> tuple[Link, dict[tuple[int, int], Link]]:
+    def transfers(self, pipeline: Layout, replica: int) -> tuple[Link, dict[tuple[int, int], Link]]:
         """Connections between positions: the shared network of every worker, and pairs with a wire of their own."""
         inside, between = (self._sends(level, 1) for level in (self._inside, self._between))
-        own: dict[tuple[int, int], Link] = {}
+        wires: dict[tuple[int, int], Link] = {}
         crossing: dict[int, set[int]] = {}
-        for one, other in sorted({pair for edge in edges for pair in (edge, edge[::-1])}):
-            alike = self.layout.ranks if self.layout.is_equal else [self.layout.ranks[replica]]
-            pairs = [(ranks[one], ranks[other]) for ranks in alike]
-            far = [pair[0] for pair in pairs if self.hosts[pair[0]] != self.hosts[pair[1]]]
-            if not far:
-                own[one, other] = inside
-            for rank in far:
-                crossing.setdefault(self.hosts[rank], set()).add(rank)
+        alike = self.layout.ranks if self.layout.is_equal else [self.layout.ranks[replica]]
+        for edge in filter(pipeline.crosses, pipeline.edges):
+            ends = pipeline.home(edge.source), pipeline.home(edge.target)
+            for first, second in (ends, ends[::-1]):
+                pairs = [(ranks[first], ranks[second]) for ranks in alike]
+                far = [rank for rank, other in pairs if self.hosts[rank] != self.hosts[other]]
+                if not far:
+                    wires[first, second] = inside
+                for rank in far:
+                    crossing.setdefault(self.hosts[rank], set()).add(rank)
         most = max((len(ranks) for ranks in crossing.values()), default=0)
-        return (self._sends(self._between, most) if most else between, own)
+        return (self._sends(self._between, most) if most else between, wires)
 
     def control_ms(self) -> float:
         """The small message by which all workers agree on a step."""

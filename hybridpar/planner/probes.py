@@ -44,14 +44,15 @@ from hybridpar.partition.profile import Progress
 from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.choice import other_types
-from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
+from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.fit import held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.links import laps_of, measure_cluster, most_of_all
 from hybridpar.planner.measure import profile_model, set_way
+from hybridpar.planner.outer_steps import OUTER_CODECS
 from hybridpar.planner.profile import ModelProfile
-from hybridpar.planner.rates import measure_rates
+from hybridpar.planner.rates import CodecRate, measure_rates
 from hybridpar.planner.trials import OpenTrial, as_problem, random_batch
 from hybridpar.planner.ways import CHANGED, COMPILED, Way, can_compile, choose_way, compiling_pays
 
@@ -185,8 +186,8 @@ class Question:
         if self.fixed.codecs is not None:
             return sorted(set(self.fixed.codecs.values()))
         fidelity = "lossy" if self.thorough else self.fidelity
-        outer = OUTER_CODECS[1:] if fidelity == "lossy" and not self.fixed.every_step else ()
-        return [*planned_codecs(fidelity), *outer]
+        outer = OUTER_CODECS if fidelity == "lossy" and not self.fixed.every_step else ()
+        return [*FIDELITIES[fidelity], *outer]
 
 
 @dataclass(frozen=True)
@@ -379,13 +380,12 @@ def _measure_links(job: _Job, way: Way | None) -> ClusterSpec:
     return cluster if len(set(speeds)) == 1 else cluster.at_speeds(speeds)
 
 
-def _measure_codecs(job: _Job, codecs: Sequence[str]) -> dict[str, dict[int, tuple[float, float]]]:
+def _measure_codecs(job: _Job, codecs: Sequence[str]) -> dict[str, CodecRate]:
     """Milliseconds to write and to read gradients, by codec and number of elements."""
     if codecs:
         job.announce("planning: timing ways to compress gradients")
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-    together = job.world if job.cluster is None else None
-    return measure_rates(codecs, trained, job.workers, job.world.device, world=together, cache=measurements_directory())
+    return measure_rates(codecs, trained, job.workers, job.world, measurements_directory())
 
 
 # -------------------------------------------------------------------------------------------- what they share

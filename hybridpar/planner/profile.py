@@ -117,11 +117,6 @@ class ModelProfile:
         """
         return min(self.noise, MOST_NOISE)
 
-    @cached_property
-    def parameter_bytes(self) -> int:
-        """Of all parameters that are trained, in float32."""
-        return 4 * sum(parameter.count for parameter in self.parameters)
-
     @property
     def model_bytes(self) -> int:
         """Of all parameters, trained or not, in float32."""
@@ -134,14 +129,10 @@ class ModelProfile:
 
     def scaled(self, factor: float) -> ModelProfile:
         """The same, whose units all take so many times as long."""
-        sizes = [
-            SizedTimes(
-                size.samples,
-                tuple(factor * ms for ms in size.forward_ms),
-                tuple(factor * ms for ms in size.backward_ms),
-            )
-            for size in self.sizes
-        ]
+        sizes = []
+        for size in self.sizes:
+            times = (tuple(factor * time for time in row) for row in (size.forward_ms, size.backward_ms))
+            sizes.append(SizedTimes(size.samples, *times))
         return replace(self, sizes=tuple(sizes))
 
     def unit_ms(self, samples: float) -> tuple[list[float], list[float]]:

@@ -1,21 +1,24 @@
 """Measures how fast codecs are, on all workers at the same time.
 
-A codec is measured by a whole exchange of a few of the model's shapes, over a group that sends nothing.
+A codec is measured by a whole exchange of a few of the model's shapes, over a group that sends nothing. Noisy
+measurements are repeated a few times, and are not kept where they stay noisy.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import statistics
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from hybridpar.comm.group import Group, Reduction, split
@@ -25,13 +28,13 @@ from hybridpar.compress.codec import Codec, Round, TensorSpec
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.policy import bind
 from hybridpar.errors import HybridparError
+from hybridpar.formats.cache import load_measurement, store_measurement
 from hybridpar.machine.process import host_identity
-from hybridpar.machine.steady import halves_apart
+from hybridpar.machine.steady import MOST_NOISE, halves_apart, repeat_until_steady
 from hybridpar.partition.profile_cache import machine_key
 from hybridpar.planner.profile import Parameter
-from hybridpar.planner.store import NOISE, remembered
 
-_WAYS = ("encode", "decode")
+_log = logging.getLogger(__name__)
 
 #: Elements of the largest piece of a parameter that a codec is tried on.
 _MOST_ELEMENTS = 1 << 20
@@ -66,16 +69,20 @@ class _Alone(Group):
         """Do nothing."""
 
 
+_Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class CodecRate:
     """How fast a codec is on this device.
 
     Attributes:
-        tried: For each number of elements that it was tried on: milliseconds to write messages and to read them.
+        tried: Numbers of elements that it was tried on, ascending, with milliseconds to write messages and to read
+            them; none where it fits no layer, or cannot run here.
         noise: How far tries lay apart at most, relative.
     """
 
-    tried: Mapping[int, tuple[float, float]]
+    tried: tuple[tuple[int, _Milliseconds, _Milliseconds], ...]
     noise: float = 0.0
 
     def times(self, count: int) -> tuple[float, float]:
@@ -84,83 +91,99 @@ class CodecRate:
         On the line between the two nearest that were tried. A smaller parameter than any takes as long as the smallest,
         a larger one longer in proportion; so does every parameter where a single size was tried.
         """
-        known = sorted(self.tried)
-        if count >= known[-1] or len(known) == 1:
-            encode, decode = self.tried[known[-1]]
-            return encode * count / known[-1], decode * count / known[-1]
-        index = min(max(bisect_right(known, count), 1), len(known) - 1)
-        low, high = known[index - 1], known[index]
+        most, encode, decode = self.tried[-1]
+        if count >= most or len(self.tried) == 1:
+            return encode * count / most, decode * count / most
+        index = max(1, bisect_right(self.tried, count, key=lambda row: row[0]))
+        (low, *before), (high, *after) = self.tried[index - 1 : index + 1]
         part = max(0.0, (count - low) / (high - low))
-        encode, decode = (
-            before + part * (after - before) for before, after in zip(self.tried[low], self.tried[high], strict=True)
-        )
+        encode, decode = (first + part * (second - first) for first, second in zip(before, after, strict=True))
         return encode, decode
+
+
+_RATE: TypeAdapter[CodecRate] = TypeAdapter(CodecRate)
 
 
 def measure_rates(
     codecs: Sequence[str],
     parameters: Iterable[Parameter | torch.nn.Parameter],
     workers: int,
-    device: torch.device,
-    *,
-    world: World | None = None,
-    cache: Path | None = None,
-) -> dict[str, dict[int, tuple[float, float]]]:
-    """How fast codecs are on a device; those that fit no layer, or cannot run here, are left out."""
-    shapes = sorted({tuple(one.shape) for one in parameters})
-    tried_by = min(max(workers, 2), 8)
-    beside = Counter(world.gather(host_identity())).most_common(1)[0][1] if world is not None else 1
-    key = {
-        "shapes": shapes,
-        "beside": beside,
-        "workers": tried_by,
-        **machine_key(device),
-    }
-    rates: dict[str, dict[int, tuple[float, float]]] = {}
+    world: World,
+    directory: Path | None = None,
+) -> dict[str, CodecRate]:
+    """How fast codecs are; those that fit no layer, or cannot run here, are left out; a collective.
+
+    What was measured is kept in a directory, and found there again.
+    """
+    shapes = sorted({tuple(parameter.shape) for parameter in parameters})
+    messages_of = min(max(workers, 2), 8)
+    beside = Counter(world.gather(host_identity())).most_common(1)[0][1]
+    key = {"shapes": shapes, "beside": beside, "workers": messages_of, **machine_key(world.device)}
+    rates = {}
     for text in codecs:
-        measure = partial(_rate, text, shapes, tried_by, device)
-        of_all = measure if world is None else partial(_rate_of_all, world, measure)
-        found = remembered("codec", {**key, "codec": text}, cache, of_all, world)
-        counts = sorted({int(name.partition(" ")[0]) for name in found})
-        if counts:
-            rates[text] = {count: (found[f"{count} encode"], found[f"{count} decode"]) for count in counts}
+        named = {**key, "codec": text}
+        rate = None
+        if directory is not None:
+            rate = world.from_main(functools.partial(load_rate, named, directory))
+        if rate is None:
+            measure = functools.partial(_measure_together, text, shapes, messages_of, world)
+            tries, noise = repeat_until_steady(measure, lambda tries: min(rate.noise for rate in tries), MOST_NOISE)
+            rate = min(tries, key=lambda rate: rate.noise)
+            if world.is_main:
+                _keep(named, rate, noise, directory)
+        if rate.tried:
+            rates[text] = rate
     return rates
 
 
-def _rate(text: str, shapes: Sequence[tuple[int, ...]], workers: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds by number of elements and direction; nothing where the codec fits no layer, or cannot run here."""
+def load_rate(key: Mapping[str, object], directory: Path) -> CodecRate | None:
+    """What was kept of a codec; None where there is nothing that can be used."""
     try:
-        rate = measure_codec(parse_codec(text), shapes, workers, device)
-    except HybridparError:
-        return {}
-    tried = {} if rate is None else rate.tried
-    times = {f"{count} {way}": took for count, both in tried.items() for way, took in zip(_WAYS, both, strict=True)}
-    return times if rate is None else times | {NOISE: rate.noise}
+        return _RATE.validate_python(load_measurement("codec", key, directory))
+    except ValidationError:
+        return None
 
 
-def _rate_of_all(world: World, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The mean of what all measure at the same time; a collective."""
+def _keep(key: Mapping[str, object], rate: CodecRate, noise: float, directory: Path | None) -> None:
+    if noise > MOST_NOISE:
+        _log.warning(
+            "codec %s: repeated measurements lie %.0f %% apart; they are used now and not kept: measure again when "
+            "nothing else runs",
+            key["codec"],
+            100 * noise,
+        )
+    elif directory is not None:
+        store_measurement("codec", key, _RATE.dump_python(rate, mode="json"), directory)
+
+
+def _measure_together(text: str, shapes: Sequence[tuple[int, ...]], workers: int, world: World) -> CodecRate:
+    """The mean of what all workers measure at the same time; a collective."""
     world.barrier()
-    told: list[dict[str, float]] = world.gather(measure())  # type: ignore[assignment]
-    means = {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
-    return means | {NOISE: max(one.get(NOISE, 0.0) for one in told)}
+    try:
+        mine = measure_codec(parse_codec(text), shapes, workers, world.device)
+    except HybridparError:  # it cannot run here
+        mine = CodecRate(())
+    rates: list[CodecRate] = world.gather(mine)  # type: ignore[assignment]
+    if not all(rate.tried for rate in rates):
+        return CodecRate(())
+    rows = []
+    for of_size in zip(*(rate.tried for rate in rates), strict=True):
+        counts, encoding, decoding = zip(*of_size, strict=True)
+        rows.append((counts[0], statistics.mean(encoding), statistics.mean(decoding)))
+    return CodecRate(tuple(rows), max(rate.noise for rate in rates))
 
 
 @torch.no_grad()
-def measure_codec(
-    codec: Codec, shapes: Iterable[tuple[int, ...]], workers: int, device: torch.device
-) -> CodecRate | None:
-    """Try a codec on a few of a model's shapes; None where it fits none of them."""
+def measure_codec(codec: Codec, shapes: Iterable[tuple[int, ...]], workers: int, device: torch.device) -> CodecRate:
+    """Try a codec on a few of a model's shapes, as far as it fits them."""
     fitting = sorted({shape for shape in shapes if codec.fits(shape)}, key=math.prod)
-    if not fitting:
-        return None
     tried, noise = {}, 0.0
-    for index in sorted({0, len(fitting) // 2, len(fitting) - 1}):
+    for index in sorted({0, len(fitting) // 2, len(fitting) - 1}) if fitting else ():
         shape = _piece(codec, fitting[index])
         encode, decode, apart = _time_exchanges(codec, shape, workers, device)
         tried[math.prod(shape)] = encode, decode
         noise = max(noise, apart)
-    return CodecRate(tried, noise)
+    return CodecRate(tuple((count, *times) for count, times in sorted(tried.items())), noise)
 
 
 @functools.cache

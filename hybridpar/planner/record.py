@@ -15,10 +15,8 @@ from hybridpar.plan import (
     Sync,
     SyncRule,
 )
-from hybridpar.planner.codecs import CodecChoice
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.search import Answer
-from hybridpar.planner.space import Candidate
 from hybridpar.planner.speeds import stage_speeds
 
 
@@ -45,7 +43,10 @@ def plan_of(answer: Answer, outcome: Outcome | None = None, compute: Compute | N
         ),
         pipeline=Pipeline(
             schedule=candidate.schedule,
-            rows=_rows(evaluator, candidate),
+            rows=tuple(
+                tuple(evaluator.schedule(candidate, replica).to_csv().splitlines())
+                for replica in (candidate.layout.kinds if candidate.layout.stages > 1 else ())
+            ),
             link_bytes_per_second=candidate.cut.link_speed,
             micro_batches=candidate.micro_batches,
             recompute=everything if candidate.cut.recompute else (),
@@ -54,7 +55,9 @@ def plan_of(answer: Answer, outcome: Outcome | None = None, compute: Compute | N
         sync=Sync(
             lanes=inputs.sync_lanes,
             bucket_bytes=inputs.bucket_bytes,
-            policy=_rules(choice),
+            policy=tuple(
+                SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in choice.policy.rules
+            ),
             outer=choice.every if choice.outer is not None else None,
             shard_optimizer=candidate.sharded,
         ),
@@ -81,12 +84,6 @@ def plan_of(answer: Answer, outcome: Outcome | None = None, compute: Compute | N
     return plan.model_copy(update={"checksum": plan.digest})
 
 
-def _rows(evaluator: Evaluator, candidate: Candidate) -> tuple[tuple[str, ...], ...]:
-    """The passes of every lane, for each replica that differs from others; none of a model that is not cut."""
-    kinds = candidate.layout.kinds if candidate.layout.stages > 1 else ()
-    return tuple(tuple(evaluator.schedule(candidate, replica).to_csv().splitlines()) for replica in kinds)
-
-
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     candidate = outcome.candidate
     samples = evaluator.samples(candidate.layout, candidate.micro_batches)
@@ -102,8 +99,3 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
         cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
         edges=evaluator.figures(candidate).edges,
     )
-
-
-def _rules(codec: CodecChoice) -> tuple[SyncRule, ...]:
-    """Codec rules for gradients."""
-    return tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in codec.policy.rules)

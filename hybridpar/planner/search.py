@@ -2,26 +2,26 @@
 
 All candidates are simulated. Two plans that are closer than the noise of the profile are equal, whatever the digits
 say; of all that are equal to the fastest the simplest is chosen. What saves memory is tried where it is short.
-
-Also chooses among the best plans by the times that they took when they were run.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridpar.errors import PlanError
 from hybridpar.planner.cuts import CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
+from hybridpar.planner.space import Candidate, Space
 from hybridpar.schedule.schedules import SCHEDULES
 
 #: Told how many candidates were looked at, and of how many.
 Progress = Callable[[int, int], None]
+
+#: The plan that every search contains, unless something else was decided on.
+DATA_PARALLEL = "data parallel"
 
 #: Of two predictions of one simulator, differences below this are rounding.
 LEAST_NOISE = 1e-9
@@ -35,7 +35,8 @@ class Answer:
         chosen: The plan to use: the simplest of `ties`.
         ties: All plans that the profile's noise cannot tell from the fastest one, the simplest first.
         ranked: All plans that fit into memory, the fastest first.
-        baselines: Plain data parallelism and one device, by name; None where one does not fit into memory.
+        baselines: Plain data parallelism and one device, by name, where they are allowed; None where one does not fit
+            into memory.
         noise: Relative difference up to which plans are equal.
         considered: Number of plans that were simulated.
         evaluator: What predicted them.
@@ -81,8 +82,7 @@ def find_plan(
     """
     evaluator = Evaluator(Space(inputs, workers, library))
     space, noise = evaluator.space, max(inputs.profile.resolution, LEAST_NOISE)
-    plain = {name: evaluator.outcome(candidate) for name, candidate in space.baselines().items()}
-    outcomes = {outcome.candidate: outcome for outcome in plain.values()}
+    outcomes: dict[Candidate, Outcome] = {}
     for saving in (False, True):  # only memory makes it worth to compute activations again, or to hand parameters round
         for outcome in _outcomes(evaluator, space.candidates(saving), progress):
             outcomes[outcome.candidate] = outcome
@@ -93,18 +93,16 @@ def find_plan(
     fitting = [outcome for outcome in outcomes.values() if outcome.fits]
     if not fitting:
         raise _too_little_memory(evaluator, list(outcomes.values()), advise)
+    baselines = {}
+    for name, count in ((DATA_PARALLEL, space.workers), ("one device", 1)):
+        plain = (outcome for candidate, outcome in outcomes.items() if candidate.is_plain)
+        baseline = next((outcome for outcome in plain if outcome.candidate.layout.workers == count), None)
+        if baseline is not None:
+            baselines[name] = baseline if baseline.fits else None
     ranked = sorted(fitting, key=lambda outcome: (outcome.score, outcome.candidate.simplicity))
     equal = [outcome for outcome in ranked if outcome.score <= ranked[0].score * (1 + noise)]
     ties = sorted(equal, key=lambda outcome: outcome.candidate.simplicity)
-    return Answer(
-        ties[0],
-        tuple(ties),
-        tuple(ranked),
-        {name: outcome if outcome.fits else None for name, outcome in plain.items()},
-        noise,
-        len(outcomes),
-        evaluator,
-    )
+    return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, len(outcomes), evaluator)
 
 
 def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Outcome]:
@@ -143,8 +141,7 @@ def _too_little_memory(evaluator: Evaluator, outcomes: Sequence[Outcome], advise
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
         f"{_up(need - have)} MB more",
         f"It has {layout.stages} stage(s) on {layout.workers} worker(s) with {candidate.micro_batches} micro-batch(es)"
-        f"{candidate.cut.saving and ', ' + candidate.cut.saving}"
-        f"{', the optimizer divided' * candidate.sharded}; each worker holds parameters, gradients and "
+        f"{''.join(f', {text}' for text in candidate.saving)}; each worker holds parameters, gradients and "
         "optimizer state of its stages, and activations that wait.",
         f"{fix}.",
     )
@@ -205,100 +202,3 @@ def _largest_batch(evaluator: Evaluator, candidate: Candidate) -> int:
 def _up(size: float) -> str:
     """Megabytes with one decimal, rounded up, so that the number given really works."""
     return f"{-(-size // 1e5) / 10:,.1f}"
-
-
-#: Plans that are nearer than this are equal, however often they were run.
-LEAST_DIFFERENCE = 0.01
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Finalists with what they took.
-
-    Attributes:
-        outcomes: The finalists, by prediction.
-        times: Of each, milliseconds of its steps, of the slowest worker.
-        chosen: The one to use: of all that the noise cannot tell from the fastest, the simplest.
-        noise: Relative difference up to which two of them are equal.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    times: tuple[tuple[float, ...], ...]
-    chosen: Outcome
-    noise: float
-
-    @property
-    def measured_ms(self) -> list[float]:
-        """The median step of each."""
-        return [statistics.median(times) for times in self.times]
-
-
-def finalists(answer: Answer, count: int) -> list[Outcome]:
-    """The plans that are worth running: the chosen one, plain data parallelism, and the best by prediction.
-
-    They differ in stages, replicas, placement or codec: what differs in less is predicted well enough.
-    """
-    workers = answer.evaluator.space.workers
-    found: dict[tuple[object, ...], Outcome] = {}
-    plain = answer.baselines.get(DATA_PARALLEL)
-    for one in (answer.chosen, *([] if plain is None else [plain]), *answer.ranked):
-        layout = one.candidate.layout
-        if layout.stages > 1 and layout.workers not in (1, workers):
-            continue  # a pipeline on a part of the workers cannot run beside the others
-        if one.candidate.codec.outer is not None:
-            continue  # a few steps do not show what it takes
-        key = layout.stages, layout.replicas, layout.kind, one.candidate.codec
-        found.setdefault(key, one)
-    must = list(found.values())[: 1 if plain is None or plain == answer.chosen else 2]
-    best = sorted(found.values(), key=lambda one: one.score)[:count]
-    return sorted({one.candidate: one for one in (*must, *best)}.values(), key=lambda one: one.score)
-
-
-def verified(answer: Answer, outcomes: Sequence[Outcome], times: Sequence[Sequence[float]]) -> Verified:
-    """Choose by what was measured.
-
-    Two plans are told apart where the median of their differences, round by round, is further from nothing than twice
-    its standard error: what slowed a whole round down cancels. What takes more steps to the same result counts them.
-    """
-    steps = [one.candidate.codec.steps for one in outcomes]
-    scores = [[factor * time for time in own] for factor, own in zip(steps, times, strict=True)]
-    best = min(range(len(outcomes)), key=lambda place: statistics.median(scores[place]))
-    level = statistics.median(scores[best])
-    doubts = [_doubt(own, scores[best]) / level for place, own in enumerate(scores) if place != best]
-    noise = max(LEAST_DIFFERENCE, statistics.median(doubts) if doubts else 0.0)
-    equal = []
-    for place, own in enumerate(scores):
-        apart = statistics.median(one - other for one, other in zip(own, scores[best], strict=True))
-        if apart <= max(LEAST_DIFFERENCE * level, _doubt(own, scores[best])):
-            equal.append(outcomes[place])
-    chosen = min(equal, key=lambda one: one.candidate.simplicity)
-    return Verified(tuple(outcomes), tuple(map(tuple, times)), chosen, noise)
-
-
-def _doubt(own: Sequence[float], other: Sequence[float]) -> float:
-    """Twice the standard error of the median difference of two rows, from the median deviation of the differences.
-
-    1.4826 and 1.2533 are those of a normal distribution.
-    """
-    differences = [one - two for one, two in zip(own, other, strict=True)]
-    middle = statistics.median(differences)
-    deviation = statistics.median(abs(one - middle) for one in differences)
-    return 2 * 1.2533 * 1.4826 * deviation / math.sqrt(len(differences))
-
-
-def verdicts(result: Verified, names: Mapping[object, str]) -> list[tuple[str, float, float, float, str]]:
-    """The table: name, predicted and measured milliseconds, by how much of the prediction it took longer, and what
-    became of each.
-    """
-    measured = result.measured_ms
-    chosen = measured[result.outcomes.index(result.chosen)]
-    rows = []
-    for outcome, real in zip(result.outcomes, measured, strict=True):
-        told = f"{real - chosen:+,.1f} ms"
-        if outcome == result.chosen:
-            fastest = real <= min(measured)
-            told = (
-                "chosen: the fastest" if fastest else f"chosen: equal to the fastest within {100 * result.noise:.1f} %"
-            )
-        rows.append((names[outcome.candidate], outcome.step_ms, real, real / outcome.step_ms - 1, told))
-    return rows

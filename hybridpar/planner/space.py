@@ -11,7 +11,7 @@ plans fits into memory, looser fidelities also allow more and smaller micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, permutations
 from typing import Any
@@ -36,9 +36,6 @@ MOST_KINDS = 3
 #: orders into account; tried where they are asked for, and where there are too many passes for `greedy`.
 NEVER_BEST = ("gpipe", "interleaved", "looped_bfs")
 
-#: The plan that every search contains.
-DATA_PARALLEL = "data parallel"
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -59,6 +56,16 @@ class Candidate:
     schedule: str
     codec: CodecChoice = PLAIN
     sharded: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is data parallelism, or one device, with gradients as they are."""
+        return self.layout.stages == 1 and self.codec.order == 0
+
+    @property
+    def saving(self) -> list[str]:
+        """How it takes less memory, in words; empty where it does nothing for that."""
+        return ([self.cut.saving] if self.cut.saving else []) + ["optimizer divided"] * self.sharded
 
     @property
     def simplicity(self) -> tuple[Any, ...]:
@@ -90,37 +97,45 @@ class Space:
 
     def candidates(self, saving: bool = False) -> Iterator[Candidate]:
         """All of them, in an order that does not change."""
-        for one in self._plain(saving):
-            sharded = self.inputs.fixed.shard_optimizer and one.layout.replicas > 1
-            if not saving:
-                yield replace(one, sharded=True) if sharded else one
-                continue
-            may_shard = self.inputs.fixed.shard_optimizer is None and one.layout.replicas > 1 and one.layout.is_equal
-            # Handing parameters round takes a group of its own from gradients, of which one is left.
-            may_shard = may_shard and (one.layout.stages > 1 or self.inputs.sync_lanes > 1)
-            ways = [(True, one.cut)] if may_shard else []
-            if one.micro_batches not in self.micro_batch_counts(one.layout.replicas):
-                ways.append((bool(sharded), one.cut))
-            if one.layout.stages > 1:
-                cuts = [] if self.inputs.profile.counts else [replace(one.cut, recompute=True)]
-                if all(host.host_link is not None for _, host in self.inputs.by_worker[: one.layout.workers]):
-                    cuts.append(replace(one.cut, offload=True))
-                ways += [(shard, cut) for cut in cuts for shard in {bool(sharded), bool(sharded) or may_shard}]
-            for shard, cut in ways:
-                yield replace(one, sharded=shard, cut=cut)
-
-    def _plain(self, saving: bool) -> Iterator[Candidate]:
         fixed = self.inputs.fixed
-        exchanging = self.codec_choices if fixed.codecs is None else self.codec_choices[-1:]
         for layout, count in self.layouts(saving):
-            choices = exchanging if layout.replicas > 1 else self.codec_choices[:1]
-            choices = tuple(choice for choice in choices if choice.outer is None or self._may_part(layout))
-            many = layout.stages * count > MOST_PASSES and fixed.micro_batches is None
+            many = layout.stages > 1 and layout.stages * count > MOST_PASSES and fixed.micro_batches is None
             if many or (cut := self.cut(layout)) is None:
                 continue
+            sharded = bool(fixed.shard_optimizer) and layout.replicas > 1
             for schedule in self._schedules(layout, count):
-                for codec in choices:
-                    yield Candidate(layout, count, cut, schedule, codec)
+                for codec in self._codecs(layout):
+                    candidate = Candidate(layout, count, cut, schedule, codec, sharded)
+                    yield from self._saving(candidate) if saving else [candidate]
+
+    def _codecs(self, layout: Layout) -> Sequence[CodecChoice]:
+        choices = self.codec_choices
+        if layout.replicas == 1:
+            return choices[:1]
+        if self.inputs.fixed.codecs is not None:
+            return choices[-1:]
+        # In an outer loop replicas are whole models on hosts of their own, all of them.
+        hosts = [host for host, _ in self.inputs.by_worker[: layout.workers]]
+        may_part = layout.stages == 1 and layout.replicas == self.workers and len(set(hosts)) == len(hosts)
+        return [choice for choice in choices if choice.outer is None or may_part]
+
+    def _saving(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Ways in which a plan takes less memory."""
+        layout, inputs, cut = candidate.layout, self.inputs, candidate.cut
+        may_shard = inputs.fixed.shard_optimizer is None and layout.replicas > 1 and layout.is_equal
+        # Handing parameters round takes a group of its own from gradients, of which one is left.
+        may_shard = may_shard and (layout.stages > 1 or inputs.sync_lanes > 1)
+        if may_shard:
+            yield replace(candidate, sharded=True)
+        if candidate.micro_batches not in self.micro_batch_counts(layout.replicas):
+            yield candidate
+        if layout.stages > 1:
+            cuts = [] if inputs.profile.counts else [replace(cut, recompute=True)]
+            if all(host.host_link is not None for _, host in inputs.by_worker[: layout.workers]):
+                cuts.append(replace(cut, offload=True))
+            for changed in cuts:
+                for sharded in {candidate.sharded, candidate.sharded or may_shard}:
+                    yield replace(candidate, cut=changed, sharded=sharded)
 
     def cut(self, layout: Layout) -> Cut | None:
         """How the model is cut for a layout, and the link of the cluster; None where it cannot be."""
@@ -143,30 +158,6 @@ class Space:
         for order in (tuple(chain.from_iterable(one)) for one in every):
             if order != usual:
                 yield order
-
-    def _may_part(self, layout: Layout) -> bool:
-        """Whether replicas may train in an outer loop: whole models on hosts of their own, all of them."""
-        hosts = [host for host, _ in self.inputs.by_worker[: layout.workers]]
-        return layout.stages == 1 and layout.replicas == self.workers and len(set(hosts)) == len(hosts)
-
-    def baselines(self) -> dict[str, Candidate]:
-        """What a plan must beat: plain data parallelism over all workers, and one device, where they are allowed."""
-        whole = self.cut(Layout.repeated([(0, 0)]))
-        assert whole is not None
-        named = {}
-        for name, workers in ((DATA_PARALLEL, self.workers), ("one device", 1)):
-            for count in self.micro_batch_counts(workers)[:1]:
-                sharded = bool(self.inputs.fixed.shard_optimizer) and workers > 1
-                candidate = Candidate(Layout.repeated([(0, 0)], workers), count, whole, "accumulate", sharded=sharded)
-                if self._allows(candidate):
-                    named[name] = candidate
-        return named
-
-    def _allows(self, candidate: Candidate) -> bool:
-        """Whether a plain candidate is what was decided."""
-        fixed = self.inputs.fixed
-        codec = fixed.codecs and candidate.layout.replicas > 1
-        return not codec and _is_decided_layout(fixed, candidate.layout, candidate.micro_batches)
 
     def layouts(self, saving: bool = False) -> Iterator[tuple[Layout, int]]:
         """All layouts, each with the micro-batches of a replica."""

@@ -57,6 +57,11 @@ class BucketCost:
     wire_ms: float | None = None
     latency_ms: float | None = None
 
+    @property
+    def total_ms(self) -> float:
+        """All of it that is known, nothing beside anything else."""
+        return self.encode_ms + (self.wire_ms or 0.0) + (self.latency_ms or 0.0) + self.decode_ms
+
 
 @dataclass(frozen=True)
 class Costs:

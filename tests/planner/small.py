@@ -12,9 +12,10 @@ from hybridpar.plan import ModelInfo
 from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes
+from hybridpar.planner.rates import CodecRate
 
 #: A core that reads or writes a million elements of any codec in a millisecond.
-ALL_RATES = {text: {1 << 20: (1.0, 1.0)} for text in FIDELITIES["lossy"]}
+ALL_RATES = {text: CodecRate(((1 << 20, 1.0, 1.0),)) for text in FIDELITIES["lossy"]}
 #: Few, so that spaces stay small enough to enumerate.
 RATES = {text: ALL_RATES[text] for text in ("fp16", "bf16", "onebit:decay=0.5")}
 

@@ -11,11 +11,11 @@ import pytest
 
 from hybridpar.errors import PlanError
 from hybridpar.machine.cluster_file import parse_cluster
-from hybridpar.planner.codecs import STEPS_TO_TARGET, WITHOUT_ENDS
-from hybridpar.planner.explain import curve_lines, notes, rows, what_ifs
+from hybridpar.planner.codecs import FIDELITIES, STEPS_TO_TARGET, WITHOUT_ENDS
+from hybridpar.planner.explain import notes, rows, what_ifs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.scaling import scaling_curve
+from hybridpar.planner.scaling import curve_lines, scaling_curve
 from hybridpar.planner.search import find_plan
 from tests.planner.small import chain, cluster, inputs
 
@@ -45,7 +45,7 @@ def test_what_leaving_a_machine_out_would_cost_is_told():
     for bandwidth, told in ((1e12, "loses"), (1e4, "gains nothing")):  # on a slow link the slow machine is idle
         spec = parse_cluster({"hosts": hosts, "between": {"bandwidth": bandwidth, "latency_ms": 0.01}})
         asked = inputs(chain([(1, 2), (2, 4)], [(64, 64), (64, 64)]), spec, batch=24, most_stages=1)
-        found = {one.name: one.told() for one in what_ifs(asked, find_plan(asked))}
+        found = dict(line.split(": ", 1) for line in what_ifs(asked, find_plan(asked)))
         assert told in found["without x1 (1 device)"]
         assert "loses" in found["without x3 (1 device)"]
 
@@ -63,27 +63,24 @@ def test_a_baseline_that_does_not_fit_is_told():
 def test_what_would_help_is_asked_of_the_search_itself():
     asked = inputs(spec=cluster(2, 1e7))
     answer = find_plan(asked)
-    found = {one.name: one for one in what_ifs(asked, answer)}
+    found = dict(line.split(": ", 1) for line in what_ifs(asked, answer))
     assert found.keys() == {"--fidelity close", "--fidelity lossy", "a link 10 times as fast", "another host"}
     faster = find_plan(asked.on(cluster(2, 1e8))).fastest.score
-    assert found["a link 10 times as fast"].after_ms == faster
-    assert f"gains {answer.fastest.score - faster:,.1f} ms" in found["a link 10 times as fast"].told()
+    assert f"gains {answer.fastest.score - faster:,.1f} ms a step ({faster:,.1f} ms" in found["a link 10 times as fast"]
     alone = inputs(spec=cluster(1), rates={})
-    told = [one.told() for one in what_ifs(alone, find_plan(alone))]
+    told = what_ifs(alone, find_plan(alone))
     assert "a link 10 times as fast: there is no link" in told
     assert "--fidelity close: no codec was timed" in told
     assert len(what_ifs(replace(asked, fidelity="lossy"), answer)) == 2
 
 
-def test_notes_say_what_the_figures_are_worth(monkeypatch):
+def test_notes_say_what_the_figures_are_worth():
     asked = inputs(spec=cluster(4), batch=2, fidelity="lossy")
     profile = replace(asked.profile, source="analytic", batch_norm=True, noise=0.4)
     asked = replace(asked, profile=profile)
     text = "\n".join(notes(asked, find_plan(asked)))
     for told in ("feeds 2 of 4 workers", "not measured", "BatchNorm", "noise is 40 %", "only 3 % apart"):
         assert told in text
-    monkeypatch.delitem(STEPS_TO_TARGET, "qsgd_mn:bits=4")
-    assert "left out, as their steps to a target were not measured: qsgd_mn:bits=4" in notes(asked, find_plan(asked))
 
 
 def interpolated_steps(curve: Sequence[tuple[int, float]], loss: float) -> float:
@@ -113,6 +110,7 @@ def test_steps_to_a_target_are_those_of_the_committed_table():
         early = json.loads(row["extra"])["at_step"]
         return [*((int(step), loss) for step, loss in early.items()), (100, float(row["value"]))]
 
+    assert STEPS_TO_TARGET.keys() == {"none", *FIDELITIES["lossy"]}
     plain = curve(newest["loss, ddp"])
     for text, factor in STEPS_TO_TARGET.items():
         if text not in ("none", "fp16", "bf16"):
@@ -140,9 +138,8 @@ def test_numbers_of_workers_are_compared_at_one_result_of_batch_norm():
     assert steps == sorted(steps, reverse=True), "more workers are never slower: those that do not help are left out"
     lines = curve_lines(points)
     assert any("BatchNorm: all of these normalise over 1/6 of the batch" in line for line in lines)
-    (another,) = [one for one in what_ifs(asked, answer) if one.name == "another host"]
-    assert another.after_ms is not None
-    assert another.after_ms <= answer.fastest.score, "a worker that is of no use is left out"
+    (another,) = [line for line in what_ifs(asked, answer) if line.startswith("another host: ")]
+    assert "gains" in another, "a worker that is of no use is left out"
 
 
 def test_a_large_cluster_is_searched_without_simulating_its_workers():

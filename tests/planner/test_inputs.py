@@ -128,15 +128,13 @@ def test_a_plan_for_a_described_cluster_is_for_that_cluster_once_it_is_measured(
 
 def test_recorded_inputs_that_cannot_be_read_are_one_error():
     data = inputs().to_data()
-    with pytest.raises(PlanError, match="version 1"):
-        inputs_from_data({**data, "version": 1})
     with pytest.raises(PlanError, match="damaged"):
         inputs_from_data({**data, "batch": "many"})
-    with pytest.raises(PlanError, match=r"have fixed\.stagse"):
+    with pytest.raises(PlanError, match=r"damaged: fixed\.stagse"):
         inputs_from_data({**data, "fixed": {"stagse": 2}})
     first, *others = data["profile"]["parameters"]
     profile = {**data["profile"], "parameters": [{**first, "colour": 1}, *others]}
-    with pytest.raises(PlanError, match=r"have profile\.parameters\.0\.colour"):
+    with pytest.raises(PlanError, match=r"profile\.parameters\.0\.colour"):
         inputs_from_data({**data, "profile": profile})
     with pytest.raises(PlanError, match="does not record"):
         inputs_of_plan(plan_of(find_plan(inputs())).model_copy(update={"inputs": None}))

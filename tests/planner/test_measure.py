@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +16,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.partition import profile_cache
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.planner import probes, store
+from hybridpar.planner import probes, rates
 from hybridpar.planner.cuts import balanced_cut, figures_of, smaller_cuts
 from hybridpar.planner.measure import parameters_of, profile_model
 from hybridpar.planner.probes import speeds_of, with_rest
@@ -85,17 +86,17 @@ def test_figures_of_stages_are_those_of_their_units():
 
 def test_codecs_that_fit_a_layer_are_timed():
     parameters = profile_model(net(), images(2), measure=False).parameters
-    rates = measure_rates(("fp16", "onebit:decay=0.5"), parameters, 4096, torch.device("cpu"))
-    assert rates.keys() == {"fp16", "onebit:decay=0.5"}
-    assert all(write > 0 and read > 0 for tried in rates.values() for write, read in tried.values())
-    assert measure_rates(("fp16",), (), 2, torch.device("cpu")) == {}
+    found = measure_rates(("fp16", "onebit:decay=0.5"), parameters, 4096, World())
+    assert found.keys() == {"fp16", "onebit:decay=0.5"}
+    assert all(encode > 0 and decode > 0 for rate in found.values() for _, encode, decode in rate.tried)
+    assert measure_rates(("fp16",), (), 2, World()) == {}
 
 
 def rates_together(world: World, cache: Path | None) -> list[object]:
-    store.MOST_NOISE = math.inf  # whatever else runs meanwhile
+    rates.MOST_NOISE = math.inf  # whatever else runs meanwhile
     parameters = profile_model(net(), images(2), measure=False).parameters
     codecs = ("fp16", "onebit:decay=0.5")
-    return [measure_rates(codecs, parameters, world.size, world.device, world=world, cache=cache) for _ in range(2)]
+    return [measure_rates(codecs, parameters, world.size, world, cache) for _ in range(2)]
 
 
 def test_workers_time_codecs_at_the_same_time_and_all_know_the_mean(tmp_path):
@@ -104,6 +105,21 @@ def test_workers_time_codecs_at_the_same_time_and_all_know_the_mean(tmp_path):
     assert first[0] == first[1], "it is remembered"
     assert first[0].keys() == {"fp16", "onebit:decay=0.5"}
     assert len(list(tmp_path.glob("codec-*.json"))) == 2, "the first worker keeps it"
+
+
+def test_what_repetitions_do_not_agree_on_is_measured_again_and_not_kept(tmp_path, caplog, monkeypatch):
+    noises = iter([0.9, 0.5, 0.7, 0.9, 0.1])
+
+    def measured(*_: object) -> rates.CodecRate:
+        noise = next(noises)
+        return rates.CodecRate(((64, 10 * noise, 1.0),), noise)
+
+    monkeypatch.setattr(rates, "measure_codec", measured)
+    measure = partial(measure_rates, ("fp16",), (), 2, World(), tmp_path)
+    assert measure()["fp16"].tried == ((64, 5.0, 1.0),), "the least noisy"
+    assert "codec fp16: repeated measurements lie 50 % apart; they are used now and not kept" in caplog.text
+    for _ in range(2):
+        assert measure()["fp16"].tried == ((64, 1.0, 1.0),), "it is kept"
 
 
 def test_hosts_of_nearly_one_speed_count_as_equal_and_the_slowest_worker_of_a_host_counts():

@@ -51,13 +51,13 @@ def test_replicas_on_one_host_do_not_use_the_link_between_hosts():
     network = Network(spec(2, 4), Layout.dealt(2, 2, replicas=4))
     assert network.grouping.hosts == 1
     assert network.exchange().ms_per_byte == pytest.approx(2 * 3 / 4 / 1e7)
-    link, own = network.transfers([(0, 1)], 0)
+    link, own = network.transfers(Layout.dealt(2, 2), 0)
     assert own == {}, "every replica's second stage is on the other host"
     assert link.bytes_per_second == pytest.approx(1e9 * 0.7 / 4), "four workers send over one link"
 
 
 def test_stages_on_one_host_have_wires_of_their_own():
-    _, own = Network(spec(2, 4), Layout.dealt(4, 4, replicas=1)).transfers([(0, 1), (1, 2)], 0)
+    _, own = Network(spec(2, 4), Layout.dealt(3, 3, replicas=1)).transfers(Layout.dealt(3, 3), 0)
     assert own.keys() == {(0, 1), (1, 0), (1, 2), (2, 1)}
     assert own[0, 1].bytes_per_second == 1e10
 

@@ -597,8 +597,8 @@ def test_a_plan_is_shown_with_the_next_best_what_it_won_and_what_it_cost():
     fast = inputs(net, cluster(2, 1e10), fixed=Fixed(workers=2))
     (line,) = shown(fast)
     assert re.fullmatch(
-        r"plan     data parallel on 2 workers, about 200 ms a step \(next best: 2-stage pipeline, 2 micro-batches, "
-        r"\+\d+ ms\)",
+        r"plan     data parallel over 2 devices, about 200 ms a step \(next best: 2 stages on 2 devices, "
+        r"2 micro-batches, \w+, balanced, \+\d+ ms\)",
         line,
     )
     worths = (Worth("channels_last", 0.8, chosen=True), Worth("bf16", why_not="its loss is 3, and 2 in a plain step"))
@@ -609,7 +609,7 @@ def test_a_plan_is_shown_with_the_next_best_what_it_won_and_what_it_cost():
         "         planning took 0.1 s; without it a step takes about 250 ms",
     ]
     alone = inputs(chain(times, [(64, 64)] * 2), cluster(1), fixed=Fixed(workers=1, stages=1, micro_batches=2))
-    assert shown(alone) == ["plan     one worker, 2 micro-batches, about 400 ms a step"]
+    assert shown(alone) == ["plan     one device, 2 micro-batches, about 400 ms a step"]
 
 
 # ------------------------------------------------------------------------------------------------- somebody's own loop

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridpar.planner.explain import curve_lines
-from hybridpar.planner.scaling import scaling_curve, worker_counts
+from hybridpar.planner.scaling import curve_lines, scaling_curve, worker_counts
 from tests.planner.small import chain, cluster, inputs
 
 

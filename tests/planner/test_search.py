@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -22,14 +23,15 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster, read_cluster_file
 from hybridpar.plan import Plan, Sync, parse_plan
-from hybridpar.planner.codecs import FIDELITIES, PLAIN, PROVEN, STEPS_TO_TARGET
+from hybridpar.planner.codecs import FIDELITIES, PROVEN, STEPS_TO_TARGET
 from hybridpar.planner.cuts import StageDevice, balanced_cut
 from hybridpar.planner.evaluate import Evaluator
-from hybridpar.planner.explain import contributions, describe, notes
+from hybridpar.planner.explain import describe, notes
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.memory import PROCESS_BYTES
+from hybridpar.planner.memory import PROCESS_BYTES, device_bytes
 from hybridpar.planner.profile import ModelProfile, SizedTimes
+from hybridpar.planner.rates import CodecRate
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.search import Answer, find_plan, least_workers
@@ -40,11 +42,6 @@ from hybridpar.schedule.schedules import SCHEDULES, register_schedule
 from hybridpar.sync.options import SyncOptions
 from hybridpar.train.stages import pipeline_options
 from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
-
-
-def is_plain(candidate: Candidate) -> bool:
-    """Whether it is data parallelism, or one device, without anything else."""
-    return candidate.layout.stages == candidate.layout.lanes_each == 1 and candidate.codec == PLAIN
 
 
 @settings(max_examples=8, deadline=None)
@@ -80,7 +77,7 @@ def test_a_looser_fidelity_never_predicts_slower(asked: PlannerInputs):
 
 def test_a_looser_fidelity_keeps_the_policies_of_a_stricter_one():
     profile = chain([(0.1, 0.2)] * 40 + [(1, 2)], [(128, 8)] * 40 + [(2048, 2048)])
-    rates = {text: {1024: (0.25, 0.25), 1 << 20: (0.5, 0.5)} for text in STEPS_TO_TARGET if text != "none"}
+    rates = dict.fromkeys(FIDELITIES["lossy"], CodecRate(((1024, 0.25, 0.25), (1 << 20, 0.5, 0.5))))
     asked = inputs(profile, cluster(2, kind="cuda"), rates=rates, fidelity="close")
     policies = {tuple(one.codecs.items()) for one in Space(asked).codec_choices if not one.alike}
     assert policies
@@ -148,11 +145,6 @@ def test_plain_plans_and_no_compression_are_always_there():
         for workers in (1, 2, 6, 16):
             asked = inputs(spec=cluster(workers), batch=48, fidelity="lossy")
             asked = replace(asked, profile=replace(asked.profile, batch_norm=batch_norm))
-            space = Space(asked)
-            everything = set(space.candidates())
-            for name, candidate in space.baselines().items():
-                assert candidate in everything, name
-                assert is_plain(candidate)
             assert find_plan(asked).baselines.keys() == {"data parallel", "one device"}
 
 
@@ -222,7 +214,7 @@ def test_a_slow_link_gets_codecs_or_a_pipeline_and_a_fast_one_neither():
     fast = find_plan(
         inputs(spec=cluster(2, 1e11, kind="cuda"), fidelity="lossy", most_micro_batches=1)
     ).chosen.candidate
-    assert is_plain(fast)
+    assert fast.is_plain
     assert fast.layout.replicas == 2
 
 
@@ -295,8 +287,9 @@ def test_fixed_times_of_a_step_make_shares_less_equal():
     fast, slow = evaluator.shares(layout, 1)  # T = (4 + 2 n) / v
     assert (fast + slow, (4 + 2 * fast) / 2) == (pytest.approx(24), pytest.approx(4 + 2 * slow, rel=1e-2))
     candidate = Candidate(layout, 1, evaluator.space.cut(layout), "accumulate")
-    costs = evaluator.costs(candidate)
-    assert costs.forward_ms[0] + costs.backward_ms[0] == pytest.approx(4 + 2 * slow, rel=1e-2)
+    for replica, (share, speed) in enumerate(((fast, 2), (slow, 1))):
+        costs = evaluator.costs(candidate, replica=replica)
+        assert costs.forward_ms[0] + costs.backward_ms[0] == (4 + 2 * math.ceil(share)) / speed, "of whole samples"
 
 
 def test_shares_in_a_plan_are_of_its_replicas():
@@ -351,9 +344,7 @@ def test_a_large_device_is_alone_beside_two_small_ones_as_a_pipeline():
         for costs in [found.evaluator.costs(found.chosen.candidate, replica=replica)]
     ]
     assert max(times) < 1.2 * min(times)
-    told = "\n".join(contributions(found.evaluator.space.inputs, found))
-    assert "x2 (1 device), throughput 2: rank 0, 5" in told
-    assert "x1 (1 device), throughput 1: ranks 1 to 2, 4" in told
+    assert describe(found.chosen.candidate, found).startswith("2 stages on 1 + 2 devices")
 
 
 def test_options_that_need_equal_replicas_leave_no_others_to_the_search_however_unlike_hosts_are():
@@ -366,7 +357,7 @@ def test_small_devices_are_left_out_where_nothing_fits_or_their_link_is_slow():
     for spec in (unequal(2, 1, 1, small=1e6), unequal(2, 1, 1, small=14e6, bandwidth=1e6)):
         found = find_plan(inputs(LARGE, spec, batch=16, most_stages=4))
         assert found.chosen.candidate.layout.workers == 1
-        assert "left out" in contributions(found.evaluator.space.inputs, found)[-1]
+        assert any("left out" in line for line in notes(found.evaluator.space.inputs, found))
 
 
 def test_measured_speeds_give_the_plan_of_a_described_cluster_and_equal_ones_change_nothing():
@@ -441,9 +432,6 @@ def test_a_cluster_file_of_two_kinds_of_gpu_gives_a_plan_of_unequal_stages(tmp_p
     assert not plan.is_edited
     costs = found.evaluator.costs(chosen)
     assert costs.forward_ms == pytest.approx((12, 12))
-    told = contributions(found.evaluator.space.inputs, found)
-    assert any("large" in line and "67 % of the work" in line for line in told)
-    assert any("stages are cut by the speeds" in line for line in told)
     # Both orders were looked at; either is predicted with each stage at its own device's speed.
     orders = {one.texts() for one, _ in found.evaluator.space.layouts() if one.kind == "linear"}
     assert orders == {("0,1",), ("1,0",)}
@@ -468,7 +456,8 @@ def test_a_fast_device_of_little_memory_gets_as_much_as_fits():
     assert found.chosen.fits
     assert 0 < units_of_the_fast(found) < units_of_the_fast(roomy)
     evaluator, one = found.evaluator, found.chosen.candidate
-    needs = evaluator.needs(one, evaluator.simulation(one, evaluator.costs(one)).peak_saved_bytes)
+    saved = evaluator.simulation(one, evaluator.costs(one)).peak_saved_bytes
+    needs = [need for need, _ in device_bytes(evaluator, one, saved)]
     assert needs[0] <= 6e6 < needs[1], "each device by itself"
 
 
@@ -530,11 +519,13 @@ def test_the_first_worker_of_a_pipeline_gathers_the_optimizer_state_for_a_checkp
     asked = inputs(profile, cluster(2, kind="cuda"), optimizer_copies=8, memory_margin=1.0)
     evaluator = Evaluator(Space(replace(asked, whole_model=True)))
     one = next(candidate for candidate in evaluator.space.candidates() if candidate.layout.positions == 2)
-    assert max(evaluator.needs(one, (-4000, -4000))) == max(
+    assert max(device_bytes(evaluator, one, (-4000, -4000)))[0] == max(
         first + second + 9 * second,  # what the second worker keeps
         first + second + 9 * first + 8 * second,  # what the first one keeps and gathers
     )
-    assert max(Evaluator(Space(asked)).needs(one, (-4000, -4000))) == 10 * second, "with its own stages alone"
+    assert max(device_bytes(Evaluator(Space(asked)), one, (-4000, -4000)))[0] == 10 * second, (
+        "with its own stages alone"
+    )
 
 
 def test_activations_wait_with_the_host_where_its_link_is_faster_than_computing_them_again():
@@ -557,8 +548,6 @@ def test_activations_wait_with_the_host_where_its_link_is_faster_than_computing_
     assert slow.costs(loop).backward_ms == pytest.approx(
         [max(1e4 * time, back) for time, back in zip(times, slow.costs(plain).backward_ms, strict=True)]
     )
-    assert one.moved(loop) == (loop.micro_batches * sum(moving.again_bytes), 0.0)
-    assert slow.moved(loop)[1] > 0
     assert not any(one.cut.offload for one in Space(inputs(profile, cluster(1, kind="cuda"))).candidates(saving=True))
 
 
@@ -574,7 +563,6 @@ def test_what_is_faster_of_moving_activations_and_computing_them_again_is_propos
     answer = find_plan(found)
     plan = plan_of(answer)
     assert told in describe(answer.chosen.candidate, answer)
-    assert bool(plan.pipeline.offload) == any("there and back, at 1.0 GB/s" in line for line in notes(found, answer))
     assert bool(plan.pipeline.offload) != bool(plan.pipeline.recompute)
     assert plan.layout.kind == "loop", "stages of one device, one after the other"
 

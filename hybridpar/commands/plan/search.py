@@ -27,14 +27,15 @@ from hybridpar.partition.table import print_partition
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.batch import measure_batch
 from hybridpar.planner.decide import Decision, decide_plan
-from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
+from hybridpar.planner.explain import PARTS, describe, notes, rows, what_ifs
+from hybridpar.planner.finalists import Verified
 from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.probes import LEAST_STEPS, Question, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import join_workers
-from hybridpar.planner.scaling import scaling_curve
-from hybridpar.planner.search import Answer, Verified, find_plan, verdicts
+from hybridpar.planner.scaling import curve_lines, scaling_curve
+from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.ways import compute_of_way
 from hybridpar.run.data import load_data, open_model, steps_of, with_images_of_model
 from hybridpar.run.worker import tune_worker
@@ -108,7 +109,7 @@ def report(request: PlanRequest, decision: Decision, bar: ProgressBar) -> None:
     except HybridparError as error:  # said below the report, which took a minute to make
         failed = error
     bar.announce("asking what else would help")
-    helps = [change.told() for change in what_ifs(inputs, answer)]
+    helps = what_ifs(inputs, answer)
     curve: list[str] = []
     if inputs.workers <= _CURVE_WORKERS:
         bar.announce("numbers of workers")
@@ -180,8 +181,9 @@ def _print_verified(answer: Answer, verified: Verified, console: Console) -> Non
     for title in ("predicted ms", "measured ms", "difference"):
         table.add_column(title, justify="right")
     table.add_column("verdict", overflow="fold")
-    names: dict[object, str] = {outcome.candidate: describe(outcome.candidate, answer) for outcome in verified.outcomes}
-    for name, predicted, measured, more, verdict in verdicts(verified, names):
-        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", f"{100 * more:+.1f} %", verdict)
+    for index, (outcome, measured) in enumerate(zip(verified.outcomes, verified.measured_ms, strict=True)):
+        name, predicted = describe(outcome.candidate, answer), outcome.step_ms
+        more = f"{100 * (measured / predicted - 1):+.1f} %"
+        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", more, verified.verdict(index))
     console.print()
     console.print(table)
