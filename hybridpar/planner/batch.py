@@ -21,7 +21,7 @@ from hybridpar.models.deferred import is_deferred
 from hybridpar.models.random_state import same_random
 from hybridpar.planner.fit import Need, held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import decided_options, fixed_by
-from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.links import describe_hosts
 from hybridpar.planner.probes import Question
 from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, as_problem, random_batch, time_in_turns, timed
 
@@ -120,7 +120,7 @@ def measure_batch(
                 "Name a number, such as --batch-size 64.",
             ) from error
         held: int = max(world.gather(held_bytes(world.device)))  # type: ignore[type-var, assignment]
-        need = memory_of(asked.inputs(profile, measure_cluster(world)), parts, held)
+        need = memory_of(asked.inputs(profile, describe_hosts(world)), parts, held)
 
         def rate(batch: int) -> float:
             announce(f"choosing the batch: timing steps of {batch:,} samples")

@@ -72,7 +72,7 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
             return known
 
     def measure() -> ClusterSpec:
-        hosts = _hosts(workers, world)
+        hosts = _hosts(workers, world.device.type, *_copy_rates(world))
         with world.named_errors("measuring the links between workers"):
             levels = _levels(world, [worker.host for worker in workers], seconds) if world.size > 1 else {}
         return ClusterSpec(
@@ -94,6 +94,13 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
     return tries[-1]
 
 
+def describe_hosts(world: World) -> ClusterSpec:
+    """The hosts of the job with their memory, of which nothing is timed; a collective."""
+    workers: list[_Worker] = world.gather(_this_worker(world))  # type: ignore[assignment]
+    free = LinkLevel(bandwidth=1e12)  # which memory does not depend on
+    return ClusterSpec(name="this job", hosts=_hosts(workers, world.device.type), inside=free, between=free)
+
+
 class _Worker(NamedTuple):
     """The host of a worker, the memory that it may use (on a CPU together with the others there), and its device."""
 
@@ -109,14 +116,14 @@ def _this_worker(world: World) -> _Worker:
     return _Worker(host_identity(), usable_memory(), cpu_name())
 
 
-def _hosts(workers: Sequence[_Worker], world: World) -> tuple[Hosts, ...]:
-    """The hosts of the workers in the order of ranks, those that are alike as one entry."""
-    on_gpu = world.device.type == "cuda"
-    # All workers copy at the same time, as those of a host share its memory.
-    size = min(_COPY_BYTES, usable_memory() // _COPY_PART)
-    source = torch.zeros(size, dtype=torch.uint8, device=world.device)
-    inside = _copy_rate(source, torch.empty_like(source), world)
-    outside = _copy_rate(source, torch.empty(size, dtype=torch.uint8, pin_memory=True), world) if on_gpu else None
+def _hosts(
+    workers: Sequence[_Worker], kind: str, inside: float | None = None, outside: float | None = None
+) -> tuple[Hosts, ...]:
+    """The hosts of the workers in the order of ranks, those that are alike as one entry.
+
+    A device copies `inside` of its memory, and to its host's at the rate `outside`, in bytes per second.
+    """
+    on_gpu = kind == "cuda"
     counts = Counter(worker.host for worker in workers)
     hosts = []
     for name, row in groupby(workers, key=lambda worker: worker.host):
@@ -130,11 +137,24 @@ def _hosts(workers: Sequence[_Worker], world: World) -> tuple[Hosts, ...]:
                 kind="cuda" if on_gpu else "cpu",
                 name=first.name,
                 memory=memory,
-                memory_bandwidth=2 * inside,  # a copy reads and writes
+                memory_bandwidth=None if inside is None else 2 * inside,  # a copy reads and writes
                 host_link=outside,
             )
         )
     return in_runs(hosts)
+
+
+def _copy_rates(world: World) -> tuple[float, float | None]:
+    """How fast devices copy inside of their memory, and GPUs to their host's; a collective.
+
+    All workers copy at the same time, as those of a host share its memory.
+    """
+    size = min(_COPY_BYTES, usable_memory() // _COPY_PART)
+    source = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    inside = _copy_rate(source, torch.empty_like(source), world)
+    if world.device.type != "cuda":
+        return inside, None
+    return inside, _copy_rate(source, torch.empty(size, dtype=torch.uint8, pin_memory=True), world)
 
 
 def _copy_rate(source: Tensor, target: Tensor, world: World) -> float:

@@ -48,7 +48,7 @@ from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.fit import held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.links import laps_of, measure_cluster, most_of_all
+from hybridpar.planner.links import describe_hosts, laps_of, measure_cluster, most_of_all
 from hybridpar.planner.measure import profile_model, set_way
 from hybridpar.planner.outer_steps import OUTER_CODECS
 from hybridpar.planner.profile import ModelProfile
@@ -458,9 +458,8 @@ def _fitting(model: nn.Module, asked: Question, options: TrainConfig, world: Wor
     if all(world.gather(bound < total - held)):
         return samples
     most_held: int = max(world.gather(held))  # type: ignore[type-var, assignment]
-    cluster = measure_cluster(world)
     profile = world.on_all(as_problem(lambda: sizes_of(model, options, asked.sample_shape, 2, world.device)))
-    need = memory_of(asked.inputs(profile, cluster), held=most_held)
+    need = memory_of(asked.inputs(profile, describe_hosts(world)), held=most_held)
     while samples > 2 and not need(samples * world.size).fits:
         samples = max(2, samples // 2)
     return samples

@@ -136,11 +136,11 @@ def test_what_is_chosen_under_a_cap_fits_as_counted(net: str) -> None:
         try:
             batch = choose_batch(1, MOST, need, float).batch
         except UsageError:
-            assert need(LEAST).bytes > limit
+            assert not need(LEAST).fits
             continue
         chosen.add(batch)
         assert peak_of(net, batch) <= limit
-        assert batch == MOST or need(2 * batch).bytes > limit
+        assert batch == MOST or not need(2 * batch).fits
     assert len(chosen) > 2
 
 
@@ -170,7 +170,7 @@ AUTO = {"batch_size": "auto", "data": "synthetic", "plan": "none"}
 
 def test_a_run_chooses_says_and_records_its_batch_and_a_resumed_one_keeps_it(tmp_path, capsys):
     with (
-        mock.patch.object(batch_module, "measure_cluster", return_value=capped(8)),
+        mock.patch.object(batch_module, "describe_hosts", return_value=capped(8)),
         mock.patch.object(batch_module, "held_bytes", return_value=0),
     ):
         assert train(tmp_path / "auto", steps=3, **AUTO) == 0
@@ -198,6 +198,7 @@ def test_a_batch_that_does_not_fit_at_once_is_reached_by_micro_batches(tmp_path,
 
     with (
         always_planned(),
+        mock.patch.object(probes, "describe_hosts", return_value=small),
         mock.patch.object(probes, "measure_cluster", return_value=small),
         mock.patch.object(probes, "usable_memory", return_value=small.hosts[0].memory),
         mock.patch.object(probes, "held_bytes", return_value=0),

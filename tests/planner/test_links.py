@@ -76,13 +76,11 @@ def test_what_workers_of_a_host_send_over_its_link_confirms_it(monkeypatch):
     assert links._still_true(spec, world)
 
 
-def test_hosts_are_in_the_order_of_ranks_and_those_that_are_alike_are_equal(monkeypatch):
-    monkeypatch.setattr(links, "_copy_rate", lambda *_: 1e9)
-
+def test_hosts_are_in_the_order_of_ranks_and_those_that_are_alike_are_equal():
     def devices_of(*workers: tuple[str, str, int]) -> list[tuple[int, int]]:
         places = [links._Worker(host, memory << 20, name) for host, name, memory in workers]
         link = LinkLevel(bandwidth=1)
-        spec = ClusterSpec(hosts=links._hosts(places, World()), inside=link, between=link)
+        spec = ClusterSpec(hosts=links._hosts(places, "cpu"), inside=link, between=link)
         return [(number, host.memory >> 20) for number, host in spec.by_worker]
 
     assert devices_of(("a", "x", 1000), ("b", "x", 999), ("c", "y", 500)) == [(0, 999), (1, 999), (2, 500)]
