@@ -199,13 +199,7 @@ def _turn(action: Action) -> tuple[int, int]:
 
 
 class LaneRun:
-    """Runs the lanes of a schedule, which may be wrong, until none can go on. What is no pass takes no time.
-
-    Attributes:
-        issued: For every worker what it has done, in order.
-        starts: For every lane when its passes began, as far as it came.
-        length: When the last pass ended.
-    """
+    """Runs the lanes of a schedule, which may be wrong, until none can go on. What is no pass takes no time."""
 
     def __init__(
         self,
@@ -225,9 +219,12 @@ class LaneRun:
         self._clock = [0.0] * len(self._rows)
         #: Passes that could begin: when, the lane, and the number in its row.
         self._ready: list[tuple[float, int, int]] = []
+        #: For every worker what it has done, in order.
         self.issued: list[list[Action]] = [[] for _ in range(layout.workers)]
+        #: For every lane when its passes began, as far as it came.
         self.starts: list[list[float]] = [[] for _ in self._rows]
         self._run()
+        #: When the last pass ended.
         self.length = max(self._clock)
 
     @property
