@@ -112,19 +112,15 @@ class Event(ABC):
             LaneError: The event was never recorded.
         """
 
-    def synchronize(self, timeout: float | None = None) -> None:
+    def synchronize(self) -> None:
         """Let the host wait for the event. For boundaries only: in steady state lanes wait, never the host.
 
-        Args:
-            timeout: Seconds to wait at most; None waits as long as it takes.
-
         Raises:
-            LaneError: The event was never recorded, or the time is over.
+            LaneError: The event was never recorded.
             BaseException: Work queued before the event failed; its own exception.
         """
-        lane = self.recorded_on()
-        if not self._block(timeout):
-            raise LaneError(f"lane {lane.name!r} did not reach the event within {timeout} s")
+        self.recorded_on()
+        self._block()
         if self.failure is not None:
             self.failure.throw()
 
@@ -143,8 +139,8 @@ class Event(ABC):
         return self.lane
 
     @abstractmethod
-    def _block(self, timeout: float | None) -> bool:
-        """Block the host until the lane passed the event; False if the time was over first."""
+    def _block(self) -> None:
+        """Block this thread until the lane has passed the event."""
 
 
 class Lane(ABC):

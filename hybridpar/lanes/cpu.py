@@ -37,16 +37,14 @@ class CpuEvent(Event):
         self.passed, self.is_over = True, stop.failure is None
         self._latch.release()
 
-    def pass_through(self, timeout: float | None = None) -> bool:
-        """Block this thread until the latch is open; False if the time was over first."""
+    def pass_through(self) -> None:
+        """Block this thread until the latch is open."""
         if not self.passed:
-            if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
-                return False
+            self._latch.acquire()
             self._latch.release()  # for the next one who waits
-        return True
 
-    def _block(self, timeout: float | None) -> bool:
-        return self.pass_through(timeout)
+    def _block(self) -> None:
+        self.pass_through()
 
 
 class _Wait:

@@ -8,7 +8,6 @@ host never waits. (`Tensor.record_stream` does the same later and less predictab
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,9 +16,6 @@ from typing import Any
 import torch
 
 from hybridpar.lanes.base import Event, Failure, Family, Lane, Work
-
-#: How often the host looks at an event when it waits with a timeout, which CUDA itself does not offer.
-_POLL_SECONDS = 0.001
 
 #: Its classes are untyped. One name for it also lets tests put a stand-in here.
 cuda: Any = torch.cuda
@@ -47,16 +43,8 @@ class CudaEvent(Event):
         self.recorded_on()
         return _passed(self.cuda_event)
 
-    def _block(self, timeout: float | None) -> bool:
-        if timeout is None:
-            self.cuda_event.synchronize()
-            return True
-        end = time.monotonic() + timeout
-        while not _passed(self.cuda_event):
-            if time.monotonic() > end:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
+    def _block(self) -> None:
+        self.cuda_event.synchronize()
 
 
 class CudaLane(Lane):

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
-from hybridpar.pipeline.step import StepRequest
+from hybridpar.pipeline.step import StepRequest, StepState
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +43,12 @@ cuda: Any = torch.cuda
 WARM_UPS, WARM_UPS_WITH_PEERS = 3, 11
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
-_Issued = TypeVar("_Issued")
-_Issued_co = TypeVar("_Issued_co", covariant=True)
 
 
-class Captured(Protocol[_Issued_co]):
+class Captured(Protocol):
     """What a `StepGraph` needs of an engine."""
 
-    def issue(self, micro_batches: MicroBatches, global_samples: float, flags: Tensor) -> _Issued_co:
+    def issue(self, micro_batches: MicroBatches, global_samples: float, flags: Tensor) -> StepState:
         """Issue everything that a step does on the device, reading nothing of it."""
 
     def set_rates(self, factor: float) -> None:
@@ -77,12 +75,12 @@ class _Shape:
         return cls(tuple(facts), samples, global_samples)
 
 
-class StepGraph(Generic[_Issued]):
+class StepGraph:
     """Runs a training step as one CUDA graph."""
 
     def __init__(
         self,
-        engine: Captured[_Issued],
+        engine: Captured,
         lanes: Lanes,
         optimizers: Sequence[torch.optim.Optimizer],
         modules: Sequence[nn.Module],
@@ -102,7 +100,7 @@ class StepGraph(Generic[_Issued]):
         self._static: list[tuple[Tensor, Tensor]] = []
         self._left = warm_ups
         self._graph: Any = None
-        self._issued: _Issued | None = None
+        self._issued: StepState | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._away = False
         self.reason: str | None = None
@@ -112,7 +110,7 @@ class StepGraph(Generic[_Issued]):
         """Whether there is a graph to replay."""
         return self._graph is not None
 
-    def step(self, request: StepRequest, global_samples: float | None) -> _Issued | None:
+    def step(self, request: StepRequest, global_samples: float | None) -> StepState | None:
         """Run a step."""
         micro_batches = request.micro_batches
         if global_samples is None:
@@ -169,7 +167,7 @@ class StepGraph(Generic[_Issued]):
             parameter.grad = gradient
         self._away = False
 
-    def _issue(self) -> _Issued:
+    def _issue(self) -> StepState:
         """Issue the step on all lanes, from the current stream and back to it."""
         assert self._shape is not None
         start = self._lanes.caller.record()
@@ -185,7 +183,7 @@ class StepGraph(Generic[_Issued]):
 
     # ---------------------------------------------------- until there is a graph
 
-    def _warm_up(self) -> _Issued:
+    def _warm_up(self) -> StepState:
         """Run the step on the streams on which it is going to be captured."""
         self._left -= 1
         current = cuda.current_stream(self._lanes.device)

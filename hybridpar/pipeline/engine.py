@@ -186,7 +186,7 @@ class PipelineEngine:
         first = self.replica * self.micro_batches
         keys = None if self.is_whole else RandomKeys(options.seed, lanes.device, first, options.compile)
         for index in mine:
-            stage = self._all_stages[index]
+            stage, lane = self._all_stages[index], compute[layout.lane_of[index]]
             if apart and self.grid is not None and index != mine[0]:
                 replicas = self.grid.world_of(index)
                 sync_lanes = (
@@ -201,10 +201,11 @@ class PipelineEngine:
                 recompute=index in options.recompute,
                 keys=keys,
                 context=self._context,
+                device=lane.device if options.devices else None,
             )
-            local = LocalStage(
+            self.stages[index] = LocalStage(
                 run,
-                compute[layout.lane_of[index]],
+                lane,
                 lanes,
                 replicas,
                 sync_lanes,
@@ -217,9 +218,6 @@ class PipelineEngine:
                 after_step(module_of(stage)) if after_step is not None else None,
                 self._make_reducer,
             )
-            if options.devices:
-                run.move_to(local.lane.device)
-            self.stages[index] = local
         #: Runs the steps, and knows how many there were.
         self.executor = Executor(
             self.stages,

@@ -80,6 +80,13 @@ class _Item:
 _Step = Callable[[StepState, _Item], None]
 
 
+class _Part(NamedTuple):
+    """This worker's part of a program: its actions in the order of issue, and of each stage the sums by bucket."""
+
+    items: list[_Item]
+    sums: dict[int, dict[int, _Item]]
+
+
 class Executor:
     """Runs this worker's part of a pipeline."""
 
@@ -130,7 +137,7 @@ class Executor:
         # The decision then stays on the device, where the optimizers read it.
         self._on_device = options.sync.guard and (lanes.device.type == "cuda" or options.capture)
         self._record = (options.record and not options.devices) or None  # None leaves it to the kind of device
-        self._programs: dict[tuple[Any, ...], tuple[Program, list[_Item], list[_Item]]] = {}
+        self._programs: dict[tuple[Any, ...], tuple[Program, _Part, _Part]] = {}
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
         self.steps = 0
@@ -157,21 +164,21 @@ class Executor:
         self._rebuild_buckets()
         inputs = [self.name_inputs(given) for given, _ in request.micro_batches]
         facts = [] if self._whole else self._facts(request, inputs)
-        self.program, items = self._program(len(inputs), facts[0] if facts else None)
+        self.program, part = self._program(len(inputs), facts[0] if facts else None)
         # What is captured runs many times, so it has no times to be recorded.
         captured = request.flags is not None
         spans = SpanRecorder(self._lanes.device, enabled=False if captured else self._record)
         rate, waited_ms = None if captured else request.rate_factor, 0.0 if self._whole else None
         step = StepState(self.steps + 1, request, total, rate, inputs, facts, spans, waited_ms)
-        self._begin(step, items)
-        for item in items:
+        self._begin(step, part)
+        for item in part.items:
             item.issue(step, item)
         self._ends = [lane.record() for lane in self._last_lanes]
         # A send whose bytes have left may still be at work when the step that it belongs to is decided.
         step.ends = self._ends + [lane.record() for _, lane in self._senders.values()]
         return step
 
-    def _begin(self, step: StepState, items: Sequence[_Item]) -> None:
+    def _begin(self, step: StepState, part: _Part) -> None:
         """Begin the step of every stage, behind what the host has issued so far."""
         for index, stage in self.stages.items():
             step.flights[index] = stage.gradients.new_step()
@@ -183,8 +190,7 @@ class Executor:
             flight = step.flights[index]
             stage.lane.submit(partial(stage.start, step.number, flight))
             if stage.replicas.size > 1:
-                sums = [item for item in items if item.action.kind is Kind.SYNC and item.action.stage == index]
-                self._note_sums(step.spans, index, flight, {item.index: item for item in sums})
+                self._note_sums(step.spans, index, flight, part.sums[index])
             stage.gradients.begin(flight)
         # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
         for _, lane in self._receivers.values():
@@ -283,7 +289,7 @@ class Executor:
                     each.gradients.rebuild_buckets()
                 return
 
-    def _program(self, count: int, facts: BorderFacts | None) -> tuple[Program, list[_Item]]:
+    def _program(self, count: int, facts: BorderFacts | None) -> tuple[Program, _Part]:
         """The program of a step of so many micro-batches, and this worker's part of it."""
         buckets = {index: len(stage.gradients.buckets) for index, stage in self.stages.items()}
         # A replica without samples follows the program of the others, who have the usual number of micro-batches. Sums
@@ -299,9 +305,9 @@ class Executor:
                 answers = cast("list[tuple[Edge, ...]]", self._replicas.gather(edges))
                 edges = next((known for known in answers if known), ())
             program = self._make_program(count, edges, buckets)
-            self._programs[key] = program, self._items(program), self._items(program, idle=True)
-        program, items, without_samples = self._programs[key]
-        return program, without_samples if idle else items
+            self._programs[key] = program, self._part(program), self._part(program, idle=True)
+        program, part, without_samples = self._programs[key]
+        return program, without_samples if idle else part
 
     def _make_program(self, count: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
         options = self._options
@@ -325,8 +331,8 @@ class Executor:
         except ScheduleError:  # gradients flow that its plan did not know of, as of parameters that were frozen
             return program(make(order.name, ScheduleRequest(layout, count, forward_ms=forward, backward_ms=backward)))
 
-    def _items(self, program: Program, *, idle: bool = False) -> list[_Item]:
-        """This worker's actions, in the order in which they are issued."""
+    def _part(self, program: Program, *, idle: bool = False) -> _Part:
+        """This worker's part of a program."""
         last = {program.needs[Action(index, Kind.REPORT, 1)][0] for index in self.stages}
         actions = program.workers[self._position]
         if idle:
@@ -341,7 +347,7 @@ class Executor:
                 if need in ways and (need.kind is Kind.SYNC or ways[need][0] not in behind)
             )
         needed = {need for before in needs.values() for need in before}
-        return [
+        items = [
             _Item(
                 action,
                 action.index or 0,
@@ -356,6 +362,11 @@ class Executor:
             )
             for action in actions
         ]
+        sums: dict[int, dict[int, _Item]] = {index: {} for index in self.stages}
+        for item in items:
+            if item.action.kind is Kind.SYNC:
+                sums[item.action.stage][item.index] = item
+        return _Part(items, sums)
 
     def _way_of(self, program: Program, action: Action, *, is_last: bool) -> tuple[Lane, _Step, _Step, _Step | None]:
         """The lane of an action, what issues it, what does it, and what prepares that on the lane of its stage."""

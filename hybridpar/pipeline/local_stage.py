@@ -397,9 +397,9 @@ def check_layout(layouts: Tensor, workers: int) -> None:
         )
 
 
-def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants | None = None) -> Tensor:
+def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants) -> Tensor:
     """The message of a stage after its last bucket, 1-D float64."""
-    return torch.cat((squares.reshape(1), (constants or Constants(squares.device)).of(*used)))
+    return torch.cat((squares.reshape(1), constants.of(*used)))
 
 
 def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> Tensor:

@@ -280,6 +280,7 @@ class StageRun:
         recompute: bool = False,
         keys: RandomKeys | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        device: torch.device | None = None,
     ) -> None:
         self.stage = stage
         self.module = module_of(stage)
@@ -310,7 +311,8 @@ class StageRun:
         }
         #: Of each: where it is held, the tensor of the step's first pass and of the last, its version and its address.
         self.seen: dict[tuple[int, str], tuple[dict[str, Tensor | None], Tensor, Tensor, int, int]] = {}
-        self._device: torch.device | None = None
+        #: Where what comes from other devices is brought to; None where all stages are on one.
+        self._device = device
         self._step = 0
         #: Sum of the scaled losses of the step so far, float64; None before the first.
         self.loss_sum: Tensor | None = None
@@ -319,10 +321,6 @@ class StageRun:
         #: Micro-batches whose activations are kept now, and the most there ever were.
         self.in_flight = 0
         self.peak_in_flight = 0
-
-    def move_to(self, device: torch.device) -> None:
-        """Bring what comes from other devices to that of the stage's lane."""
-        self._device = device
 
     def attach(
         self,

@@ -1,7 +1,7 @@
 """Proves that a schedule is complete and cannot deadlock, and counts what it holds.
 
-The lanes are run with transfers that block both ends until both have come, so that a proof does not rest on buffers.
-The lists of actions that workers issue follow from the schedule: `lower` cuts them from one total order.
+The lists of actions that workers issue follow from the schedule: `lower` cuts them from one total order, so they cannot
+deadlock either, also where transfers block both ends until both have come.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.memory import most_held
-from hybridpar.schedule.picture import draw_schedule, run_lanes
-from hybridpar.schedule.program import require_own_lanes
+from hybridpar.schedule.picture import draw_schedule
+from hybridpar.schedule.program import LaneRun, dependencies, require_own_lanes
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def check(schedule: Schedule, layout: Layout) -> Proof:
         ScheduleError: It does not hold. The text has a picture of the schedule with the cell where it fails.
     """
     _require_complete(schedule, layout)
-    run = run_lanes(schedule, layout)
+    run = LaneRun(schedule, layout, dependencies(layout, schedule))
     if run.stuck:
         action, reason = run.why_stuck()
         what = f"schedule {schedule.name!r} deadlocks"
         raise failure(schedule, layout, what, action, reason, "Let one of these actions come earlier.")
-    return Proof(most_held(schedule, layout).in_flight, run.slots)
+    return Proof(most_held(schedule, layout).in_flight, int(run.length))
 
 
 def _require_complete(schedule: Schedule, layout: Layout) -> None:

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Schedule
+from hybridpar.schedule.actions import Action, Schedule
 from hybridpar.schedule.layout import Layout
-from hybridpar.schedule.program import QueueRun, dependencies, slots_of
-
-
-def run_lanes(schedule: Schedule, layout: Layout) -> QueueRun:
-    """Run the lanes of a schedule in unit time, with transfers that take none."""
-    needs = dependencies(layout, schedule)
-
-    def source(action: Action) -> Action:
-        """What computes that which an action sends or receives."""
-        return source(needs[action][0]) if action.kind in SENDS | RECEIVES else action
-
-    computed = {action: [source(need) for need in before] for action, before in needs.items()}
-    return QueueRun({f"lane {lane}": row for lane, row in enumerate(schedule.rows)}, computed)
+from hybridpar.schedule.program import LaneRun, dependencies, slots_of
 
 
 def draw_schedule(
@@ -34,12 +22,12 @@ def draw_schedule(
         note: What to write beside the mark.
         width: Characters per line; a longer grid is cut to a part that has the mark in it, and says so.
     """
-    run = run_lanes(schedule, layout)
+    run = LaneRun(schedule, layout, dependencies(layout, schedule))
     several = any(len({action.stage for action in row}) > 1 for row in schedule.rows)
     rows: list[list[str]] = []
     marked: tuple[int, int] | None = None
     for lane, row in enumerate(schedule.rows):
-        starts = run.starts[f"lane {lane}"]
+        starts = list(map(int, run.starts[lane]))
         cells: list[str] = []
         for place, action in enumerate(row):
             text = str(action) if several else f"{action.kind.value}{action.index}"
@@ -62,7 +50,7 @@ def draw_schedule(
     window = range(first, min(total, first + shown))
     lines = [" " * label + "".join(f"{slot:<{column}}" for slot in window).rstrip()]
     for lane, cells in enumerate(rows):
-        cells += ["."] * (run.slots - len(cells))
+        cells += ["."] * (int(run.length) - len(cells))
         part = "".join(f"{cell:<{column}}" for cell in cells[window.start : window.stop])
         lines.append((f"lane {lane}".ljust(label) + part).rstrip())
         if marked is not None and marked[0] == lane:

@@ -5,11 +5,8 @@ in which everything comes after what it needs. So a worker that issues its list 
 that it has not issued, sends and receives of a pair of workers come in the same order at both ends, and with blocking
 transfers there is no deadlock: the action that comes first in the total order among all that wait can always go on.
 
-Also finds out whether queues of actions deadlock.
-
-Queues run in order, and an action waits for what it needs and, if it stands in several queues, until it is the next in
-all of them. Nothing that one action does can stop another that could go on. So every run gets equally far, and one run
-is a proof.
+That order comes from a run of the lanes (`LaneRun`), which the checker and the picture read as well. Nothing that one
+action does can stop another that could go on. So every run gets equally far, and one run is a proof.
 """
 
 from __future__ import annotations
@@ -181,64 +178,14 @@ def lower(
     """
     require_own_lanes(schedule, layout)
     needs = dependencies(layout, schedule, buckets, offload, commit=commit)
-    done_by: dict[Action, list[Action]] = {}
-    for action, before in needs.items():
-        for one in before:
-            done_by.setdefault(one, []).append(action)
-    issued: list[list[Action]] = [[] for _ in range(layout.workers)]
-    finished: dict[Action, float] = {}
-    place = [0] * len(schedule.rows)
-    clock = [0.0] * len(schedule.rows)
-    ready: list[tuple[float, int, int]] = []
-
-    def took(action: Action) -> float:
-        if action.kind is Kind.FORWARD:
-            return forward_ms[action.stage] if forward_ms is not None else 1.0
-        return backward_ms[action.stage] if backward_ms is not None else 2.0
-
-    def offer(lane: int) -> None:
-        """Queue the next action of a lane if everything it needs is there."""
-        if place[lane] == len(schedule.rows[lane]):
-            return
-        before = needs[schedule.rows[lane][place[lane]]]
-        if all(one in finished for one in before):
-            start = max([clock[lane], *(finished[one] for one in before)])
-            heapq.heappush(ready, (start, lane, place[lane]))
-
-    def finish(action: Action, when: float) -> None:
-        """Emit an action and everything that follows from it without computing."""
-        finished[action] = when
-        worker = layout.home(action.stage)
-        issued[worker].append(action)
-        for after in done_by.get(action, ()):
-            if after.kind in COMPUTE:
-                lane = layout.lane_of[after.stage]
-                if place[lane] < len(schedule.rows[lane]) and schedule.rows[lane][place[lane]] == after:
-                    offer(lane)
-            elif after not in finished and all(one in finished for one in needs[after]):
-                finish(after, when)
-
-    for lane in range(len(schedule.rows)):
-        offer(lane)
-    while ready:
-        start, lane, number = heapq.heappop(ready)
-        if number != place[lane]:
-            continue  # offered twice
-        action = schedule.rows[lane][number]
-        place[lane] += 1
-        clock[lane] = start + took(action)
-        finish(action, clock[lane])
-        offer(lane)
-    stuck = [row[place[lane]] for lane, row in enumerate(schedule.rows) if place[lane] < len(row)]
-    if stuck:
-        first = stuck[0]
-        missing = next(one for one in needs[first] if one not in finished)
+    run = LaneRun(schedule, layout, needs, forward_ms, backward_ms)
+    if run.stuck:
         raise ScheduleError(
-            f"schedule {schedule.name!r} deadlocks: {', '.join(str(one) for one in stuck)} wait for ever",
-            f"{first} needs {missing}, which never comes before it.",
+            f"schedule {schedule.name!r} deadlocks: {', '.join(map(str, run.stuck))} wait for ever",
+            run.why_stuck()[1],
             "Look at it with `hybridpar.schedule.check`, which marks the place.",
         )
-    return Program(schedule, layout, tuple(tuple(sorted(row, key=_turn)) for row in issued), needs)
+    return Program(schedule, layout, tuple(tuple(sorted(row, key=_turn)) for row in run.issued), needs)
 
 
 def _turn(action: Action) -> tuple[int, int]:
@@ -251,82 +198,104 @@ def _turn(action: Action) -> tuple[int, int]:
     return turn, -action.stage if turn else 0
 
 
-class QueueRun:
-    """Runs queues in unit time until none can go on: a backward pass takes 2 slots, a forward pass 1."""
+class LaneRun:
+    """Runs the lanes of a schedule, which may be wrong, until none can go on. What is no pass takes no time."""
 
-    def __init__(self, queues: Mapping[str, Sequence[Action]], needs: Mapping[Action, Sequence[Action]]) -> None:
-        self._queues, self._needs = queues, needs
-        self._standing: dict[Action, list[str]] = {}
-        for key, queue in queues.items():
-            for action in queue:
-                self._standing.setdefault(action, []).append(key)
-        self.starts: dict[str, list[int]] = {key: [] for key in queues}
-        self.ends: dict[Action, int] = {}
-        self._clock = dict.fromkeys(queues, 0)
-        going = True
-        while going:
-            going = False
-            for key in queues:
-                while self._advance(key):
-                    going = True
-
-    @property
-    def slots(self) -> int:
-        """When the last action ended."""
-        return max(self.ends.values(), default=0)
+    def __init__(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        needs: Mapping[Action, Sequence[Action]],
+        forward_ms: Sequence[float] | None = None,
+        backward_ms: Sequence[float] | None = None,
+    ) -> None:
+        self._rows, self._layout, self._needs = schedule.rows, layout, needs
+        self._times = {Kind.FORWARD: forward_ms, Kind.BACKWARD: backward_ms}
+        self._users: dict[Action, list[Action]] = {}
+        for action, before in needs.items():
+            for need in before:
+                self._users.setdefault(need, []).append(action)
+        self._finished: dict[Action, float] = {}
+        self._clock = [0.0] * len(self._rows)
+        #: Passes that could begin: when, the lane, and the number in its row.
+        self._ready: list[tuple[float, int, int]] = []
+        #: For every worker what it has done, in order.
+        self.issued: list[list[Action]] = [[] for _ in range(layout.workers)]
+        #: For every lane when its passes began, as far as it came.
+        self.starts: list[list[float]] = [[] for _ in self._rows]
+        self._run()
+        #: When the last pass ended.
+        self.length = max(self._clock)
 
     @property
     def stuck(self) -> list[Action]:
-        """For every queue that did not come to its end the action at which it stopped."""
-        return [action for key in self._queues if (action := self._head(key)) is not None]
+        """For every lane that did not come to its end the pass at which it stopped."""
+        return [head for lane in range(len(self._rows)) if (head := self._head(lane)) is not None]
 
     def why_stuck(self) -> tuple[Action, str]:
-        """The circle of actions that wait for each other, or the row that ends at something that never comes."""
+        """The circle of passes that wait for each other, or the pass that waits for something that never comes."""
         action = self.stuck[0]
         seen: list[Action] = []
         reasons: list[str] = []
         while action not in seen:
             seen.append(action)
-            reason, following = self._reason(action)
-            reasons.append(reason)
-            if following is None:
-                return action, reason
-            action = following
+            lane = self._layout.lane_of[action.stage]
+            before = self._head(lane)
+            if before is not None and before != action:
+                reasons.append(f"{action} comes after {before} on lane {lane}.")
+            else:
+                before = self._missing(action)
+                if not any(before in row for row in self._rows):
+                    return action, f"{action} needs {before}, which nobody does."
+                reasons.append(f"{action} needs {before}.")
+            action = before
         first = seen.index(action)  # what leads into the circle is not its cause
         return action, " ".join(reasons[first:])
 
-    def _head(self, key: str) -> Action | None:
-        place = len(self.starts[key])
-        return self._queues[key][place] if place < len(self._queues[key]) else None
+    def _missing(self, action: Action) -> Action:
+        """The pass that an action waits for, directly or behind a transfer."""
+        need = next(need for need in self._needs[action] if need not in self._finished)
+        return need if need.kind in COMPUTE else self._missing(need)
 
-    def _advance(self, key: str) -> bool:
-        action = self._head(key)
-        if action is None or any(need not in self.ends for need in self._needs.get(action, ())):
-            return False
-        keys = set(self._standing[action])
-        if any(self._head(other) != action for other in keys):
-            return False
-        start = max([self._clock[one] for one in keys] + [self.ends[need] for need in self._needs.get(action, ())])
-        self.ends[action] = start + slots_of(action)
-        for one in keys:
-            self.starts[one].append(start)
-            self._clock[one] = self.ends[action]
-        return True
+    def _run(self) -> None:
+        for lane in range(len(self._rows)):
+            self._offer(lane)
+        while self._ready:
+            start, lane, number = heapq.heappop(self._ready)
+            if number != len(self.starts[lane]):
+                continue  # offered twice
+            action = self._rows[lane][number]
+            times = self._times[action.kind]
+            self._clock[lane] = start + (slots_of(action) if times is None else times[action.stage])
+            self.starts[lane].append(start)
+            self._finish(action, self._clock[lane])
+            self._offer(lane)
 
-    def _reason(self, action: Action) -> tuple[str, Action | None]:
-        """What an action waits for first, in words, and the action that this comes down to."""
-        for key in self._standing[action]:
-            head = self._head(key)
-            if head is not None and head != action:
-                return f"{action} comes after {head} on {key}.", head
-        need = next(need for need in self._needs[action] if need not in self.ends)
-        if need not in self._standing:
-            return f"{action} needs {need}, which nobody does.", None
-        return f"{action} needs {need}.", need
+    def _head(self, lane: int) -> Action | None:
+        """The next pass of a lane."""
+        number, row = len(self.starts[lane]), self._rows[lane]
+        return row[number] if number < len(row) else None
+
+    def _offer(self, lane: int) -> None:
+        """Queue the next pass of a lane if everything it needs is there."""
+        head = self._head(lane)
+        if head is not None and all(need in self._finished for need in self._needs[head]):
+            start = max([self._clock[lane], *(self._finished[need] for need in self._needs[head])])
+            heapq.heappush(self._ready, (start, lane, len(self.starts[lane])))
+
+    def _finish(self, action: Action, when: float) -> None:
+        """Note an action, and do everything that follows from it without computing."""
+        self._finished[action] = when
+        self.issued[self._layout.home(action.stage)].append(action)
+        for user in self._users.get(action, ()):
+            if user.kind in COMPUTE:
+                lane = self._layout.lane_of[user.stage]
+                if self._head(lane) == user:
+                    self._offer(lane)
+            elif user not in self._finished and all(need in self._finished for need in self._needs[user]):
+                self._finish(user, when)
 
 
 def slots_of(action: Action) -> int:
-    """How long an action takes in unit time."""
-    if action.kind is Kind.BACKWARD:
-        return 2
-    return 1 if action.kind in COMPUTE else 0
+    """How long a pass takes in unit time."""
+    return 2 if action.kind is Kind.BACKWARD else 1

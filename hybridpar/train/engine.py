@@ -177,7 +177,7 @@ class Engine:
     def _sync_options(self) -> SyncOptions:
         return sync_options(self._config, self.plan.sync, self.model)
 
-    def _make_graph(self) -> StepGraph[StepState]:
+    def _make_graph(self) -> StepGraph:
         from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 
         check_capturable(

@@ -453,8 +453,9 @@ class _CheckedEvent(CpuEvent):
     def done(self) -> bool:
         return super().done() and self._note_wait()
 
-    def _block(self, timeout: float | None) -> bool:
-        return super()._block(timeout) and self._note_wait()
+    def _block(self) -> None:
+        super()._block()
+        self._note_wait()
 
     def _note_wait(self) -> bool:
         """Tell the checker that the host has waited."""

@@ -114,11 +114,8 @@ class TestStreams:
             b.submit(lambda: streams.append(cuda.current))
             assert streams[0].waits == [event.cuda_event]  # type: ignore[attr-defined]
             assert not event.done()
-            with pytest.raises(LaneError, match="lane 'a' did not reach the event"):
-                event.synchronize(timeout=0)
             event.synchronize()
             assert event.done()
-            event.synchronize(timeout=0)
 
     def test_the_rules_are_those_of_the_cpu(self, cuda: StandInCuda) -> None:
         with Lanes("cuda") as lanes:

@@ -69,7 +69,7 @@ class TestOrder:
             before = b.record()
             b.wait(event)
             b.submit(lambda: ran.append("b after"))
-            before.synchronize(PATIENCE)
+            before.synchronize()
             assert ran == ["b before"]
             assert not event.done()
             gate.set()
@@ -173,20 +173,9 @@ class TestEvents:
                 lane.wait(event)
                 lane.submit(lambda name=name: ran.append(name))
             gate.set()
-            event.synchronize(PATIENCE)
-            event.synchronize(PATIENCE)
-        assert sorted(ran) == ["a", "b", "c"]
-
-    def test_the_host_can_stop_waiting(self) -> None:
-        gate = threading.Event()
-        with Lanes("cpu") as lanes:
-            lane = lanes.open("slow")
-            lane.submit(lambda: gate.wait(PATIENCE))
-            event = lane.record()
-            with pytest.raises(LaneError, match="lane 'slow' did not reach the event within"):
-                event.synchronize(0.01)
-            gate.set()
             event.synchronize()
+            event.synchronize()
+        assert sorted(ran) == ["a", "b", "c"]
 
 
 class TestFailure:

@@ -81,7 +81,7 @@ class TestEvents:
                 lane.submit(nothing, marks=[event])
             with pytest.raises(LaneError, match="recorded before, on lane 'a'"):
                 lanes.caller.record(event)
-            event.synchronize(PATIENCE)
+            event.synchronize()
 
     @pytest.mark.parametrize("marked", [False, True])
     def test_failing_work_fails_what_it_has_not_passed(self, marked: bool) -> None:
@@ -104,7 +104,7 @@ class TestEvents:
                 with pytest.raises(ValueError, match="the original"):
                     b.synchronize()
             with pytest.raises(ValueError, match="the original"):
-                second.synchronize(PATIENCE)
+                second.synchronize()
             assert ran == ["b"] * marked
 
     def test_the_caller_passes_them_too(self) -> None:

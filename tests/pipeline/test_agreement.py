@@ -89,7 +89,9 @@ def test_batchnorm_sums_follow_the_head():
 
 
 def test_a_backward_report_is_the_norm_and_who_used_what():
-    message = backward_report(torch.tensor(3.0, dtype=torch.float64), [True, False, True])
+    message = backward_report(
+        torch.tensor(3.0, dtype=torch.float64), [True, False, True], Constants(torch.device("cpu"))
+    )
     assert message.tolist() == [3.0, 1.0, 0.0, 1.0]
 
 

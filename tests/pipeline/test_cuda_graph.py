@@ -73,7 +73,7 @@ class Run:
         self.trainer.close()
 
     @property
-    def graph(self) -> StepGraph[Any]:
+    def graph(self) -> StepGraph:
         graph = self.trainer.engine.graph
         assert graph is not None
         return graph
@@ -307,7 +307,7 @@ class TestFailure:
 
     def test_unknown_shares_of_other_workers(self, cuda: StandInCuda, caplog: pytest.LogCaptureFixture) -> None:
         engine: Any = SimpleNamespace()
-        graph: StepGraph[Any] = StepGraph(engine, StreamLanes(), [], [])
+        graph: StepGraph = StepGraph(engine, StreamLanes(), [], [])
         for _ in range(2):
             assert graph.step(StepRequest(batches([2]), 2), None) is None
         assert "global_samples" in caplog.text

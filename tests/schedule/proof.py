@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
 from hybridpar.schedule.check import Proof, check, failure
 from hybridpar.schedule.layout import Layout
-from hybridpar.schedule.program import Program, QueueRun, dependencies, lower
+from hybridpar.schedule.program import Program, dependencies, lower
 
 _LOWER = "Make the program with `hybridpar.schedule.program.lower`."
 
@@ -106,3 +107,73 @@ def _queue_name(program: Program, action: Action) -> str:
     if kind == "receive":
         return f"worker {worker}'s way from worker {other}"
     return f"lane {other}" if kind == "compute" else f"worker {worker}'s {kind} lane {other}"
+
+
+class QueueRun:
+    """Runs queues until none can go on.
+
+    Queues run in order, and an action waits for what it needs and, if it stands in several queues, until it is the next
+    in all of them.
+    """
+
+    def __init__(self, queues: Mapping[str, Sequence[Action]], needs: Mapping[Action, Sequence[Action]]) -> None:
+        self._queues, self._needs = queues, needs
+        self._standing: dict[Action, list[str]] = {}
+        for key, queue in queues.items():
+            for action in queue:
+                self._standing.setdefault(action, []).append(key)
+        self._passed = dict.fromkeys(queues, 0)
+        self._done: set[Action] = set()
+        going = True
+        while going:
+            going = False
+            for key in queues:
+                while self._advance(key):
+                    going = True
+
+    @property
+    def stuck(self) -> list[Action]:
+        """For every queue that did not come to its end the action at which it stopped."""
+        return [action for key in self._queues if (action := self._head(key)) is not None]
+
+    def why_stuck(self) -> tuple[Action, str]:
+        """The circle of actions that wait for each other, or the row that ends at something that never comes."""
+        action = self.stuck[0]
+        seen: list[Action] = []
+        reasons: list[str] = []
+        while action not in seen:
+            seen.append(action)
+            reason, following = self._reason(action)
+            reasons.append(reason)
+            if following is None:
+                return action, reason
+            action = following
+        first = seen.index(action)  # what leads into the circle is not its cause
+        return action, " ".join(reasons[first:])
+
+    def _head(self, key: str) -> Action | None:
+        passed = self._passed[key]
+        return self._queues[key][passed] if passed < len(self._queues[key]) else None
+
+    def _advance(self, key: str) -> bool:
+        action = self._head(key)
+        if action is None or any(need not in self._done for need in self._needs.get(action, ())):
+            return False
+        keys = set(self._standing[action])
+        if any(self._head(other) != action for other in keys):
+            return False
+        self._done.add(action)
+        for key in keys:
+            self._passed[key] += 1
+        return True
+
+    def _reason(self, action: Action) -> tuple[str, Action | None]:
+        """What an action waits for first, in words, and the action that this comes down to."""
+        for key in self._standing[action]:
+            head = self._head(key)
+            if head is not None and head != action:
+                return f"{action} comes after {head} on {key}.", head
+        need = next(need for need in self._needs[action] if need not in self._done)
+        if need not in self._standing:
+            return f"{action} needs {need}, which nobody does.", None
+        return f"{action} needs {need}.", need

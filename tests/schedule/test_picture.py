@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridpar.schedule.actions import parse_action, read_schedule
 from hybridpar.schedule.layout import Layout
-from hybridpar.schedule.picture import draw_schedule, run_lanes
+from hybridpar.schedule.picture import draw_schedule
 from hybridpar.schedule.schedules import ScheduleRequest, make
 
 
@@ -52,13 +52,3 @@ def test_lanes_that_wait_for_ever_have_question_marks():
     layout = Layout.dealt(2, 2)
     picture = draw_schedule(read_schedule("0F0,0B0\n1B0,1F0\n"), layout)
     assert picture.splitlines()[1:] == ["lane 0  F0  B0?", "lane 1  B0? F0?"]
-
-
-def test_why_a_run_stops():
-    layout = Layout.dealt(2, 2)
-    stopped = run_lanes(read_schedule("0F0,0B0\n1F0,1F1\n"), layout)
-    assert [str(action) for action in stopped.stuck] == ["0B0", "1F1"]
-    action, reason = stopped.why_stuck()
-    assert (str(action), reason) == ("0B0", "0B0 needs 1B0, which nobody does.")
-    whole = run_lanes(make("1f1b", ScheduleRequest(layout, 2)), layout)
-    assert (whole.stuck, whole.slots, whole.ends[parse_action("1B0")]) == ([], 9, 4)

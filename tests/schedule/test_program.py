@@ -144,6 +144,8 @@ def test_one_thread_per_worker_with_blocking_transfers_comes_to_the_end():
 def test_a_circle_is_refused():
     with pytest.raises(ScheduleError, match="deadlocks: 0B0, 1F1 wait for ever"):
         lower(read_schedule("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"), Layout.dealt(2, 2))
+    with pytest.raises(ScheduleError, match="0B0 needs 1B0, which nobody does"):
+        lower(read_schedule("0F0,0B0\n1F0,1F1\n"), Layout.dealt(2, 2))
 
 
 @pytest.mark.parametrize(
