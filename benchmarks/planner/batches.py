@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +75,11 @@ def _capped(cap: int) -> Iterator[Path]:
         (group / "memory.limit_in_bytes").write_text(str(cap))
         yield group / "cgroup.procs"
     finally:
+        while left := (group / "cgroup.procs").read_text().split():  # processes that are about to end
+            for process in left:
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
+            time.sleep(0.1)
         group.rmdir()
 
 

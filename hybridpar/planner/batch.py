@@ -32,6 +32,9 @@ FIRST, LEAST = 8, 2
 GAIN = 0.05
 #: Steps of an epoch with the largest batch that is tried.
 LEAST_STEPS = 8
+#: What a process on a CPU grows by when its first trainer opens, as modules are imported and threads begin, and its part
+#: of the process that started it.
+_OPENING_BYTES = 64 << 20
 #: Steps of each batch that are timed, and seconds after which there is no other.
 STEPS, SECONDS = 5, 1.5
 
@@ -120,6 +123,7 @@ def measure_batch(
                 "Name a number, such as --batch-size 64.",
             ) from error
         held: int = max(world.gather(held_bytes(world.device)))  # type: ignore[type-var, assignment]
+        held += _OPENING_BYTES if world.device.type == "cpu" else 0
         need = memory_of(asked.inputs(profile, describe_hosts(world)), parts, held)
 
         def rate(batch: int) -> float:
