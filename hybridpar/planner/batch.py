@@ -32,9 +32,8 @@ FIRST, LEAST = 8, 2
 GAIN = 0.05
 #: Steps of an epoch with the largest batch that is tried.
 LEAST_STEPS = 8
-#: What a process on a CPU grows by when its first trainer opens, as modules are imported and threads begin, and its part
-#: of the process that started it.
-_OPENING_BYTES = 64 << 20
+#: What a process on a CPU grows by when its first trainer opens, as modules are imported and threads begin.
+_OPENING_BYTES = 48 << 20
 #: Steps of each batch that are timed, and seconds after which there is no other.
 STEPS, SECONDS = 5, 1.5
 

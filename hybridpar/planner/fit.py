@@ -14,6 +14,7 @@ from torch import nn
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
+from hybridpar.machine.launch import launched_here
 from hybridpar.models import autocast
 from hybridpar.models.state import twin_of, without_values
 from hybridpar.planner.evaluate import Evaluator
@@ -63,12 +64,20 @@ def memory_of(inputs: PlannerInputs, micro_batches: int = 1, held: int = 0) -> C
 
 
 def held_bytes(device: torch.device) -> int:
-    """What the device's memory holds already; on a CPU of this process, without the pages of files."""
+    """What the device's memory holds already.
+
+    On a CPU it is what this process has, without the pages of files, and its part of what its launcher has.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
+    launcher = _process_bytes(os.getppid()) // int(os.environ["LOCAL_WORLD_SIZE"]) if launched_here() else 0
+    return _process_bytes(os.getpid()) + launcher
+
+
+def _process_bytes(process: int) -> int:
     try:
-        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
     except OSError:  # a system that does not tell
         return 0
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -171,7 +171,7 @@ AUTO = {"batch_size": "auto", "data": "synthetic", "plan": "none"}
 def test_a_run_chooses_says_and_records_its_batch_and_a_resumed_one_keeps_it(tmp_path, capsys):
     with (
         mock.patch.object(batch_module, "describe_hosts", return_value=capped(8)),
-        mock.patch.object(batch_module, "held_bytes", return_value=0),
+        mock.patch.object(batch_module, "held_bytes", return_value=-batch_module._OPENING_BYTES),
     ):
         assert train(tmp_path / "auto", steps=3, **AUTO) == 0
     assert "batch    8 samples per step (auto: 16 needs 0.0" in capsys.readouterr().out
