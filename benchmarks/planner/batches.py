@@ -23,7 +23,7 @@ from benchmarks.rig.records import append_dicts
 
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 _MODELS = ("resnet18", "resnet34", "mobilenet_v2", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5", "vgg11_bn")
-_STEPS = 6
+_STEPS = 3
 _TIMEOUT = 300.0
 
 
@@ -40,7 +40,7 @@ class Job:
     def run(self, batch: str) -> tuple[int, dict[str, object]]:
         """Exit code of the command, and the run's summary."""
         with tempfile.TemporaryDirectory() as folder, _capped(self.cap) as procs:
-            options = {"data": "synthetic:samples=2048", "image-size": self.side, "batch-size": batch, "lr": 0.001}
+            options = {"data": "synthetic:samples=1024", "image-size": self.side, "batch-size": batch, "lr": 0.001}
             options |= {"workers": self.workers, "optimizer": self.optimizer, "steps": _STEPS}
             words = [f"--{name}={value}" for name, value in options.items()]
             done = subprocess.run(
@@ -103,7 +103,7 @@ def _of_the_best(job: Job, batch: int) -> float:
     """Samples per second of the batch over those of the best batch, all by the median of a run's steps."""
     rates = {}
     for size in (batch // 4, batch // 2, batch, 2 * batch, 4 * batch):
-        code, summary = job.run(str(size)) if 2 * job.workers <= size <= 256 else (2, {})
+        code, summary = job.run(str(size)) if 2 * job.workers <= size <= 128 else (2, {})
         if code == 0:
             rates[size] = size / float(str(summary["step_ms_median"]))
     return round(rates[batch] / max(rates.values()), 3)

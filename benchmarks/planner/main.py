@@ -18,7 +18,7 @@ from benchmarks.rig.network import LOOPBACK, Network, missing
 from hybridpar.errors import UsageError, nearest
 
 RESULTS = Path(__file__).parent / "results"
-_TABLES = ("closing", "predicted", "target")
+_TABLES = ("closing", "predicted", "target", "ways")
 _MODELS = ("resnet18", "mobilenet_v2", "vgg11_cifar")
 #: As benchmarks/outer trains them.
 _ON_DIGITS = ("resnet18-digits", "resnet34-digits", "timm/resnet10t-digits")
@@ -28,9 +28,9 @@ _ON_DIGITS = ("resnet18-digits", "resnet34-digits", "timm/resnet10t-digits")
 class Options:
     """Hold the planner's promises against clocks."""
 
-    table: Literal["predicted", "closing", "target", "all"] = "all"
+    table: Literal["predicted", "closing", "target", "ways", "all"] = "all"
     """Predicted against measured steps, and from the same steps the chosen plan against the others; what closing
-    tables of the command say; time to 97 % on digits against DDP."""
+    tables of the command say; time to 97 % on digits against DDP; the chosen way to compute a step over the best."""
     links: tuple[str, ...] = (LOOPBACK, "1gbit", "100mbit")
     """Links between the workers."""
     models: tuple[str, ...] = _MODELS
@@ -64,6 +64,10 @@ def main(options: Options) -> int:
 
         for link in _possible(options.links, 2):
             closing.measure(link, options.runs, options.quick, _file(options, "closing"))
+    if "ways" in wanted:
+        from benchmarks.planner import ways
+
+        ways.measure_all(options.quick, _file(options, "ways"))
     if "predicted" in wanted:
         tables = {name: _file(options, name) for name in ("predicted", "regret")}
         _on_links(options, "predicted", 2, **_plans(options), tables=tables)

@@ -25,8 +25,9 @@ from hybridpar.planner.space import Candidate
 from hybridpar.schedule.layout import Layout
 from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES
 
-#: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
-PROCESS_BYTES = 20 << 20
+#: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile, and
+#: holes in a heap that planning has used.
+PROCESS_BYTES = 32 << 20
 #: How many of its largest tensor a pass needs beside what it keeps: the gradients with respect to input and output.
 #: On a CPU both again, in the layout in which a library computes, or as holes that the allocator is left with.
 _WORKING_TENSORS = {"cuda": 2, "cpu": 4}
