@@ -308,7 +308,6 @@ class Executor:
     def _make_program(self, count: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
         options = self._options
         layout = options.layout.replica(self._replica, edges)
-        forward, backward = options.forward_ms, options.backward_ms
 
         def program(order: Schedule) -> Program:
             return lower(
@@ -317,15 +316,14 @@ class Executor:
                 [buckets.get(index, 0) for index in range(layout.stages)],
                 self._offload,
                 commit=any(stage.measured for stage in self.stages.values()),
-                forward_ms=forward,
-                backward_ms=backward,
+                costs=options.costs,
             )
 
         order = options.order(self._replica, count)
         try:
             return program(order)
         except ScheduleError:  # gradients flow that its plan did not know of, as of parameters that were frozen
-            return program(make(order.name, ScheduleRequest(layout, count, forward_ms=forward, backward_ms=backward)))
+            return program(make(order.name, ScheduleRequest(layout, count, options.costs)))
 
     def _part(self, program: Program, *, idle: bool = False) -> _Part:
         """This worker's part of a program."""

@@ -24,6 +24,7 @@ from hybridpar.comm.world import World
 from hybridpar.lanes import Event
 from hybridpar.pipeline.borders import BorderFacts
 from hybridpar.schedule.actions import Action, Schedule
+from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.schedule.spans import Span
@@ -371,8 +372,7 @@ class PipelineOptions:
         compile: Compile every stage with torch.compile.
         threads: Intra-op threads of every lane on a CPU.
         seed: Of the random operations inside the model.
-        forward_ms: For every stage the time of a forward pass, as measured; what is ready first is issued first.
-        backward_ms: The same for the backward pass, with what is computed again.
+        costs: What passes take, where that is known.
         sync: How gradients are exchanged between replicas.
         sync_lanes: Lanes on which that is done.
         capture: Steps are to be captured, so the host must not decide on them.
@@ -388,8 +388,7 @@ class PipelineOptions:
     compile: bool = False
     threads: int = 1
     seed: int = 0
-    forward_ms: tuple[float, ...] | None = None
-    backward_ms: tuple[float, ...] | None = None
+    costs: Costs | None = None
     sync: SyncOptions = field(default_factory=SyncOptions)
     sync_lanes: int = 2
     capture: bool = False
