@@ -367,12 +367,10 @@ class Engine:
             self.model.eval()
             self.pipeline.use_graphs(training=False)
             try:
-                if self.own_only:
-                    yield self.pipeline.evaluate_own
-                elif not self.plan.is_staged:
-                    yield self.pipeline.forwards[0]
+                if self.own_only or self.pipeline.options.devices:
+                    yield self.pipeline.evaluate
                 else:
-                    yield self.pipeline.evaluate if self.pipeline.options.devices else self.model
+                    yield self.model if self.plan.is_staged else self.pipeline.forwards[0]
             finally:
                 self.pipeline.use_graphs(training=True)
         for stage in self.pipeline.stages.values():
