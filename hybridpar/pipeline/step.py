@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +83,6 @@ class SpanRecorder:
         self.enabled = not self._cuda if enabled is None else enabled
         self._notes: list[tuple[Queue, Action, Any, Any]] = []
         self._ready: dict[Action, Any] = {}
-        self._collected: StepSpans | None = None
 
     def run(self, queue: Queue, action: Action, note: AbstractContextManager[None], work: Callable[[], object]) -> None:
         """Do the work of an action within its note, and record its start and its end."""
@@ -101,12 +100,7 @@ class SpanRecorder:
             self._ready[action] = self._now()
 
     def collect(self) -> StepSpans:
-        """All that was noted; to be called when the step is over."""
-        if self._collected is None:
-            self._collected = self._gather()
-        return self._collected
-
-    def _gather(self) -> StepSpans:
+        """All that was noted; to be called once, when the step is over."""
         notes, self._notes = self._notes, []
         ready, self._ready = self._ready, {}
         if not notes:
@@ -400,7 +394,7 @@ class PipelineOptions:
         made = self.orders[0 if self.layout.is_equal else replica]
         rows = (
             tuple(
-                replace(action, index=first + action.index)
+                action._replace(index=first + action.index)
                 for first in range(0, micro_batches, made.micro_batches)
                 for action in row
                 if action.index is not None and first + action.index < micro_batches

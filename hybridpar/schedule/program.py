@@ -291,8 +291,3 @@ class LaneRun:
                     self._offer(lane)
             elif user not in self._finished and all(need in self._finished for need in self._needs[user]):
                 self._finish(user, when)
-
-
-def slots_of(action: Action) -> int:
-    """How long a pass takes in unit time."""
-    return 2 if action.kind is Kind.BACKWARD else 1
