@@ -32,6 +32,7 @@ from pydantic import (
 from hybridpar.errors import PlanError, ScheduleError, cannot_write, shortened
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.schedule.actions import Schedule, read_schedule
+from hybridpar.schedule.costs import Costs, Link, unit_ms
 from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make_all, order_of_replica
 
@@ -292,16 +293,13 @@ class Plan(_Section):
         rows = self._read_rows() if pipeline.rows else ()
         if rows and all(schedule.micro_batches == count for schedule in rows):
             return rows
-        forward, backward = self.pass_ms() or (None, None)
         saved = tuple(stage.saved_bytes for stage in self.partition.stages if stage.saved_bytes is not None)
-        request = ScheduleRequest(
-            self.layout,
-            count,
-            forward_ms=forward,
-            backward_ms=backward,
+        costs = Costs(
+            *(self.pass_ms() or unit_ms(self.layout.stages)),
             saved_bytes=saved if len(saved) == self.layout.stages else None,
-            bytes_per_second=pipeline.link_bytes_per_second,
+            link=Link(bytes_per_second=pipeline.link_bytes_per_second),
         )
+        request = ScheduleRequest(self.layout, count, costs)
         return make_all(pipeline.schedule, request, self.partition.edges or None)
 
     def _read_rows(self) -> tuple[Schedule, ...]:

@@ -18,7 +18,7 @@ from hybridpar.partition.planning import stages_from_plan
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome, StepRequest
 from hybridpar.plan import Plan
-from hybridpar.schedule.costs import Link
+from hybridpar.schedule.costs import Costs, Link
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.sync.options import SyncOptions
@@ -61,20 +61,12 @@ class Ours:
             tuple(stage.backward_ms or 0.0 for stage in sections),
         )
         layout = Layout.repeated(plan.layout.rows[0], replicas)
-        request = ScheduleRequest(
-            layout,
-            setting.micro_batches,
-            forward_ms=forward,
-            backward_ms=backward,
-            latency_ms=link.latency_ms if link else 0.0,
-            bytes_per_second=link.bytes_per_second if link else None,
-        )
+        request = ScheduleRequest(layout, setting.micro_batches, Costs(forward, backward, link=link or Link()))
         options = PipelineOptions(
             layout,
             make_all(schedule, request),
             threads=threads,
-            forward_ms=forward,
-            backward_ms=backward,
+            costs=Costs(forward, backward),
             sync=sync or SyncOptions(),
             sync_lanes=lanes_of_sync,
         )

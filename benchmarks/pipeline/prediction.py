@@ -181,13 +181,12 @@ def make_costs(program: Program, times: dict[tuple[int, str], float], channel: C
     """Costs for the simulator from what was measured."""
 
     def of(kind: Kind) -> tuple[float, ...]:
-        return tuple(times[stage, kind.value] for stage in range(program.layout.stages))
+        return tuple(times[stage, kind.value] + channel.submit_ms for stage in range(program.layout.stages))
 
     return Costs(
         forward_ms=of(Kind.FORWARD),
         backward_ms=of(Kind.BACKWARD),
         step_ms=of(Kind.STEP),
-        overhead_ms=channel.submit_ms,
         link=channel.link,
         control_ms=channel.control_ms,
     )

@@ -104,14 +104,6 @@ class Event(ABC):
     failure: Failure | None = None
     is_over = False
 
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether the lane has passed the event. Does not block.
-
-        Raises:
-            LaneError: The event was never recorded.
-        """
-
     def synchronize(self) -> None:
         """Let the host wait for the event. For boundaries only: in steady state lanes wait, never the host.
 

@@ -27,10 +27,6 @@ class CpuEvent(Event):
         self._latch = threading.Lock()
         self._latch.acquire()
 
-    def done(self) -> bool:
-        self.recorded_on()
-        return self.passed
-
     def run(self, stop: Stop) -> None:
         """The lane passes the event: wake everyone who waits, with the failure of the work before."""
         self.failure = stop.failure

@@ -39,10 +39,6 @@ class CudaEvent(Event):
         self.family = family
         self.cuda_event: torch.cuda.Event = cuda.Event()
 
-    def done(self) -> bool:
-        self.recorded_on()
-        return _passed(self.cuda_event)
-
     def _block(self) -> None:
         self.cuda_event.synchronize()
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
+from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.step import StepRequest, StepState
 
 _log = logging.getLogger(__name__)
@@ -43,22 +44,6 @@ cuda: Any = torch.cuda
 WARM_UPS, WARM_UPS_WITH_PEERS = 3, 11
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
-
-
-class Captured(Protocol):
-    """What a `StepGraph` needs of an engine."""
-
-    def issue(self, micro_batches: MicroBatches, global_samples: float, flags: Tensor) -> StepState:
-        """Issue everything that a step does on the device, reading nothing of it."""
-
-    def set_rates(self, factor: float) -> None:
-        """Set the learning rates, on the device and in the order of the current stream."""
-
-    def synchronize(self) -> None:
-        """Let the host wait until everything that was issued is done."""
-
-    def give_up(self) -> None:
-        """Forget what a step that was given up has left."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +61,23 @@ class _Shape:
 
 
 class StepGraph:
-    """Runs a training step as one CUDA graph."""
+    """Runs a training step as one CUDA graph.
+
+    `set_rates` sets the learning rates to multiples of their peaks, on the device and in the order of the current
+    stream.
+    """
 
     def __init__(
         self,
-        engine: Captured,
+        executor: Executor,
+        set_rates: Callable[[float], None],
         lanes: Lanes,
         optimizers: Sequence[torch.optim.Optimizer],
         modules: Sequence[nn.Module],
         warm_ups: int = WARM_UPS,
     ) -> None:
-        self._engine = engine
+        self._executor = executor
+        self._set_rates = set_rates
         self._lanes = lanes
         self._optimizers = optimizers
         self._modules = list(dict.fromkeys(one for module in modules for one in module.modules()))
@@ -154,7 +145,7 @@ class StepGraph:
         for static, given in zip(self._static, micro_batches, strict=True):
             for target, source in zip(static, given, strict=True):
                 target.copy_(source, non_blocking=True)
-        self._engine.set_rates(rate_factor)
+        self._set_rates(rate_factor)
         if requested != self._requested:
             for index, flag in enumerate(requested):
                 self._flags[index].fill_(float(flag))
@@ -173,7 +164,8 @@ class StepGraph:
         start = self._lanes.caller.record()
         for lane in self._lanes.others:
             lane.wait(start)
-        issued = self._engine.issue(self._static, self._shape.global_samples, self._flags)
+        request = StepRequest(self._static, self._shape.samples, flags=self._flags)
+        issued = self._executor.issue(request, self._shape.global_samples)
         self._join()
         return issued
 
@@ -216,7 +208,7 @@ class StepGraph:
 
     def _capture(self) -> bool:
         """Capture the step, which does not run it. False where that fails: the step can then be issued as usual."""
-        self._engine.synchronize()
+        self._executor.wait()
         cuda.synchronize(self._lanes.device)
         graph, collecting = cuda.CUDAGraph(), gc.isenabled()
         # Objects that own events or pinned memory must not be finalised by chance while streams are captured.
@@ -237,7 +229,7 @@ class StepGraph:
         except Exception as error:
             self._issued = None
             self._lanes.forgive()
-            self._engine.give_up()
+            self._executor.give_up()
             self._stop_trying(_text_of(error))
             return False
         finally:

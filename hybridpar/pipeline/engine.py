@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.replicate import broadcast_state, replicate
+from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
 from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import agree_on_policy
@@ -363,44 +364,44 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any) -> Any:
-        """The model's output, stage by stage, each on its device; `collect` and `use_graphs` come before."""
-        refresh(self._copies)
-        values = self.executor.name_inputs(inputs)
-        start = next(iter(values.values())).device
-        result: Any = None
-        for stage in self._all_stages:
-            module = module_of(stage)
-            home = device_of(module, start)
-            result = module(*(values[border.name].to(home) for border in stage.inputs))
-            values.update(zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ())
-        return tree_map_only(Tensor, lambda tensor: tensor.to(start), result)
+        """The model's output, stage by stage, each on its device; `collect` and `use_graphs` come before.
 
-    @torch.no_grad()
-    def evaluate_own(self, inputs: Any) -> Any:
-        """This worker's part of the model's evaluation of a batch, which goes through the stages of a replica."""
-        assert self.grid is not None
-        stages, layout = self._all_stages, self._layout
-        values, result = self.executor.name_inputs(inputs), None
-        parts = self.borders.evaluated(values)
-        for stage in stages:
-            home, result = layout.home(stage.index), None
-            if home == self.position:
-                result = module_of(stage)(*(values[border.name] for border in stage.inputs))
+        With `own_only` it is a collective of the workers of a replica: the last stage's returns the output, those of
+        others None.
+        """
+        refresh(self._copies)
+        layout, values, result = self._layout, self.executor.name_inputs(inputs), None
+        start = next(iter(values.values())).device
+        parts = {} if self.grid is None else self.borders.evaluated(values)
+        for stage in self._all_stages:
+            result = None
+            if layout.home(stage.index) == self.position:
+                module = module_of(stage)
+                device = device_of(module, start)
+                result = module(*(values[border.name].to(device) for border in stage.inputs))
                 made = zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ()
                 values.update(made)
-            wanted: dict[int, dict[str, None]] = {}
-            for target, names in consumers_of(stages, stage.index).items():
-                if layout.home(target) != home:
-                    wanted.setdefault(layout.home(target), {}).update(dict.fromkeys(names))
-            with self.world.named_errors("evaluating"):
-                for target, needed in sorted(wanted.items()):
-                    if home == self.position:
-                        message = [values[name] for name in needed]
-                        self.grid.senders[target].send(message, [parts[name] for name in needed])
-                    elif target == self.position:
-                        received = self.grid.receivers[home].receive([parts[name] for name in needed])
-                        values.update(zip(needed, received, strict=True))
-        return result
+            if self.grid is not None:
+                self._hand_on(stage, values, parts, self.grid)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(start), result)
+
+    def _hand_on(
+        self, stage: StageModule, values: dict[str, Tensor], parts: Mapping[str, MessagePart], grid: Grid
+    ) -> None:
+        """In evaluation: send what a stage has made to the workers that need it, or receive it."""
+        layout = self._layout
+        home = layout.home(stage.index)
+        wanted: dict[int, dict[str, None]] = {}
+        for target, names in consumers_of(self._all_stages, stage.index).items():
+            if layout.home(target) != home:
+                wanted.setdefault(layout.home(target), {}).update(dict.fromkeys(names))
+        with self.world.named_errors("evaluating"):
+            for target, needed in sorted(wanted.items()):
+                if home == self.position:
+                    grid.senders[target].send([values[name] for name in needed], [parts[name] for name in needed])
+                elif target == self.position:
+                    received = grid.receivers[home].receive([parts[name] for name in needed])
+                    values.update(zip(needed, received, strict=True))
 
     def _sum_groups(self) -> int:
         """Groups that every worker adds on over its replicas."""

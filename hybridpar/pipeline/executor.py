@@ -34,7 +34,7 @@ from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
 from hybridpar.pipeline.stage_module import refresh
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, Action, Kind, Schedule
+from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.layout import Edge
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
@@ -50,41 +50,36 @@ class _Item:
 
     Attributes:
         action: The action.
-        index: Its micro-batch or bucket, or which report it is.
         note: Names it in the flight record while it runs.
         queue: Where the program has it.
         lane: Where it runs. A sum of gradients has the lane of its stage here: the reducer issues it.
-        issue: Issues it, on the host.
         work: Does it, on its lane.
         prepare: What comes before that on the lane of its stage.
         needs: What must be done before it, of this worker and on other lanes.
         is_needed: Something waits for it.
-        frees: What has left the device by then: its memory is freed before a pass.
-        parks: What a forward pass saves moves to the host's memory.
+        is_last: It is the last backward pass of its stage, whose gradients are sent while it runs.
     """
 
     action: Action
-    index: int
     note: AbstractContextManager[None]
     queue: Queue
     lane: Lane
-    issue: _Step
-    work: _Step
-    prepare: _Step | None
+    work: _Work
+    prepare: _Work | None
     needs: tuple[Action, ...]
     is_needed: bool
-    frees: tuple[Action, ...]
-    parks: bool
+    is_last: bool
 
 
-_Step = Callable[[StepState, _Item], None]
+_Work = Callable[[StepState], None]
 
 
 class _Part(NamedTuple):
-    """This worker's part of a program: its actions in the order of issue, and of each stage the sums by bucket."""
+    """This worker's part of a program: its actions in the order of issue, of each stage the sums, and the decision."""
 
     items: list[_Item]
     sums: dict[int, dict[int, _Item]]
+    decision: Action
 
 
 class Executor:
@@ -172,7 +167,8 @@ class Executor:
         step = StepState(self.steps + 1, request, total, rate, inputs, facts, spans, waited_ms)
         self._begin(step, part)
         for item in part.items:
-            item.issue(step, item)
+            self._issue(step, item)
+        step.decided = step.events.get(part.decision)
         self._ends = [lane.record() for lane in self._last_lanes]
         # A send whose bytes have left may still be at work when the step that it belongs to is decided.
         step.ends = self._ends + [lane.record() for _, lane in self._senders.values()]
@@ -312,7 +308,6 @@ class Executor:
     def _make_program(self, count: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
         options = self._options
         layout = options.layout.replica(self._replica, edges)
-        forward, backward = options.forward_ms, options.backward_ms
 
         def program(order: Schedule) -> Program:
             return lower(
@@ -321,15 +316,14 @@ class Executor:
                 [buckets.get(index, 0) for index in range(layout.stages)],
                 self._offload,
                 commit=any(stage.measured for stage in self.stages.values()),
-                forward_ms=forward,
-                backward_ms=backward,
+                costs=options.costs,
             )
 
         order = options.order(self._replica, count)
         try:
             return program(order)
         except ScheduleError:  # gradients flow that its plan did not know of, as of parameters that were frozen
-            return program(make(order.name, ScheduleRequest(layout, count, forward_ms=forward, backward_ms=backward)))
+            return program(make(order.name, ScheduleRequest(layout, count, options.costs)))
 
     def _part(self, program: Program, *, idle: bool = False) -> _Part:
         """This worker's part of a program."""
@@ -339,7 +333,7 @@ class Executor:
             actions = tuple(action for action in actions if action in last or action.kind in _WITHOUT_SAMPLES)
         ways = {action: self._way_of(program, action, is_last=action in last) for action in actions}
         needs: dict[Action, tuple[Action, ...]] = {}
-        for action, (lane, _, _, prepare) in ways.items():
+        for action, (lane, _, prepare) in ways.items():
             behind = (lane,) if prepare is None else (lane, self.stages[action.stage].lane)
             needs[action] = tuple(
                 need
@@ -347,94 +341,92 @@ class Executor:
                 if need in ways and (need.kind is Kind.SYNC or ways[need][0] not in behind)
             )
         needed = {need for before in needs.values() for need in before}
+        decision = next(action for action in actions if action.kind is Kind.DECIDE)
+        if not (self._inline and ways[decision][0] is self._lanes.caller):
+            needed.add(decision)  # the host asks for it
         items = [
             _Item(
                 action,
-                action.index or 0,
                 # Control messages have notes of their own, with their number among those of the same workers.
                 nullcontext() if program.queue_of(action)[0] == "control" else noted(str(action)),
                 program.queue_of(action),
                 *ways[action],
                 needs[action],
                 action in needed,
-                tuple(need for need in needs[action] if need.kind is Kind.PARK and action.kind in COMPUTE),
-                Action(action.stage, Kind.PARK, action.index) in ways,
+                action in last,
             )
             for action in actions
         ]
         sums: dict[int, dict[int, _Item]] = {index: {} for index in self.stages}
         for item in items:
             if item.action.kind is Kind.SYNC:
-                sums[item.action.stage][item.index] = item
-        return _Part(items, sums)
+                sums[item.action.stage][item.action.index or 0] = item
+        return _Part(items, sums, decision)
 
-    def _way_of(self, program: Program, action: Action, *, is_last: bool) -> tuple[Lane, _Step, _Step, _Step | None]:
-        """The lane of an action, what issues it, what does it, and what prepares that on the lane of its stage."""
-        stage, control = self.stages[action.stage], self._agreement.lane
+    def _way_of(self, program: Program, action: Action, *, is_last: bool) -> tuple[Lane, _Work, _Work | None]:
+        """The lane of an action, what does it, and what prepares that on the lane of its stage."""
+        number, stage, agreement = action.stage, self.stages[action.stage], self._agreement
+        index = action.index or 0
         match action.kind:
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                return self._senders[program.queue_of(action)[2]][1], self._submit, self._send, None
+                other = program.queue_of(action)[2]
+                return self._senders[other][1], partial(self._send, action, other), None
             case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
-                return self._receivers[program.queue_of(action)[2]][1], self._submit, self._receive, None
+                other = program.queue_of(action)[2]
+                return self._receivers[other][1], partial(self._receive, action, other), None
             case Kind.SYNC:
-                return stage.lane, self._issue_sum, _nothing, None
-            case Kind.REPORT if stage.replicas.size == 1:
-                return stage.lane, self._submit, self._report, None
+                return stage.lane, _nothing, None
             case Kind.REPORT:
-                return control, self._issue_report, self._sum_report, self._report
+                report = partial(agreement.report_backward if index else agreement.report_forward, number)
+                if stage.replicas.size == 1:
+                    return stage.lane, report, None
+                return (
+                    agreement.lane,
+                    partial(agreement.sum_backward if index else agreement.sum_forward, number),
+                    report,
+                )
             case Kind.DECIDE:
-                return control, self._issue_decision, self._decide, None
+                return agreement.lane, agreement.decide, None
             case Kind.PARK:
-                return self._copiers[stage.lane], self._submit, self._park, None
+                return self._copiers[stage.lane], lambda _: stage.run.park(index), None
             case Kind.FETCH:
-                return self._copiers[stage.lane], self._submit, self._fetch, self._make_room
+                run, device = stage.run, stage.lane.device
+                lane = self._copiers[stage.lane]
+                return lane, lambda _: run.parked(index).fetch(), lambda _: run.parked(index).make_room(device)
             case Kind.STEP:
-                return stage.lane, self._submit, self._apply, None
-        if is_last:
-            return stage.lane, self._issue_last, self._compute_last, None
-        return stage.lane, self._submit, self._compute, None
+                return stage.lane, partial(self._apply, number), None
+        frees = tuple(need for need in program.needs[action] if need.kind is Kind.PARK)
+        parks = Action(number, Kind.PARK, index) in program.needs
+        compute = partial(self._compute, action, frees, parks)
+        return stage.lane, partial(self._compute_last, number, compute) if is_last else compute, None
 
     # ----------------------------------------------------------------- issuing
 
-    def _submit(self, step: StepState, item: _Item, marks: Sequence[Event] = ()) -> None:
-        """Issue the work of an action to its lane, behind what it needs."""
-        lane = item.lane
+    def _issue(self, step: StepState, item: _Item) -> None:
+        """Issue an action to its lane, behind what it needs."""
+        action, lane = item.action, item.lane
+        stage, flight = self.stages[action.stage], step.flights[action.stage]
+        if action.kind is Kind.SYNC:
+            step.events[action] = stage.gradients.issue(action.index or 0, flight)
+            return
         if item.prepare is not None:
-            stage_lane = self.stages[item.action.stage].lane
-            stage_lane.submit(partial(item.prepare, step, item))
-            lane.wait(stage_lane.record())
+            stage.lane.submit(partial(item.prepare, step))
+            lane.wait(stage.lane.record())
         if item.needs:
             began = time.perf_counter()
             for need in item.needs:
                 lane.wait(step.events[need])
             if step.waited_ms is not None:
                 step.waited_ms += (time.perf_counter() - began) * 1e3
-        work = partial(item.work, step, item)
-        lane.submit(partial(step.spans.run, item.queue, item.action, item.note, work), marks=marks)
+        work = partial(step.spans.run, item.queue, action, item.note, partial(item.work, step))
+        if self._inline and lane is self._lanes.caller:
+            work()
+        else:
+            lane.submit(work, marks=stage.gradients.marks(flight) if item.is_last else ())
         if item.is_needed:
-            step.events[item.action] = lane.record()
-
-    def _issue_last(self, step: StepState, item: _Item) -> None:
-        """The last backward pass of a stage: its gradients are sent while it runs."""
-        index = item.action.stage
-        self._submit(step, item, self.stages[index].gradients.marks(step.flights[index]))
-
-    def _issue_sum(self, step: StepState, item: _Item) -> None:
-        index = item.action.stage
-        step.events[item.action] = self.stages[index].gradients.issue(item.index, step.flights[index])
-
-    def _issue_report(self, step: StepState, item: _Item) -> None:
-        self._submit(step, item)
-        if item.index == 0:
-            stage = self.stages[item.action.stage]
-            step.flights[item.action.stage].reported = item.lane.record()
-            if stage.replica_buffers.shared:
-                item.lane.submit(stage.replica_buffers.exchange)
-
-    def _issue_decision(self, step: StepState, item: _Item) -> None:
-        self._submit(step, item)
-        if item.lane is not self._lanes.caller or not self._inline:
-            step.decided = step.events.get(item.action) or item.lane.record()
+            step.events[action] = lane.record()
+        if action.kind is Kind.REPORT and action.index == 0 and lane is not stage.lane:
+            flight.reported = lane.record()
 
     def _note_sums(self, spans: SpanRecorder, stage: int, flight: StepGradients, items: Mapping[int, _Item]) -> None:
         """Have the sums of a stage's gradients timed, and their failures named. Must not hold the step, which holds the
@@ -455,12 +447,11 @@ class Executor:
 
     # ---------------------------------------------------------------- on lanes
 
-    def _compute(self, step: StepState, item: _Item) -> None:
-        """A forward or backward pass."""
-        action, index = item.action, item.index
-        stage = self.stages[action.stage]
-        for parked in item.frees:
-            self.stages[parked.stage].run.parked(cast("int", parked.index)).release()
+    def _compute(self, action: Action, frees: Sequence[Action], parks: bool, step: StepState) -> None:
+        """A forward or backward pass, once the memory of what has left the device is freed; `parks` lets it leave."""
+        stage, index = self.stages[action.stage], action.index or 0
+        for parked in frees:
+            self.stages[parked.stage].run.parked(parked.index or 0).release()
         try:
             if action.kind is Kind.BACKWARD:
                 stage.run.backward(index, stage.lane.keep)
@@ -468,7 +459,7 @@ class Executor:
             inputs, (_, target) = step.inputs[index], step.request.micro_batches[index]
             counted = target if isinstance(target, Tensor) else next(iter(inputs.values()))
             share = partial(step.share, 1 if self._sums_losses else counted.shape[0])
-            stage.run.forward(index, inputs, target, share, stage.lane.keep, parks=item.parks)
+            stage.run.forward(index, inputs, target, share, stage.lane.keep, parks=parks)
         except RuntimeError as error:
             no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             if self._whole or not no_memory:
@@ -482,78 +473,52 @@ class Executor:
                 + (f" or --offload {action.stage}." if stage.lane.device.type == "cuda" else "."),
             ) from error
 
-    def _compute_last(self, step: StepState, item: _Item) -> None:
+    def _compute_last(self, index: int, compute: _Work, step: StepState) -> None:
         """The last backward pass of a stage; without samples its gradients are zero, and added to those of others."""
-        index = item.action.stage
         gradients = self.stages[index].gradients
         gradients.begin_last(step.flights[index], step.rate)
         if step.inputs:
-            self._compute(step, item)
+            compute(step)
         step.used[index] = gradients.flush()
 
-    def _crossing(self, step: StepState, item: _Item) -> _Crossing:
+    def _crossing(self, action: Action, step: StepState) -> _Crossing:
         """What an action brings over a border."""
-        action, facts = item.action, step.facts[item.index]
+        assert action.index is not None
         assert action.peer is not None
+        facts = step.facts[action.index]
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
         producer, user = sorted((action.stage, action.peer))
         names = [name for name in self.borders.names(producer, user) if forward or name in facts.gradients]
         return _Crossing(
-            {(name, item.index, user): facts.parts[name] for name in names},
+            {(name, action.index, user): facts.parts[name] for name in names},
             sum(facts.bytes_of(name) for name in names),
             self._mailbox.values if forward else self._mailbox.gradients,
-            f"{'activations' if forward else 'gradients'} of micro-batch {item.index}",
+            f"{'activations' if forward else 'gradients'} of micro-batch {action.index}",
         )
 
-    def _send(self, step: StepState, item: _Item) -> None:
-        action, crossing, other = item.action, self._crossing(step, item), item.queue[2]
+    def _send(self, action: Action, other: int, step: StepState) -> None:
+        crossing, (channel, lane) = self._crossing(action, step), self._senders[other]
         forward, box = action.kind is Kind.SEND_FORWARD, crossing.box
         # A gradient that autograd found to be zero everywhere is not there; an activation always is.
         tensors = [
             box.pop(address) if forward or address in box else part.empty(self._lanes.device).zero_()
             for address, part in crossing.parts.items()
         ]
-        item.lane.keep(*tensors)
+        lane.keep(*tensors)
         doing = f"sending {crossing.what} from stage {action.stage} to stage {action.peer}"
         with self._world.named_errors(doing, transfer=(self._world.job_rank, self._ranks[other])):
-            self._senders[other][0].send(tensors, list(crossing.parts.values()))
+            channel.send(tensors, list(crossing.parts.values()))
         step.sent.append(crossing.size)
 
-    def _receive(self, step: StepState, item: _Item) -> None:
-        action, crossing, other = item.action, self._crossing(step, item), item.queue[2]
+    def _receive(self, action: Action, other: int, step: StepState) -> None:
+        crossing = self._crossing(action, step)
         doing = f"waiting in stage {action.stage} for {crossing.what} from stage {action.peer}"
         with self._world.named_errors(doing, transfer=(self._ranks[other], self._world.job_rank)):
             tensors = self._receivers[other][0].receive(list(crossing.parts.values()))
         crossing.box.update(zip(crossing.parts, tensors, strict=True))
 
-    def _report(self, step: StepState, item: _Item) -> None:
-        """On the lane of a stage: what its forward passes, or its gradients, have come to."""
-        index = item.action.stage
-        if item.index == 0:
-            self._agreement.report_forward(step, index)
-        else:
-            self.stages[index].gradients.measure(step.flights[index])
-
-    def _sum_report(self, step: StepState, item: _Item) -> None:
-        sum_up = self._agreement.sum_forward if item.index == 0 else self._agreement.sum_backward
-        sum_up(step, item.action.stage)
-
-    def _decide(self, step: StepState, item: _Item) -> None:
-        self._agreement.decide(step)
-
-    def _park(self, step: StepState, item: _Item) -> None:
-        self.stages[item.action.stage].run.park(item.index)
-
-    def _make_room(self, step: StepState, item: _Item) -> None:
-        stage = self.stages[item.action.stage]
-        stage.run.parked(item.index).make_room(stage.lane.device)
-
-    def _fetch(self, step: StepState, item: _Item) -> None:
-        self.stages[item.action.stage].run.parked(item.index).fetch()
-
-    def _apply(self, step: StepState, item: _Item) -> None:
+    def _apply(self, index: int, step: StepState) -> None:
         """Step the optimizer of a stage, or roll it back."""
-        index = item.action.stage
         stage, users = self.stages[index], step.users.get(index)
         sums = step.reports[index][HEAD:] if users is not None and stage.batch_norm is not None else None
         decided = step.values if stage.measured else None
@@ -578,5 +543,5 @@ class _Crossing(NamedTuple):
     what: str
 
 
-def _nothing(step: StepState, item: _Item) -> None:
+def _nothing(step: StepState) -> None:
     """The reducer does the work."""

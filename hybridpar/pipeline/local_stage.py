@@ -14,8 +14,7 @@ read the same sum, so all decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +26,6 @@ from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
-from hybridpar.models.state import HeldState, held_state, put_state
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
@@ -104,7 +102,7 @@ class LocalStage:
         """Install hooks and take over BatchNorm layers, at first and again after `detach`."""
         self.gradients = self._make_gradients()
         self.batch_norm = BatchNormPool(self.module, self._norm_group, self.lane.device) if self._pooled else None
-        self.run.attach(self.batch_norm.fold if self.batch_norm is not None else None, self.state_now, self.seeing)
+        self.run.batch_norm = self.batch_norm
 
     def detach(self) -> None:
         """Remove hooks and give BatchNorm layers their class back. Safe to call twice."""
@@ -233,20 +231,6 @@ class LocalStage:
             )
         return unwritten, squares
 
-    def state_now(self) -> HeldState:
-        """The state that the next forward pass sees, but for pooled statistics, which it does not read."""
-        return held_state(self.module, self.batch_norm.layers if self.batch_norm is not None else ())
-
-    @contextmanager
-    def seeing(self, state: HeldState) -> Iterator[None]:
-        """Inside, the stage has the state that a forward pass saw, to run it again; what that does is dropped."""
-        present = put_state(state)
-        try:
-            with self.batch_norm.paused() if self.batch_norm is not None else nullcontext():
-                yield
-        finally:
-            put_state(present)
-
 
 # Layout of a forward report; BatchNorm sums follow.
 LOSS, _SAMPLES, _STOP, SAVE, LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
@@ -290,7 +274,7 @@ class Agreement:
 
         return read
 
-    def report_forward(self, step: StepState, index: int) -> None:
+    def report_forward(self, index: int, step: StepState) -> None:
         """On a stage's lane: its forward report; loss and samples are 0 where the loss is another stage's."""
         stage, request = self._stages[index], step.request
         loss, flags, samples = stage.run.loss_sum, request.flags, request.samples
@@ -309,16 +293,22 @@ class Agreement:
         if stage.replica_buffers.shared:
             stage.replica_buffers.look()
 
-    def sum_forward(self, step: StepState, index: int) -> None:
-        """Sum the forward report of a stage over its replicas."""
+    def sum_forward(self, index: int, step: StepState) -> None:
+        """Sum the forward report of a stage over its replicas, and give them the buffers of the first."""
         stage, message = self._stages[index], step.reports[index]
         self.lane.keep(message)
         self._sum(message, f"exchanging statistics of stage {index}", stage.replicas, step)
         if self._device.type == "cpu":  # on a GPU it would stall the lane
             check_layout(message[LAYOUT:HEAD], stage.replicas.size)
         step.flights[index].loss = message[LOSS]
+        if stage.replica_buffers.shared:
+            stage.replica_buffers.exchange()
 
-    def sum_backward(self, step: StepState, index: int) -> None:
+    def report_backward(self, index: int, step: StepState) -> None:
+        """On a stage's lane: the norm of its gradients, where no sum over replicas takes it."""
+        self._stages[index].gradients.measure(step.flights[index])
+
+    def sum_backward(self, index: int, step: StepState) -> None:
         """Sum the backward report of a stage over its replicas: the squares of its gradients and who used what."""
         flight, stage = step.flights[index], self._stages[index]
         self.lane.keep(flight.squares)

@@ -32,8 +32,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybridpar.models.state import HeldState, held_state, put_state
 from hybridpar.pipeline.offload import Parked
 from hybridpar.pipeline.stage_module import StageModule, module_of
+from hybridpar.sync.batchnorm import BatchNormPool
 
 _lock = threading.Lock()
 _local = threading.local()
@@ -263,7 +265,7 @@ class _Flight:
     share: Callable[[], float] = lambda: 1.0
     target: Any = None
     parked: Parked | None = None  # where what it saved is to move
-    seen: Any = None  # the state that its forward pass saw, where that is run again
+    seen: HeldState | None = None  # the state that its forward pass saw, where that is run again
 
 
 class StageRun:
@@ -293,9 +295,8 @@ class StageRun:
         self._recompute = recompute
         self._keys = keys
         self._context = context
-        self._after_forward: Callable[[], None] | None = None
-        self._state_now: Callable[[], Any] = lambda: None
-        self._seeing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        #: What pools the statistics of BatchNorm, where something does.
+        self.batch_norm: BatchNormPool | None = None
         self._flights: dict[int, _Flight] = {}
         norms = {one for one in self.module.modules() if isinstance(one, _BatchNorm)}
         statistics = {id(buffer) for one in norms for buffer in one._buffers.values() if buffer is not None}
@@ -321,19 +322,6 @@ class StageRun:
         #: Micro-batches whose activations are kept now, and the most there ever were.
         self.in_flight = 0
         self.peak_in_flight = 0
-
-    def attach(
-        self,
-        after_forward: Callable[[], None] | None,
-        state_now: Callable[[], Any],
-        seeing: Callable[[Any], AbstractContextManager[Any]],
-    ) -> None:
-        """Say what belongs to every forward pass: what follows it, the state that it sees, and how it is run again
-        with it.
-        """
-        self._after_forward = after_forward
-        self._state_now = state_now
-        self._seeing = seeing
 
     def start_step(self, step: int) -> None:
         """Forget the losses of the step before, and whatever a step that was given up has left."""
@@ -375,14 +363,15 @@ class StageRun:
             stays = (*leaves.values(), *tree_leaves(flight.target), *self.module.parameters(), *self.module.buffers())
             flight.parked = Parked(one for one in stays if isinstance(one, Tensor))
         if self._recompute:
-            flight.seen = self._state_now()
+            # Pooled statistics are not read.
+            flight.seen = held_state(self.module, () if self.batch_norm is None else self.batch_norm.layers)
         with (
             torch.set_grad_enabled(not self._recompute),
             nullcontext() if flight.parked is None else flight.parked.hooks(),
         ):
             self._run(flight, index)
-        if self._after_forward is not None:
-            self._after_forward()
+        if self.batch_norm is not None:
+            self.batch_norm.fold()
         if flight.loss is not None:
             scaled = flight.loss.detach().double()
             self.loss_sum = scaled if self.loss_sum is None else self.loss_sum + scaled
@@ -432,6 +421,17 @@ class StageRun:
         parked = self._flights[index].parked
         assert parked is not None
         return parked
+
+    @contextmanager
+    def _seeing(self, state: HeldState | None) -> Iterator[None]:
+        """Inside, the stage has the state that a forward pass saw, to run it again; what that does is dropped."""
+        assert state is not None
+        present = put_state(state)
+        try:
+            with nullcontext() if self.batch_norm is None else self.batch_norm.paused():
+                yield
+        finally:
+            put_state(present)
 
     # --------------------------------------------------------------- backward
 

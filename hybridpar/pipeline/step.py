@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from hybridpar.comm.world import World
 from hybridpar.lanes import Event
 from hybridpar.pipeline.borders import BorderFacts
 from hybridpar.schedule.actions import Action, Schedule
+from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.schedule.spans import Span
@@ -82,7 +83,6 @@ class SpanRecorder:
         self.enabled = not self._cuda if enabled is None else enabled
         self._notes: list[tuple[Queue, Action, Any, Any]] = []
         self._ready: dict[Action, Any] = {}
-        self._collected: StepSpans | None = None
 
     def run(self, queue: Queue, action: Action, note: AbstractContextManager[None], work: Callable[[], object]) -> None:
         """Do the work of an action within its note, and record its start and its end."""
@@ -100,12 +100,7 @@ class SpanRecorder:
             self._ready[action] = self._now()
 
     def collect(self) -> StepSpans:
-        """All that was noted; to be called when the step is over."""
-        if self._collected is None:
-            self._collected = self._gather()
-        return self._collected
-
-    def _gather(self) -> StepSpans:
+        """All that was noted; to be called once, when the step is over."""
         notes, self._notes = self._notes, []
         ready, self._ready = self._ready, {}
         if not notes:
@@ -371,8 +366,7 @@ class PipelineOptions:
         compile: Compile every stage with torch.compile.
         threads: Intra-op threads of every lane on a CPU.
         seed: Of the random operations inside the model.
-        forward_ms: For every stage the time of a forward pass, as measured; what is ready first is issued first.
-        backward_ms: The same for the backward pass, with what is computed again.
+        costs: What passes take, where that is known.
         sync: How gradients are exchanged between replicas.
         sync_lanes: Lanes on which that is done.
         capture: Steps are to be captured, so the host must not decide on them.
@@ -388,8 +382,7 @@ class PipelineOptions:
     compile: bool = False
     threads: int = 1
     seed: int = 0
-    forward_ms: tuple[float, ...] | None = None
-    backward_ms: tuple[float, ...] | None = None
+    costs: Costs | None = None
     sync: SyncOptions = field(default_factory=SyncOptions)
     sync_lanes: int = 2
     capture: bool = False
@@ -401,7 +394,7 @@ class PipelineOptions:
         made = self.orders[0 if self.layout.is_equal else replica]
         rows = (
             tuple(
-                replace(action, index=first + action.index)
+                action._replace(index=first + action.index)
                 for first in range(0, micro_batches, made.micro_batches)
                 for action in row
                 if action.index is not None and first + action.index < micro_batches

@@ -173,7 +173,7 @@ class CandidateCosts:
         figures = self.space.library.figures(candidate.cut, samples / count)
         costs = self._costs_of_passes(candidate, figures, replica)
         layout = candidate.layout.replica(replica, figures.edges)
-        request = ScheduleRequest(layout, count, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
+        request = ScheduleRequest(layout, count, Costs(costs.forward_ms, costs.backward_ms))
         schedule = make(order_of_replica(candidate.schedule, layout), request)
         return simulate(lower(schedule, layout), costs).step_ms
 

@@ -12,7 +12,7 @@ from hybridpar.planner.memory import device_bytes
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import stage_speeds
 from hybridpar.schedule.actions import Schedule
-from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.costs import Costs, Link
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make, order_of_replica
 from hybridpar.schedule.simulate import Simulation, simulate
@@ -82,7 +82,7 @@ class Evaluator(CandidateCosts):
         """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
         counts = [len(buckets) for buckets in costs.buckets] if candidate.layout.replicas > 1 else ()
         schedule, layout = self.schedule(candidate, replica), self.layout(candidate, replica)
-        program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
+        program = lower(schedule, layout, counts, costs=costs)
         return simulate(program, costs)
 
     def _simulations(self, candidate: Candidate) -> dict[int, Simulation]:
@@ -159,13 +159,8 @@ class Evaluator(CandidateCosts):
             tuple(round(time / speed, 4) for time, speed in zip(times, speeds, strict=True))
             for times in (figures.forward_ms, figures.backward_ms)
         )
-        request = ScheduleRequest(
-            layout,
-            candidate.micro_batches,
-            forward_ms=forward,
-            backward_ms=backward,
-            saved_bytes=figures.saved_bytes,
-            bytes_per_second=candidate.cut.link_speed,
-        )
+        link = Link(bytes_per_second=candidate.cut.link_speed)
+        costs = Costs(forward, backward, saved_bytes=figures.saved_bytes, link=link)
+        request = ScheduleRequest(layout, candidate.micro_batches, costs)
         name = candidate.schedule
         return make(name if candidate.layout.is_equal else order_of_replica(name, layout), request)

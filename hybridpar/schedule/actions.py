@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridpar.errors import ScheduleError, shortened
 from hybridpar.formats.file_reader import read_text
@@ -54,8 +55,7 @@ _TEXT = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a worker does in a step.
 
     Attributes:
@@ -68,7 +68,7 @@ class Action:
 
     stage: int
     kind: Kind
-    index: int | None = None
+    index: int | None = None  # type: ignore[assignment]  # of a tuple it is a method
     peer: int | None = None
 
     def __str__(self) -> str:

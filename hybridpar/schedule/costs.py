@@ -71,7 +71,6 @@ class Costs:
         forward_ms: For every stage one forward pass.
         backward_ms: For every stage one backward pass.
         step_ms: For every stage the optimizer; None for no time.
-        overhead_ms: What the host adds to every computation and optimizer step.
         saved_bytes: For every stage what a micro-batch holds from its forward to the end of its backward pass.
         link: The network of every worker. All that a worker sends at one time shares its speed, and so does all that
             it receives.
@@ -89,7 +88,6 @@ class Costs:
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
     step_ms: tuple[float, ...] | None = None
-    overhead_ms: float = 0.0
     saved_bytes: tuple[int, ...] | None = None
     link: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
@@ -116,21 +114,27 @@ class Costs:
                 "There is one number per stage.",
                 "Measure every stage.",
             )
+        for name in counts:
+            if min(getattr(self, name), default=0) < 0:
+                raise ScheduleError(f"{name} is {getattr(self, name)}", "None is negative.", "Measure every stage.")
 
     def compute_ms(self, stage: int, kind: Kind) -> float:
         """Time of a computation or optimizer step that has its worker alone."""
         if kind is Kind.FORWARD:
-            time = self.forward_ms[stage]
-        elif kind is Kind.BACKWARD:
-            time = self.backward_ms[stage]
-        else:
-            time = 0.0 if self.step_ms is None else self.step_ms[stage]
-        return time + self.overhead_ms
+            return self.forward_ms[stage]
+        if kind is Kind.BACKWARD:
+            return self.backward_ms[stage]
+        return 0.0 if self.step_ms is None else self.step_ms[stage]
 
     @property
     def sync_factor(self) -> float:
         """What a ring all-reduce over the replicas sends, and receives, for every byte of a bucket."""
         return 2 * (self.replicas - 1) / self.replicas
+
+
+def unit_ms(stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Times of forward and backward passes, for every stage, where they are not known."""
+    return (1.0,) * stages, (2.0,) * stages
 
 
 _PER_STAGE = ("forward_ms", "backward_ms", "step_ms", "saved_bytes")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hybridpar.schedule.actions import Action, Schedule
+from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.layout import Layout
-from hybridpar.schedule.program import LaneRun, dependencies, slots_of
+from hybridpar.schedule.program import LaneRun, dependencies
 
 
 def draw_schedule(
@@ -36,7 +36,7 @@ def draw_schedule(
             if action == mark:
                 marked = marked or (lane, len(cells))
             if place < len(starts):
-                cells += [text, *["-" * len(text)] * (slots_of(action) - 1)]
+                cells += [text, "-" * len(text)] if action.kind is Kind.BACKWARD else [text]
             else:
                 cells.append(f"{text}?")
         rows.append(cells)

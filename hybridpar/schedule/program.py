@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from hybridpar.schedule.costs import Costs, unit_ms
 from hybridpar.schedule.layout import Layout
 
 #: What a forward pass saves moves to the host's memory where at least so many other passes of its lane lie before its
@@ -153,8 +154,7 @@ def lower(
     offload: Collection[int] = (),
     *,
     commit: bool = True,
-    forward_ms: Sequence[float] | None = None,
-    backward_ms: Sequence[float] | None = None,
+    costs: Costs | None = None,
 ) -> Program:
     """The actions of all workers.
 
@@ -168,9 +168,8 @@ def lower(
         buckets: For every stage the number of its gradient buckets.
         offload: Stages whose activations wait in the host's memory.
         commit: Whether optimizers wait for the decision, because a step counts or is rolled back as a whole.
-        forward_ms: For every stage the time of a forward pass. Transfers of a pair of workers are made in the order in
-            which they would be ready; without times a backward pass counts as two forward passes.
-        backward_ms: For every stage the time of a backward pass. Both must be the same on all workers.
+        costs: What passes take, the same on all workers. Transfers of a pair of workers are made in the order in
+            which they would be ready; without costs a backward pass counts as two forward passes.
 
     Raises:
         ScheduleError: A pass stands on a lane that does not have its stage, or the lanes wait for each other in a
@@ -178,7 +177,7 @@ def lower(
     """
     require_own_lanes(schedule, layout)
     needs = dependencies(layout, schedule, buckets, offload, commit=commit)
-    run = LaneRun(schedule, layout, needs, forward_ms, backward_ms)
+    run = LaneRun(schedule, layout, needs, costs)
     if run.stuck:
         raise ScheduleError(
             f"schedule {schedule.name!r} deadlocks: {', '.join(map(str, run.stuck))} wait for ever",
@@ -206,11 +205,10 @@ class LaneRun:
         schedule: Schedule,
         layout: Layout,
         needs: Mapping[Action, Sequence[Action]],
-        forward_ms: Sequence[float] | None = None,
-        backward_ms: Sequence[float] | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self._rows, self._layout, self._needs = schedule.rows, layout, needs
-        self._times = {Kind.FORWARD: forward_ms, Kind.BACKWARD: backward_ms}
+        self._costs = costs or Costs(*unit_ms(layout.stages))
         self._users: dict[Action, list[Action]] = {}
         for action, before in needs.items():
             for need in before:
@@ -265,8 +263,7 @@ class LaneRun:
             if number != len(self.starts[lane]):
                 continue  # offered twice
             action = self._rows[lane][number]
-            times = self._times[action.kind]
-            self._clock[lane] = start + (slots_of(action) if times is None else times[action.stage])
+            self._clock[lane] = start + self._costs.compute_ms(action.stage, action.kind)
             self.starts[lane].append(start)
             self._finish(action, self._clock[lane])
             self._offer(lane)
@@ -294,8 +291,3 @@ class LaneRun:
                     self._offer(lane)
             elif user not in self._finished and all(need in self._finished for need in self._needs[user]):
                 self._finish(user, when)
-
-
-def slots_of(action: Action) -> int:
-    """How long a pass takes in unit time."""
-    return 2 if action.kind is Kind.BACKWARD else 1

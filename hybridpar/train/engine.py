@@ -49,7 +49,7 @@ from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
-from hybridpar.pipeline.step import StepOutcome, StepRequest, StepState, whole_options
+from hybridpar.pipeline.step import StepOutcome, StepRequest, whole_options
 from hybridpar.plan import ResolvedPlan, Sync
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
@@ -191,7 +191,7 @@ class Engine:
         )
         modules = [stage.module for stage in self.pipeline.stages.values()]
         warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
-        return StepGraph(self, self._lanes, self.optimizers, modules, warm_ups)
+        return StepGraph(self.pipeline.executor, self.set_rates, self._lanes, self.optimizers, modules, warm_ups)
 
     def _step_of(self, module: nn.Module) -> OptimizerStep:
         """What steps the parameters of a stage or of the model."""
@@ -303,11 +303,6 @@ class Engine:
                 "Make it with all parameters; those with requires_grad False wait until that changes.",
             )
 
-    def issue(self, micro_batches: Sequence[tuple[Tensor, Tensor]], global_samples: float, flags: Tensor) -> StepState:
-        """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`."""
-        samples = sum(len(targets) for _, targets in micro_batches)
-        return self.pipeline.executor.issue(StepRequest(micro_batches, samples, flags=flags), global_samples)
-
     def refuse(self) -> None:
         """Tell the other replicas that this one cannot do the step that they begin."""
         counted = self.pipeline.executor.count_samples(0, refusing=True)
@@ -342,10 +337,6 @@ class Engine:
         self.pipeline.executor.recover()
         return min(steps, self.pipeline.executor.steps)
 
-    def give_up(self) -> None:
-        """Forget what a step that was given up has left."""
-        self.pipeline.executor.give_up()
-
     def wait(self) -> None:
         """Wait until every step that was issued is done, as far as the host can tell."""
         self.pipeline.executor.wait()
@@ -376,12 +367,10 @@ class Engine:
             self.model.eval()
             self.pipeline.use_graphs(training=False)
             try:
-                if self.own_only:
-                    yield self.pipeline.evaluate_own
-                elif not self.plan.is_staged:
-                    yield self.pipeline.forwards[0]
+                if self.own_only or self.pipeline.options.devices:
+                    yield self.pipeline.evaluate
                 else:
-                    yield self.pipeline.evaluate if self.pipeline.options.devices else self.model
+                    yield self.model if self.plan.is_staged else self.pipeline.forwards[0]
             finally:
                 self.pipeline.use_graphs(training=True)
         for stage in self.pipeline.stages.values():

@@ -450,18 +450,10 @@ class _CheckedEvent(CpuEvent):
         super().run(stop)
         self.is_over = False  # whoever goes on is to say so
 
-    def done(self) -> bool:
-        return super().done() and self._note_wait()
-
     def _block(self) -> None:
         super()._block()
-        self._note_wait()
-
-    def _note_wait(self) -> bool:
-        """Tell the checker that the host has waited."""
         if self.clock is not None and self.family.is_issuer():
             self._checker.host_waited(self.clock)
-        return True
 
 
 class _CheckedTask(_Task):

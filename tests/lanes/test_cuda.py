@@ -113,9 +113,9 @@ class TestStreams:
             streams: list[StandInStream] = []
             b.submit(lambda: streams.append(cuda.current))
             assert streams[0].waits == [event.cuda_event]  # type: ignore[attr-defined]
-            assert not event.done()
+            assert not event.cuda_event.query()
             event.synchronize()
-            assert event.done()
+            assert event.cuda_event.query()
 
     def test_the_rules_are_those_of_the_cpu(self, cuda: StandInCuda) -> None:
         with Lanes("cuda") as lanes:

@@ -71,10 +71,10 @@ class TestOrder:
             b.submit(lambda: ran.append("b after"))
             before.synchronize()
             assert ran == ["b before"]
-            assert not event.done()
+            assert not event.passed
             gate.set()
             b.synchronize()
-            assert event.done()
+            assert event.passed
             assert ran == ["b before", "a", "b after"]
 
     @pytest.mark.parametrize("seed", range(20))
@@ -114,7 +114,7 @@ class TestCaller:
         with Lanes("cpu") as lanes:
             lanes.caller.submit(lambda: ran.append(1))
             assert ran == [1]
-            assert lanes.caller.record().done()
+            assert lanes.caller.record().passed
 
     def test_waiting_blocks(self) -> None:
         ran: list[int] = []
@@ -140,13 +140,13 @@ class TestEvents:
     def test_waiting_for_an_unrecorded_event_is_refused(self) -> None:
         with Lanes("cpu") as lanes:
             lane, event = lanes.open("a"), lanes.event()
-            for use in (lambda: lane.wait(event), lambda: lanes.caller.wait(event), event.synchronize, event.done):
+            for use in (lambda: lane.wait(event), lambda: lanes.caller.wait(event), event.synchronize):
                 with pytest.raises(LaneError, match="not recorded"):
                     use()
             assert lane.record(event) is event
             lane.wait(event)
             lane.synchronize()
-            assert event.done()
+            assert event.passed
 
     def test_an_event_is_recorded_once(self) -> None:
         with Lanes("cpu") as lanes:
@@ -204,7 +204,7 @@ class TestFailure:
                 caught.append(info.value)
                 frames.append([frame.name for frame in traceback.extract_tb(info.value.__traceback__)])
             assert ran == []
-            assert event.done()
+            assert event.passed
             assert all(error is caught[0] for error in caught)
             assert caught[0].__notes__ == ["on lane 'a'"]
             assert all(names.count("fail") == 1 for names in frames)
@@ -280,7 +280,7 @@ class TestClose:
         lanes.close()
         lanes.close()
         assert ran == list(range(10))
-        assert event.done()
+        assert event.passed
         assert lane_threads() == []
 
     def test_they_stay_closed_where_another_thread_issued_meanwhile(self) -> None:
@@ -366,7 +366,7 @@ class TestClose:
                 lane = lanes.open("a")
                 lane.submit(fail)
                 event = lane.record()
-                while not event.done():
+                while not event.passed:
                     pass
                 raise KeyError("the host's own")
 

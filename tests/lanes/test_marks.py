@@ -38,8 +38,8 @@ class TestEvents:
             b.submit(lambda: ran.append("after"))
             b.synchronize()
             assert ran == ["first half", "between", "second half", "after"]
-            assert half.done()
-            assert end.done()
+            assert half.passed
+            assert end.passed
 
     def test_what_was_not_marked_is_passed_at_the_end(self) -> None:
         ran: list[str] = []
@@ -114,8 +114,8 @@ class TestEvents:
 
             def work() -> None:
                 lanes.caller.mark(event)
-                assert event.done()
-                assert not rest.done()
+                assert event.passed
+                assert not rest.passed
                 ran.append("work")
 
             lanes.caller.submit(work, marks=[event, rest])

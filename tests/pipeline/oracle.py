@@ -25,6 +25,7 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome, StepRequest
+from hybridpar.schedule.costs import Costs, Link, unit_ms
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.sync.options import SyncOptions
@@ -51,7 +52,8 @@ def options_of(
     **options: Any,
 ) -> PipelineOptions:
     """Options of a pipeline that follows a schedule."""
-    request = ScheduleRequest(layout, micro_batches, bytes_per_second=bytes_per_second)
+    costs = Costs(*unit_ms(layout.stages), link=Link(bytes_per_second=bytes_per_second))
+    request = ScheduleRequest(layout, micro_batches, costs)
     return PipelineOptions(layout, make_all(schedule, request), **options)
 
 

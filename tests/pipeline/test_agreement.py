@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from hybridpar.pipeline.local_stage import (
 from hybridpar.pipeline.step import StepOutcome, StepValues
 from hybridpar.sync.figures import SyncFigures
 from tests.ranks import run_ranks
+from tests.threads import on_threads
 
 
 def report(loss=1.0, samples=4, stop=False, save=False, layout=7, batch_norm=None):
@@ -125,15 +127,17 @@ def test_one_worker_alone_counts_its_own_samples():
         assert agreement.count_samples(3)() == 3
 
 
-def count_in_order(world, count):
+def count_in_order(group):
+    named = {"named_errors": lambda doing: nullcontext()}
+    world = SimpleNamespace(rank=group.rank, size=group.size, control_group=group, **named)
     with Lanes("cpu") as lanes:
         agreement = agree(world, lanes)
-        pending = [agreement.count_samples(10**place * (world.rank + 1)) for place in range(count)]
-        return [one() for one in reversed(pending)]
+        pending = [agreement.count_samples(10**power * (group.rank + 1)) for power in range(4)]
+        return [count() for count in reversed(pending)]
 
 
 def test_messages_are_summed_in_the_order_they_were_sent():
-    assert run_ranks(count_in_order, 3, 4) == [[6000, 600, 60, 6]] * 3
+    assert on_threads(3, count_in_order) == [[6000, 600, 60, 6]] * 3
 
 
 def lose_a_peer(world):

@@ -306,8 +306,8 @@ class TestFailure:
         assert "test_cuda_graph.py" in caplog.text
 
     def test_unknown_shares_of_other_workers(self, cuda: StandInCuda, caplog: pytest.LogCaptureFixture) -> None:
-        engine: Any = SimpleNamespace()
-        graph: StepGraph = StepGraph(engine, StreamLanes(), [], [])
+        executor: Any = SimpleNamespace()
+        graph: StepGraph = StepGraph(executor, lambda factor: None, StreamLanes(), [], [])
         for _ in range(2):
             assert graph.step(StepRequest(batches([2]), 2), None) is None
         assert "global_samples" in caplog.text

@@ -434,8 +434,7 @@ def test_an_activation_that_is_missing_is_no_zero(kind: Kind) -> None:
     )
     executor._crossing = functools.partial(Executor._crossing, executor)
     step: Any = SimpleNamespace(facts=[facts], sent=[])
-    item: Any = SimpleNamespace(action=Action(0, kind, 0, 1), index=0, queue=("send", 0, 1), lane=lanes.caller)
-    send = functools.partial(Executor._send, executor, step, item)
+    send = functools.partial(Executor._send, executor, Action(0, kind, 0, 1), 1, step)
     with pytest.raises(KeyError) if kind is Kind.SEND_FORWARD else nullcontext():
         send()
     assert [tensor.tolist() for (tensor,) in sent] == ([] if kind is Kind.SEND_FORWARD else [[0.0, 0.0]])

@@ -125,12 +125,6 @@ def test_what_the_options_ask_for_reaches_the_recorder(record: bool, monkeypatch
     assert asked == [True if record else None]
 
 
-def test_collecting_twice_is_once() -> None:
-    recorder = SpanRecorder(CPU)
-    recorder.run(("compute", 0, 0), Action(0, Kind.FORWARD, 0), nullcontext(), lambda: None)
-    assert recorder.collect() is recorder.collect()
-
-
 @pytest.mark.parametrize(("kind", "schedule"), [("linear", "1f1b"), ("v", "greedy"), ("linear", "gpipe")])
 def test_a_step_has_a_span_for_every_action_of_its_program(kind: str, schedule: str) -> None:
     stages = 4 if kind == "v" else 3

@@ -16,12 +16,10 @@ _LOWER = "Make the program with `hybridpar.schedule.program.lower`."
 
 def prove(schedule: Schedule, layout: Layout) -> Proof:
     """Prove a schedule, and the program that it is lowered to."""
-    proof = check(schedule, layout)
-    check_program(lower(schedule, layout))
-    return proof
+    return check_program(lower(schedule, layout))
 
 
-def check_program(program: Program) -> None:
+def check_program(program: Program) -> Proof:
     """Prove that workers which issue these lists finish the step.
 
     Every action is on its own worker, once; computation has the order of the schedule; what an action needs of its own
@@ -35,7 +33,7 @@ def check_program(program: Program) -> None:
         ScheduleError: It does not hold.
     """
     schedule, layout = program.schedule, program.layout
-    check(schedule, layout)
+    proof = check(schedule, layout)
     needs = _require_all(program)
     for lane, row in enumerate(schedule.rows):
         own = [one for one in program.workers[layout.worker_of[lane]] if one.kind in COMPUTE]
@@ -67,6 +65,7 @@ def check_program(program: Program) -> None:
         action, reason = run.why_stuck()
         what = f"the program of {schedule.name!r} deadlocks"
         raise failure(schedule, layout, what, _cell(action, needs), reason, _LOWER)
+    return proof
 
 
 def _require_all(program: Program) -> dict[Action, tuple[Action, ...]]:

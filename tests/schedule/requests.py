@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hybridpar.schedule.actions import Kind, Schedule
+from hybridpar.schedule.costs import Costs, unit_ms
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
@@ -12,7 +15,8 @@ from hybridpar.schedule.simulate import simulate
 
 
 def request(stages: int, lanes: int, kind: str = "linear", count: int = 4, **more) -> ScheduleRequest:
-    return ScheduleRequest(Layout.dealt(stages, lanes, kind), count, **more)
+    costs = Costs(*unit_ms(stages))
+    return ScheduleRequest(Layout.dealt(stages, lanes, kind), count, replace(costs, **more))
 
 
 def step_ms(schedule: Schedule, wanted: ScheduleRequest) -> float:

@@ -61,7 +61,10 @@ def test_other_texts_are_refused(text):
 
 @given(
     st.lists(
-        st.lists(st.builds(Action, st.integers(0, 5), st.sampled_from(sorted(COMPUTE)), st.integers(0, 9)), min_size=1),
+        st.lists(
+            st.builds(Action, st.integers(0, 5), st.sampled_from(sorted(COMPUTE)), st.integers(0, 9), st.none()),
+            min_size=1,
+        ),
         min_size=1,
         max_size=5,
     )

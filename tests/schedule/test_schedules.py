@@ -13,6 +13,7 @@ import pytest
 
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.schedule.actions import read_schedule
+from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
@@ -75,16 +76,12 @@ def test_a_layout_that_does_not_fit_is_refused_with_what_does(name, wanted, inst
 
 
 @pytest.mark.parametrize(
-    ("more", "match"),
-    [
-        ({"count": 0}, "0 micro-batches"),
-        ({"forward_ms": (1.0,)}, "forward_ms"),
-        ({"backward_ms": (1.0, -1.0)}, "backward_ms"),
-    ],
+    ("count", "costs", "match"),
+    [(0, None, "0 micro-batches"), (4, Costs((1.0,), (2.0,)), r"costs of 1 stage\(s\) for a schedule of 2")],
 )
-def test_requests_that_say_too_little_are_refused(more, match):
+def test_requests_that_say_too_little_are_refused(count, costs, match):
     with pytest.raises(ScheduleError, match=match):
-        request(2, 2, **more)
+        ScheduleRequest(Layout.dealt(2, 2), count, costs)
 
 
 SHAPES = [("linear", lanes, lanes) for lanes in range(1, 9)] + [

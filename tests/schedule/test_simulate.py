@@ -44,12 +44,12 @@ PAIR = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 def test_one_stage():
-    result = predict(ONE, stages(1), step_ms=(0.5,), overhead_ms=0.1, saved_bytes=(7,))
-    assert result.step_ms == pytest.approx(2 * 3 + 0.5 + 5 * 0.1)
-    assert result.compute_ms == pytest.approx(6.4)
+    result = predict(ONE, stages(1), step_ms=(0.5,), saved_bytes=(7,))
+    assert result.step_ms == pytest.approx(2 * 3 + 0.5)
+    assert result.compute_ms == pytest.approx(6)
     assert result.bubble == pytest.approx(0)
     assert result.peak_saved_bytes == (7,)
-    assert result.busy_ms == pytest.approx((6.4,))
+    assert result.busy_ms == pytest.approx((6,))
 
 
 def test_a_transfer_takes_latency_and_bytes():
@@ -354,6 +354,7 @@ def test_costs_for_another_program_are_refused(costs, match):
         ({"replicas": 0}, "replicas is 0"),
         ({"sync_lanes": 0}, "sync_lanes is 0"),
         ({"saved_bytes": (1,)}, "saved_bytes 1"),
+        ({"step_ms": (1.0, -1.0)}, r"step_ms is \(1.0, -1.0\)"),
     ],
 )
 def test_costs_that_cannot_be_are_refused(wrong, match):

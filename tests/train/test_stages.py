@@ -51,12 +51,14 @@ def test_times_of_the_plan_reach_the_schedule() -> None:
     config = TrainConfig(stages=2, seed=5, recompute=(1,), sync_lanes=3, schedule="gpipe")
     plan, _ = cut(seeded(Residuals), config, World())
     options = options_of(plan, EXAMPLE, config)
-    assert options.forward_ms == tuple(stage.forward_ms for stage in plan.partition.stages)
+    assert options.costs is not None
+    assert options.costs.forward_ms == tuple(stage.forward_ms for stage in plan.partition.stages)
     backward = [stage.backward_ms or 0.0 for stage in plan.partition.stages]
-    assert options.backward_ms == (backward[0], backward[1] + options.forward_ms[1]), "one stage computes again"
+    assert options.costs.backward_ms == (backward[0], backward[1] + options.costs.forward_ms[1]), "computed again"
     twice = options_of(plan, torch.cat([EXAMPLE, EXAMPLE]), config)
-    assert options.backward_ms is not None
-    assert twice.backward_ms == tuple(2 * time for time in options.backward_ms), "times are those of the plan's batch"
+    assert twice.costs is not None
+    doubled = tuple(2 * time for time in options.costs.backward_ms)
+    assert twice.costs.backward_ms == doubled, "times are those of the plan's batch"
     assert (options.orders[0].name, options.seed, options.recompute, options.sync_lanes) == ("gpipe", 5, (1,), 3)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hybridpar.errors import ScheduleError
 from hybridpar.registry import Registry
 from hybridpar.schedule.actions import Action, Kind, Schedule
-from hybridpar.schedule.costs import Costs, Link
+from hybridpar.schedule.costs import Costs, unit_ms
 from hybridpar.schedule.layout import Edge, Layout
 
 
@@ -19,11 +19,7 @@ class ScheduleRequest:
     Attributes:
         layout: Where stages run and what flows between them.
         micro_batches: Micro-batches per step.
-        forward_ms: For every stage the time of one forward pass; None where it is not known.
-        backward_ms: For every stage the time of one backward pass.
-        saved_bytes: For every stage what the forward pass of one micro-batch leaves for its backward pass.
-        latency_ms: Time from the start of a transfer between workers to its first byte.
-        bytes_per_second: Speed of each worker's link in each direction; None for a link that takes no time.
+        measured: What its actions take, where that is known.
 
     Raises:
         ScheduleError: A value is out of its range.
@@ -31,34 +27,22 @@ class ScheduleRequest:
 
     layout: Layout
     micro_batches: int
-    forward_ms: tuple[float, ...] | None = None
-    backward_ms: tuple[float, ...] | None = None
-    saved_bytes: tuple[int, ...] | None = None
-    latency_ms: float = 0.0
-    bytes_per_second: float | None = None
+    measured: Costs | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
             raise ScheduleError(f"{self.micro_batches} micro-batches", "A step has at least one.", "Use 1 or more.")
-        for name in ("forward_ms", "backward_ms", "saved_bytes"):
-            given = getattr(self, name)
-            if given is not None and (len(given) != self.layout.stages or min(given) < 0):
-                raise ScheduleError(
-                    f"{name} is {given} for {self.layout.stages} stage(s)",
-                    "There is one number per stage, and none is negative.",
-                    "Measure every stage, or leave it out.",
-                )
+        if len(self.costs.forward_ms) != self.layout.stages:
+            raise ScheduleError(
+                f"costs of {len(self.costs.forward_ms)} stage(s) for a schedule of {self.layout.stages}",
+                "There is one number per stage.",
+                "Measure every stage, or leave them out.",
+            )
 
     @property
     def costs(self) -> Costs:
-        """What is known, for the simulator; a forward pass takes 1 ms and a backward pass twice as long by default."""
-        forward = self.forward_ms or (1.0,) * self.layout.stages
-        return Costs(
-            forward_ms=forward,
-            backward_ms=self.backward_ms or tuple(2 * time for time in forward),
-            saved_bytes=self.saved_bytes,
-            link=Link(self.latency_ms, self.bytes_per_second),
-        )
+        """What was measured; else a forward pass takes 1 ms, a backward pass twice as long, and the rest nothing."""
+        return self.measured or Costs(*unit_ms(self.layout.stages))
 
 
 Generator = Callable[[ScheduleRequest], Schedule]

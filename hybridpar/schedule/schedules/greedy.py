@@ -37,7 +37,7 @@ def greedy(request: ScheduleRequest) -> Schedule:
         if schedule.rows in seen:
             continue  # rules often agree
         seen.add(schedule.rows)
-        held = most_held(schedule, request.layout, request.saved_bytes)
+        held = most_held(schedule, request.layout, request.costs.saved_bytes)
         time = simulate(lower(schedule, request.layout), request.costs).step_ms
         cost = (round(time, 9), sum(held.worker_bytes) or sum(held.in_flight))
         if cost < least:

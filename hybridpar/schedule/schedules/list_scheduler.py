@@ -26,7 +26,8 @@ class ListScheduler:
 
     def __init__(self, request: ScheduleRequest, rule: Rule) -> None:
         layout = self._layout = request.layout
-        self._count, self._rule, self._costs = request.micro_batches, rule, request.costs
+        self._count, self._rule, self._link = request.micro_batches, rule, request.costs.link
+        self._ms = request.costs.compute_ms
         stages = range(layout.stages)
         self._stages_of = [layout.stages_on(lane) for lane in range(layout.lanes)]
         self._into, self._out_of = [layout.into(stage) for stage in stages], [layout.out_of(stage) for stage in stages]
@@ -45,7 +46,7 @@ class ListScheduler:
         self._events: list[tuple[float, int, Action, bool]] = []
         self._pushed = 0
         #: The time of one micro-batch on the slowest lane.
-        self.period_ms = max(sum(self._ms(kind, stage) for kind in _KINDS for stage in own) for own in self._stages_of)
+        self.period_ms = max(sum(self._ms(stage, kind) for kind in _KINDS for stage in own) for own in self._stages_of)
         #: For every kind and stage the time of the longest path from its start to the end of the micro-batch.
         self.path_ms = self._longest_paths()
 
@@ -91,7 +92,7 @@ class ListScheduler:
     def _start(self, lane: int, action: Action) -> None:
         self._busy[lane] = True
         self._next[action.kind, action.stage] += 1
-        self._push(self._now + self._ms(action.kind, action.stage), action, True)
+        self._push(self._now + self._ms(action.stage, action.kind), action, True)
 
     def _end(self, action: Action) -> None:
         stage = action.stage
@@ -110,18 +111,15 @@ class ListScheduler:
         if home == self._layout.home(user.stage):
             self._arrived[user] += 1
             return
-        self._link_free[home] = max(self._now, self._link_free[home]) + self._costs.link.wire_ms(size)
-        self._push(self._link_free[home] + self._costs.link.latency_ms, user, False)
+        self._link_free[home] = max(self._now, self._link_free[home]) + self._link.wire_ms(size)
+        self._push(self._link_free[home] + self._link.latency_ms, user, False)
 
     def _push(self, time: float, action: Action, ended: bool) -> None:
         self._pushed += 1
         heapq.heappush(self._events, (time, self._pushed, action, ended))
 
-    def _ms(self, kind: Kind, stage: int) -> float:
-        return self._costs.compute_ms(stage, kind)
-
     def _longest_paths(self) -> dict[tuple[Kind, int], float]:
-        link, layout = self._costs.link, self._layout
+        link, layout = self._link, self._layout
         paths: dict[tuple[Kind, int], float] = {}
         for stage in range(layout.stages):
             after = []
@@ -129,11 +127,11 @@ class ListScheduler:
                 if edge.gradient_bytes > 0:
                     travel = link.latency_ms + link.wire_ms(edge.gradient_bytes) if layout.crosses(edge) else 0.0
                     after.append(travel + paths[Kind.BACKWARD, edge.source])
-            paths[Kind.BACKWARD, stage] = self._ms(Kind.BACKWARD, stage) + max(after, default=0.0)
+            paths[Kind.BACKWARD, stage] = self._ms(stage, Kind.BACKWARD) + max(after, default=0.0)
         for stage in reversed(range(layout.stages)):
             after = [paths[Kind.BACKWARD, stage]]
             for edge in self._out_of[stage]:
                 travel = link.latency_ms + link.wire_ms(edge.bytes) if layout.crosses(edge) else 0.0
                 after.append(travel + paths[Kind.FORWARD, edge.target])
-            paths[Kind.FORWARD, stage] = self._ms(Kind.FORWARD, stage) + max(after)
+            paths[Kind.FORWARD, stage] = self._ms(stage, Kind.FORWARD) + max(after)
         return paths

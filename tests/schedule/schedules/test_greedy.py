@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.errors import ScheduleError
+from hybridpar.schedule.costs import Costs, Link
 from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
@@ -28,15 +29,8 @@ def uneven_requests(draw):
     forward, backward = (tuple(draw(times) for _ in range(stages)) for _ in range(2))
     saved = tuple(draw(st.integers(1, 20)) for _ in range(stages))
     layout = Layout.dealt(stages, lanes, kind, workers=workers, edges=sorted(edges, key=lambda e: (e.source, e.target)))
-    return ScheduleRequest(
-        layout,
-        draw(st.integers(1, 7)),
-        forward,
-        backward,
-        saved,
-        draw(st.sampled_from([0.0, 0.3])),
-        draw(st.sampled_from([None, 1e6])),
-    )
+    link = Link(draw(st.sampled_from([0.0, 0.3])), draw(st.sampled_from([None, 1e6])))
+    return ScheduleRequest(layout, draw(st.integers(1, 7)), Costs(forward, backward, saved_bytes=saved, link=link))
 
 
 @given(uneven_requests())
@@ -46,7 +40,7 @@ def test_greedy_is_never_worse(wanted):
     prove(made, wanted.layout)
     assert_backward_passes_ascend(made)
     own = step_ms(made, wanted)
-    held = most_held(made, wanted.layout, wanted.saved_bytes)
+    held = most_held(made, wanted.layout, wanted.costs.saved_bytes)
     assert max(simulate(lower(made, wanted.layout), wanted.costs).peak_saved_bytes) <= max(held.worker_bytes)
     for name in set(SCHEDULES) - {"greedy"}:
         try:
@@ -57,9 +51,12 @@ def test_greedy_is_never_worse(wanted):
         assert own <= step_ms(other, wanted) + 1e-6
 
 
+UNEVEN = (1, 2, 1, 3, 1, 2, 1, 1)
+
+
 def test_greedy_uses_what_was_measured():
     """A slow link: 1F1B waits for every answer, an order with more micro-batches under way does not."""
-    slow = request(4, 4, count=12, latency_ms=2.0)
+    slow = request(4, 4, count=12, link=Link(2.0))
     assert step_ms(make("greedy", slow), slow) < 0.8 * step_ms(make("1f1b", slow), slow)
-    uneven = request(8, 4, "v", 8, forward_ms=(1, 2, 1, 3, 1, 2, 1, 1))
+    uneven = request(8, 4, "v", 8, forward_ms=UNEVEN, backward_ms=tuple(2 * time for time in UNEVEN))
     assert step_ms(make("greedy", uneven), uneven) < 0.95 * step_ms(make("looped_bfs", uneven), uneven)
