@@ -126,7 +126,7 @@ def _title(plan: Plan) -> str:
     source = measured.profile if measured is not None else None
     return (
         f"{plan.model.name} in {len(part.stages)} stages    micro-batch {part.micro_batch}    "
-        f"largest/mean {part.balance:.3f}    {readable_bytes(part.cut_bytes or 0)} cross    times {source}{noise}"
+        f"largest/mean {part.balance:.3f}    {readable_bytes(part.cut_bytes)} cross    times {source}{noise}"
     )
 
 
