@@ -14,7 +14,7 @@ from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.balance import balance_graph, check_stages
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import as_inputs
-from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units
+from hybridpar.partition.profile import UnitTimes, device_roofline, estimate_units
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
@@ -55,8 +55,6 @@ def partition_model(
     threads: int | None = None,
     cache: Path | None = None,
     name: str | None = None,
-    progress: Progress | None = None,
-    announce: Callable[[str], None] | None = None,
 ) -> PartitionedModel:
     """Trace a model, find its costs, cut it into balanced stages.
 
@@ -71,8 +69,6 @@ def partition_model(
         threads: Intra-op threads on CPU; None keeps the present number.
         cache: Directory of profiles measured before; None measures always.
         name: What to call the model in the plan.
-        progress: Told after every pass of the measurement.
-        announce: Told in one line what is being done.
 
     Returns:
         The plan and the stages, with what they were made from.
@@ -83,18 +79,13 @@ def partition_model(
         UsageError: The model refuses the inputs.
     """
     given = as_inputs(inputs)
-    say = announce or (lambda line: None)
-    say("tracing")
     units = find_units(trace_model(model, given), given)
     check_stages(units.graph, stages)
     if measure:
-        times = measured_profile(
-            units, given, passes=passes, threads=threads, cache=cache, progress=progress, announce=say
-        )
+        times = measured_profile(units, given, passes=passes, threads=threads, cache=cache)
     else:
         times = estimate_units(units.graph, device_roofline(given[0].device, threads))
     graph = times.apply(units.graph)
-    say("balancing")
     stage_of = balance_graph(graph, stages, link_speed=link_speed, noise=times.noise)
     single = given[0] if len(given) == 1 else None
     sections = plan_stages(graph, stage_of, (1.0,) * stages)

@@ -14,13 +14,13 @@ it. Caches and how well a kernel fits are left out, so it is good enough to bala
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import is_deferred
@@ -38,6 +38,8 @@ from hybridpar.partition.unit_runner import (
 )
 from hybridpar.partition.units import ModelUnits
 
+_Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
 #: Called after every pass with the number of passes done and in all.
 Progress = Callable[[int, int], None]
 
@@ -54,10 +56,10 @@ class UnitTimes:
         source: `measured` or `analytic`.
     """
 
-    forward_ms: tuple[float, ...]
-    backward_ms: tuple[float, ...]
-    step_ms: float
-    noise: float = 0.0
+    forward_ms: tuple[_Positive, ...]
+    backward_ms: tuple[_Positive, ...]
+    step_ms: _Positive
+    noise: _Positive = 0.0
     source: Literal["measured", "analytic"] = "measured"
 
     def apply(self, graph: UnitGraph) -> UnitGraph:
@@ -152,7 +154,7 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
     measurements that agree are right, however wrong a third one is.
     """
     if len(tries) < 2:
-        return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
+        return tries[0]
     values = torch.tensor([(times.forward_ms, times.backward_ms) for times in tries], dtype=torch.float64)
     least, second = values.sort(dim=0).values[:2]
     apart = float((second - least).sum() / least.sum()) if least.any() else 0.0
