@@ -216,8 +216,8 @@ def stages_from_plan(
         )
     stages = _split(units, [wanted[unit] for unit in present], relay, fill)
     again = plan.pipeline.recompute if plan.pipeline is not None else ()
-    _require_repeatable(model, traced.unrepeatable, [stages[index] for index in again])
-    if again and traced.draws:
+    _require_repeatable(model, traced.changes.unrepeatable, [stages[index] for index in again])
+    if again and traced.changes.draws:
         raise UsageError(
             f"--recompute {again[0]} with a model that draws random numbers of Python or NumPy",
             "A forward pass that runs again would draw others; torch's are the same in both.",
