@@ -27,7 +27,6 @@ from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state import untouched
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.split import split_model
-from hybridpar.partition.stage import Stage
 from hybridpar.partition.unit_runner import (
     Clock,
     expect_gradients,
@@ -105,7 +104,9 @@ def measure_units(
     given = dict(zip((node.name for node in units.train.placeholders), inputs, strict=True))
     say = progress or (lambda done, total: None)
     with untouched(units.model, training=True) as copied, intra_op_threads(threads):
-        stages = _stage_of_each(units, copied(dict(units.traced.constants)))
+        traced = replace(units.traced, constants=copied(dict(units.traced.constants)))
+        each = replace(units, traced=traced, evaluate=None)  # a stage of each unit, for training
+        stages = split_model(each, range(len(units.graph)), in_place=True)
         if is_deferred(units.model):
             alone = []
             for stage in stages:
@@ -130,12 +131,6 @@ def measure_units(
             steps += [whole_step_ms(units.model, inputs, clock) for _ in range(2)]
             say(done + 1, passes)
     return _summarise(torch.tensor(passed, dtype=torch.float64), statistics.median(steps))
-
-
-def _stage_of_each(units: ModelUnits, constants: dict[str, torch.Tensor]) -> list[Stage]:
-    """A stage of each unit, for training."""
-    traced = replace(units.traced, constants=constants)
-    return split_model(replace(units, traced=traced, evaluate=None), range(len(units.graph)), in_place=True)
 
 
 def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
