@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,12 +60,16 @@ class Stage(_Section):
     """A convex set of units. Times are milliseconds per micro-batch, sizes bytes per micro-batch."""
 
     units: tuple[str, ...] = Field(description="names of graph nodes, in topological order")
-    ms: float | None = Field(None, ge=0, description="forward and backward together")
     forward_ms: float | None = Field(None, ge=0)
     backward_ms: float | None = Field(None, ge=0)
     parameter_bytes: int = Field(0, ge=0)
     saved_bytes: int | None = Field(None, ge=0, description="activations kept for backward, one micro-batch")
     cut_bytes: int | None = Field(None, ge=0, description="bytes this stage sends forward")
+
+    @property
+    def ms(self) -> float | None:
+        """Forward and backward pass together; None where a time is not known."""
+        return None if self.forward_ms is None or self.backward_ms is None else self.forward_ms + self.backward_ms
 
 
 class Partition(_Section):
@@ -76,8 +79,19 @@ class Partition(_Section):
     cut: str = Field("whole", description="what the cut was made for, in words")
     micro_batch: int | None = Field(None, ge=1, description="samples per micro-batch that the times are for")
     edges: tuple[Edge, ...] = Field((), description="what flows between stages, per micro-batch")
-    balance: float | None = Field(None, ge=1 - 1e-9, description="the largest stage time over the mean")
-    cut_bytes: int | None = Field(None, ge=0)
+
+    @property
+    def balance(self) -> float | None:
+        """The longest stage over the mean of all; 1 where none takes any time, None where a time is not known."""
+        times = [stage.ms for stage in self.stages if stage.ms is not None]
+        if len(times) < len(self.stages):
+            return None
+        return max(times) * len(times) / sum(times) if any(times) else 1.0
+
+    @property
+    def cut_bytes(self) -> int:
+        """Bytes that all stages send forward."""
+        return sum(stage.cut_bytes or 0 for stage in self.stages)
 
 
 _Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -220,14 +234,6 @@ class StepFigures(_Section):
     memory_bytes: int | None = Field(None, ge=0, description="of a device, for everything that training needs")
 
 
-class Predicted(StepFigures):
-    """What the simulator says the plan will cost, per step."""
-
-
-class Ran(StepFigures):
-    """What steps of a run that followed the plan cost, as it measured them."""
-
-
 class Plan(_Section):
     """A whole plan. See the module header for what it is and who reads it."""
 
@@ -240,8 +246,8 @@ class Plan(_Section):
     compute: Compute | None = None
     kernels: Kernels | None = None
     measured: Measured | None = None
-    predicted: Predicted | None = None
-    ran: Ran | None = None
+    predicted: StepFigures | None = Field(None, description="what the simulator says")
+    ran: StepFigures | None = Field(None, description="what a run that followed the plan measured")
     checksum: str | None = Field(
         None, description="the digest of the plan as it was made or followed, so that an edited one is known"
     )
@@ -375,32 +381,6 @@ class Plan(_Section):
                 "A plan is a file in a directory that exists, with room for some kilobytes.",
                 "Name another place.",
             ) from error
-
-    def check_model(self, fingerprint: str, name: str = "this model", shapes: Mapping[str, Any] | None = None) -> None:
-        """Refuse to run another model than the one the plan was made for.
-
-        Args:
-            fingerprint: The fingerprint of the model at hand.
-            name: What to call that model in the message.
-            shapes: Optional facts of the model at hand to name in the message, for instance its parameter count.
-
-        Raises:
-            PlanError: The fingerprints differ.
-        """
-        if fingerprint == self.model.fingerprint:
-            return
-        facts = {"parameters": f"{self.model.parameters:,}"}
-        if self.measured is not None:
-            facts["dtype"] = self.measured.dtype
-        there, here = (
-            ", ".join(f"{key} {value}" for key, value in {**known, "fingerprint": digest}.items())
-            for known, digest in ((facts, self.model.fingerprint), (shapes or {}, fingerprint))
-        )
-        raise PlanError(
-            f"the plan was made for another model (plan: {self.model.name}, {there}; here: {name}, {here})",
-            "A plan names the units of one traced model; names, shapes and dtypes of all parameters must be the same.",
-            "Make a new plan for this model with `hybridpar plan`; --classes must be what the data set has.",
-        )
 
 
 class ResolvedPlan(Plan):

@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from hybridpar.comm.world import World
@@ -46,8 +47,8 @@ from hybridpar.observe.summary import summarize
 from hybridpar.observe.timeline import Timeline
 from hybridpar.observe.timeline_file import read_timeline, trace_of
 from hybridpar.observe.timeline_text import print_timeline
+from hybridpar.partition import profile_cache
 from hybridpar.partition.profile import UnitTimes
-from hybridpar.partition.profile_cache import load_profile
 from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
 from hybridpar.planner import links, rates
 from hybridpar.planner.inputs import inputs_of_plan
@@ -101,7 +102,7 @@ def _plan() -> bytes:
     inputs = small.inputs().to_data()
     plan = Plan(
         model=small.inputs().profile.info,
-        partition=Partition(stages=(Stage(units=("u0",), ms=1.5), Stage(units=("u1",))), micro_batch=8),
+        partition=Partition(stages=(Stage(units=("u0",), forward_ms=1.5), Stage(units=("u1",))), micro_batch=8),
         placement=Placement(layout=StageLayout.dealt(2, 2, replicas=2)),
         sync=Sync(policy=(SyncRule(pattern="fc.*", codec="topk:ratio=0.01"), SyncRule())),
         inputs=inputs,
@@ -145,12 +146,12 @@ def _database() -> bytes:
     return "".join(f"{record.line()}\n" for record in records).encode()
 
 
-def _with_folder(path: Path, read: Callable[[], object]) -> None:
-    with (
-        mock.patch.object(cache, "measurements_directory", return_value=path.parent),
-        mock.patch.object(cache, "measurement_file", return_value=path),
-    ):
-        read()
+def _reader(kind: str, key: Mapping[str, Any], types: TypeAdapter[Any]) -> Callable[[Path], object]:
+    def read(path: Path) -> object:
+        with mock.patch.object(cache, "measurement_file", return_value=path):
+            return cache.load_measurement(kind, key, types)
+
+    return read
 
 
 def kinds() -> list[Kind]:
@@ -173,13 +174,9 @@ def kinds() -> list[Kind]:
         ),
         Kind("kernels.jsonl", _database(), read_database, _use_database),
         Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
-        Kind("units-1.json", profile, lambda path: _with_folder(path, lambda: load_profile(PROFILE_KEY, path))),
-        Kind(
-            "codec-1.json",
-            rate,
-            lambda path: _with_folder(path, lambda: rates.load_rate(RATE_KEY, path)),
-        ),
-        Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY))),
+        Kind("units-1.json", profile, _reader("units", PROFILE_KEY, profile_cache.TIMES)),
+        Kind("codec-1.json", rate, _reader("codec", RATE_KEY, rates.RATE)),
+        Kind("links-1.json", link, _reader("links", LINK_KEY, links.SPEC)),
     ]
 
 

@@ -13,10 +13,15 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridpar.errors import UsageError
 from hybridpar.formats.file_reader import read_json
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -44,15 +49,22 @@ def measurement_file(kind: str, key: Mapping[str, Any], directory: Path | None =
     return (directory or measurements_directory()) / f"{kind}-{digest}.json"
 
 
-def load_measurement(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> Any | None:
+def load_measurement(
+    kind: str, key: Mapping[str, Any], types: TypeAdapter[_T], directory: Path | None = None
+) -> _T | None:
     """What was kept under a key; None where there is nothing that can be used, which a warning says of
     a damaged file.
     """
     path = measurement_file(kind, key, directory)
-    entry = _entry(path)
-    if entry is None and path.exists():
-        _log.warning("%s is damaged; measuring again", path)
-    return entry["data"] if entry is not None and entry["key"] == json.loads(json.dumps(key)) else None
+    try:
+        entry = read_json(path, "the measurement", UsageError)
+        if entry["key"] != json.loads(json.dumps(key)):
+            return None
+        return types.validate_python(entry["data"])
+    except (UsageError, LookupError, TypeError, ValueError):
+        if path.exists():
+            _log.warning("%s is damaged; measuring again", path)
+        return None
 
 
 def store_measurement(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
@@ -72,12 +84,3 @@ def store_measurement(kind: str, key: Mapping[str, Any], data: object, directory
         _log.warning(
             "%s is not kept, and will be measured again: cannot write %s: %s", kind, path.parent, error.strerror
         )
-
-
-def _entry(path: Path) -> dict[str, Any] | None:
-    """What a file holds; None where that is no entry."""
-    try:
-        found = read_json(path, "the measurement", UsageError)
-    except UsageError:
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("key"), dict) and "data" in found else None

@@ -19,7 +19,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -113,35 +112,25 @@ def _host(words: Sequence[str], place: str) -> Host:
     return host
 
 
-def torchrun_arguments(hosts: Sequence[Host], place: int, slots: int, job: str, arguments: Sequence[str]) -> list[str]:
-    """What torchrun is given on one host; behind `--` it takes no option of ours for a short form of its own."""
-    first, own = hosts[0], hosts[place]
-    return [
-        *("--nnodes", str(len(hosts)), "--nproc-per-node", str(own.slots or slots)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{first.port}", "--rdzv-id", job),
-        *("--rdzv-conf", f"is_host={str(place == 0).lower()}", "--local-addr", own.address),
-        *("--max-restarts", str(RESTARTS), "-m", "--", "hybridpar", *arguments),
-    ]
-
-
 def torchrun_lines(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) -> str:
     """The command lines to start on each host, with comments."""
-    job = new_job()
+    first, job = hosts[0], new_job()
     lines = [f"# Start each line on its host, in {Path.cwd()}; `--launch ssh` does it for you."]
-    for place, host in enumerate(hosts):
-        lines += [
-            f"# on {host.name}:",
-            f"torchrun {shlex.join(torchrun_arguments(hosts, place, slots, job, arguments))}",
+    for host in hosts:
+        words = [
+            *("torchrun", "--nnodes", str(len(hosts)), "--nproc-per-node", str(host.slots or slots)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{first.port}", "--rdzv-id", job),
+            *("--rdzv-conf", f"is_host={str(host is first).lower()}", "--local-addr", host.address),
+            # Behind `--` torchrun takes no option of ours for a short form of its own.
+            *("--max-restarts", str(RESTARTS), "-m", "--", "hybridpar", *arguments),
         ]
+        lines += [f"# on {host.name}:", shlex.join(words)]
     return "\n".join(lines)
 
 
 def slurm_script(name: str, workers: int | None, arguments: Sequence[str], *, servers: bool = False) -> str:
     """A batch script for Slurm, with a torchrun per node."""
-    python, secret = (
-        shlex.quote(sys.executable),
-        f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
-    )
+    secret = f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
     count = '"${SLURM_GPUS_ON_NODE:-1}"' if workers is None else str(workers)
     return "\n".join(
         [
@@ -166,7 +155,7 @@ def slurm_script(name: str, workers: int | None, arguments: Sequence[str], *, se
             '    --rdzv-backend c10d --rdzv-endpoint "$FIRST:$PORT" --rdzv-id "$SLURM_JOB_ID" \\',
             '    --rdzv-conf "is_host=$((SLURM_NODEID == 0))" --local-addr "$SLURMD_NODENAME" \\',
             f'    --max-restarts {RESTARTS} -m -- hybridpar "$@"',
-            f"' {python} {shlex.join(arguments)}",
+            f"' {shlex.join([sys.executable, *arguments])}",
             "",
         ]
     )
@@ -247,7 +236,6 @@ class _JobOnHosts(Job):
 
     hosts: Sequence[Host]
     slots: int
-    verdict: Path
 
     def begin(self, index: int, joins: int = 0) -> _Agent:
         """Start the agent of a host, in the same directory and with the same Python as here."""
@@ -295,14 +283,7 @@ def launch_by_ssh(
         "GROUP_WORLD_SIZE": str(len(hosts)),
         "TORCHELASTIC_RUN_ID": new_job(),
     }
-    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
-        verdict = Path(directory) / "verdict.json"
-        job = _JobOnHosts(
-            workers=len(hosts),
-            hosts=hosts,
-            slots=slots,
-            program=(*program, *arguments),
-            verdict=verdict,
-            environment=environment,
-        )
-        return supervise(job, verdict)
+    command = (*program, *arguments)
+    return supervise(
+        _JobOnHosts(workers=len(hosts), hosts=hosts, slots=slots, program=command, environment=environment)
+    )

@@ -30,16 +30,14 @@ from pathlib import Path
 #: Set in a process that `tune_this_process` has tuned, and in those that it starts.
 TUNED_VARIABLE = "HYBRIDPAR_TUNED"
 
-#: What makes glibc keep freed memory, and the name under which GLIBC_TUNABLES knows the same setting. The threshold is
-#: 64 TiB: more than any machine has, so never reached.
+#: What makes glibc keep freed memory: a variable with its value, the name under which GLIBC_TUNABLES knows the setting,
+#: and its number and value for `mallopt`, of malloc.h. The threshold is never reached: 64 TiB, and for `mallopt`, which
+#: takes ints, -1.
 _ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": ("0", "glibc.malloc.mmap_max"),
-    "MALLOC_TRIM_THRESHOLD_": (str(1 << 46), "glibc.malloc.trim_threshold"),
-    "MALLOC_ARENA_MAX": ("1", "glibc.malloc.arena_max"),
+    "MALLOC_MMAP_MAX_": ("0", "glibc.malloc.mmap_max", (-4, 0)),
+    "MALLOC_TRIM_THRESHOLD_": (str(1 << 46), "glibc.malloc.trim_threshold", (-1, -1)),
+    "MALLOC_ARENA_MAX": ("1", "glibc.malloc.arena_max", (-8, 1)),
 }
-#: The same settings as number and value for `mallopt`, of malloc.h. Its values are ints; a threshold of -1 is never
-#: reached.
-_MALLOPT = {"MALLOC_MMAP_MAX_": (-4, 0), "MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_ARENA_MAX": (-8, 1)}
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
@@ -177,7 +175,7 @@ def worker_environment(
     added = {}
     if platform.libc_ver()[0] == "glibc" and not _other_allocator(present):
         tunables = present.get("GLIBC_TUNABLES", "")
-        for name, (value, tunable) in _ALLOCATOR.items():
+        for name, (value, tunable, _) in _ALLOCATOR.items():
             if name not in present and f"{tunable}=" not in tunables:
                 added[name] = value
     # Torch takes the first of the two that is set, so setting the second could undo what the user chose by the first.
@@ -199,8 +197,8 @@ def tune_this_process(workers: int) -> None:
         del os.environ["OMP_NUM_THREADS"]
     added = worker_environment(workers, available_cores())
     _chose_threads = _THREADS[0] in added
-    for name in _MALLOPT.keys() & added.keys():
-        ctypes.CDLL(None).mallopt(*_MALLOPT[name])
+    for name in _ALLOCATOR.keys() & added.keys():
+        ctypes.CDLL(None).mallopt(*_ALLOCATOR[name][2])
     os.environ.update(added)
     os.environ[TUNED_VARIABLE] = "1"
     if _chose_threads and "torch" in sys.modules:  # which read the variable when it was imported
@@ -264,7 +262,7 @@ def describe_allocator(environment: Mapping[str, str] | None = None) -> str:
     other = _other_allocator(present)
     if other:
         return f"allocator {other} from LD_PRELOAD"
-    if all(present.get(name) == value for name, (value, _) in _ALLOCATOR.items()):
+    if all(present.get(name) == value for name, (value, *_) in _ALLOCATOR.items()):
         return "allocator keeps freed memory"
     if any(name in present for name in _ALLOCATOR) or "glibc.malloc." in present.get("GLIBC_TUNABLES", ""):
         return "allocator as set in the environment"

@@ -18,6 +18,7 @@ connection, ends everything.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -29,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -98,6 +99,11 @@ class Job:
     attempt: int = 0
     joined: int = 0
     processes: dict[int, subprocess.Popen[Any]] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Path:
+        """The file in which a worker leaves an error that would only come again."""
+        return Path(self.environment[VERDICT_VARIABLE])
 
     def begin(self, index: int, joins: int = 0) -> subprocess.Popen[Any]:
         """Start a process, for the `joins`-th time again while the others go on."""
@@ -210,10 +216,7 @@ def launch_workers(
         environment=environment,
         door=door,
     )
-    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
-        verdict = Path(directory) / "verdict.json"
-        environment[VERDICT_VARIABLE] = str(verdict)
-        return supervise(job, verdict)
+    return supervise(job)
 
 
 def new_job() -> str:
@@ -234,20 +237,35 @@ def _open_store(door: socket.socket) -> object:
     )
 
 
-def supervise(job: Job, verdict: Path) -> int:
-    """Start everything, and do what the module's header says until it ends."""
-    signals, store = _Signals(), None
+@contextlib.contextmanager
+def _watched(job: Job) -> Iterator[_Signals]:
+    """The signals that a job gets, and a directory for its verdict, until its processes have ended."""
+    signals = _Signals()
     try:
+        with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
+            job.environment[VERDICT_VARIABLE] = str(Path(directory) / "verdict.json")
+            try:
+                yield signals
+            finally:
+                job.end()
+    finally:
+        signals.release()
+
+
+def supervise(job: Job) -> int:
+    """Start everything, and do what the module's header says until it ends."""
+    store = None
+    with _watched(job) as signals:
         while True:
             _start(job)
             if job.door is not None and store is None:
                 # Workers wait at the door while torch is imported here, as they import it at the same time.
                 store = _open_store(job.door)
-            failed = _until_something_fails(job, signals, verdict)
-            if verdict.exists():
-                return report_verdict(verdict)
+            failed = _until_something_fails(job, signals)
+            if job.verdict.exists():
+                return report_verdict(job.verdict)
             if signals.signal is not None:
-                tell_interrupted(verdict)
+                tell_interrupted(job.verdict)
                 return 128 + signals.signal
             if failed is None:
                 return 0
@@ -261,9 +279,6 @@ def supervise(job: Job, verdict: Path) -> int:
                 return 1
             print(f"{cause}; all processes start again from the last checkpoint", file=sys.stderr)
             job.attempt += 1
-    finally:
-        job.end()
-        signals.release()
 
 
 def _start(job: Job) -> None:
@@ -271,7 +286,7 @@ def _start(job: Job) -> None:
         job.processes[index] = job.begin(index)
 
 
-def _until_something_fails(job: Job, signals: _Signals, verdict: Path) -> int | None:
+def _until_something_fails(job: Job, signals: _Signals) -> int | None:
     """Watch until all is done, or a process has failed that cannot be replaced alone."""
     passed_on, deadline = 0, float("inf")
     while True:
@@ -284,7 +299,7 @@ def _until_something_fails(job: Job, signals: _Signals, verdict: Path) -> int | 
             return None
         codes = {index: process.poll() for index, process in job.processes.items()}
         of_workers = [codes[index] for index in range(job.workers)]
-        if verdict.exists():
+        if job.verdict.exists():
             deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
             if None not in codes.values():
                 return None
@@ -299,7 +314,7 @@ def _until_something_fails(job: Job, signals: _Signals, verdict: Path) -> int | 
                 return bad[0]
             continue
         replaceable = [index for index in bad if index < job.workers and (codes[index] or 0) < 0]
-        alone = len(bad) == len(replaceable) and not job.patient and not verdict.exists()
+        alone = len(bad) == len(replaceable) and not job.patient and not job.verdict.exists()
         if alone and job.attempt + job.joined < job.restarts:
             for index in replaceable:
                 job.joined += 1
@@ -336,22 +351,17 @@ def _first_failure(job: Job, bad: Sequence[int]) -> int:
 
 def agent() -> int:
     """Start what standard input says on this machine, and watch it until it ends, or loses a worker."""
-    order, signals = json.loads(sys.stdin.readline()), _Signals()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # words come by the input
-    threading.Thread(target=signals.listen, daemon=True).start()
-    job = Job(**order)
-    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
-        verdict = Path(directory) / "verdict.json"
-        job.environment[VERDICT_VARIABLE] = str(verdict)
-        try:
-            _start(job)
-            failed = _until_something_fails(job, signals, verdict)
-        finally:
-            job.end()
-        for left in (verdict, verdict.with_name(TOLD)):
+    job = Job(**json.loads(sys.stdin.readline()))
+    with _watched(job) as signals:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # words come by the input
+        threading.Thread(target=signals.listen, daemon=True).start()
+        _start(job)
+        failed = _until_something_fails(job, signals)
+        job.end()
+        for left in (job.verdict, job.verdict.with_name(TOLD)):
             if left.exists():
                 print(f"{FILE_MARK}{left.name} {left.read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
-        if verdict.exists():
+        if job.verdict.exists():
             return 1
         if signals.signal is not None:
             return 128 + signals.signal

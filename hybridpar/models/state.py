@@ -33,6 +33,9 @@ _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdli
 #: What every module has.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
+#: So many containers in each other are looked into; the rest is not copied.
+_MOST_DEPTH = 5
+
 #: Values that are never changed, as most attributes are.
 _ATOMS = frozenset({type(None), bool, int, float, str})
 
@@ -55,7 +58,7 @@ def twin_of(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """
     memo = dict(memo or {})
     copies = _TensorCopies(_detached_copy)
-    copies.collect(_reach_all(map(_attributes, model.modules())), memo)
+    copies.collect(_reached_from(map(_attributes, model.modules())), memo)
     twin = copies.copied(model, memo)
     for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
         copied.__dict__.update(vars(parameter))
@@ -128,13 +131,14 @@ def with_copies(
 ) -> Iterator[Callable[[_T], _T]]:
     """Let a model hold copies of its attributes, of tensors made by a function; yields what copies something else."""
     before = [(module, module.training, dict(vars(module))) for module in model.modules()]
-    reached = _reach_all(map(_attributes, model.modules()))
-    memo: dict[int, Any] = {id(value): value for value in (model, *reached.values()) if isinstance(value, nn.Module)}
+    attributes = [_attributes(module) for module, *_ in before]
+    reached = _reached_from(attributes)
+    memo: dict[int, Any] = {id(value): value for value in (model, *reached) if isinstance(value, nn.Module)}
     copies = _TensorCopies(copy_of)
     try:
         copies.collect(reached, memo)
-        for module, *_ in before:
-            vars(module).update({name: memo.get(id(value), value) for name, value in _attributes(module).items()})
+        for (module, *_), held in zip(before, attributes, strict=True):
+            vars(module).update({name: memo.get(id(value), value) for name, value in held.items()})
         yield lambda value: copies.copied(value, memo)
     finally:
         for module, flag, _ in before:
@@ -169,15 +173,15 @@ class _TensorCopies(TorchFunctionMode):
         with self:
             return copy.deepcopy(value, memo)
 
-    def collect(self, reached: Mapping[int, Any], memo: dict[int, Any]) -> None:
-        """Put copies of values into a memo, the innermost first, and what cannot be copied as it is."""
-        values = [value for key, value in reached.items() if key not in memo and not isinstance(value, nn.Module)]
+    def collect(self, values: list[Any], memo: dict[int, Any]) -> None:
+        """Put copies of values, which come the inner before the outer, into a memo; what cannot be copied as it is."""
         for value in values:
-            if isinstance(value, nn.Parameter):
+            if isinstance(value, nn.Parameter) and id(value) not in memo:
                 memo[id(value)] = self._copy_of(value, memo)
-        values.reverse()
         with self:
-            for value in sorted(values, key=lambda value: _items(value) is not None):
+            for value in values:
+                if id(value) in memo or isinstance(value, nn.Module):
+                    continue
                 size = len(memo)
                 try:
                     is_empty = type(value) in (dict, OrderedDict) and not value  # as most of a module's are
@@ -256,42 +260,45 @@ class _Same:
 def reachable(module: nn.Module) -> dict[int, object]:
     """What a module's forward can change without a global variable, by id: containers, objects, and other modules."""
     modules = list(module.modules())
-    reached = _reach_all(
+    reached = _reached_from(
         {name: value for name, value in vars(inside).items() if name not in MODULE_ATTRIBUTES} for inside in modules
     )
-    changeable = {
-        key: value
-        for key, value in reached.items()
-        if isinstance(value, (dict, list, deque, set, nn.Module)) or _is_users_object(value)
-    }
-    return {id(inside): inside for inside in modules} | changeable
+    changeable = (
+        value for value in reached if isinstance(value, (dict, list, deque, set, nn.Module)) or _is_users_object(value)
+    )
+    return {id(value): value for value in (*modules, *changeable)}
 
 
-def _reach_all(attributes: Iterable[Mapping[str, Any]]) -> dict[int, Any]:
-    """Values of attributes and what is in them, by id, the outer before the inner."""
-    reached: dict[int, Any] = {}
-    for held in attributes:
-        for value in held.values():
-            _reach(value, 4, reached)
-    return reached
-
-
-def _reach(value: Any, depth: int, reached: dict[int, Any]) -> None:
-    if type(value) in _ATOMS:
-        return
-    reached[id(value)] = value
-    if not depth:
-        return
-    for item in _items(value) or ():
-        _reach(item, depth - 1, reached)
+def _reached_from(attributes: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Values of attributes and what is in them, each once: first those that hold nothing, then the inner ones."""
+    seen: set[int] = set()
+    holding_nothing: list[Any] = []
+    containers: list[Any] = []
+    level = [value for held in attributes for value in held.values()]
+    for _ in range(_MOST_DEPTH):
+        inside: list[Any] = []
+        for value in level:
+            if type(value) in _ATOMS or id(value) in seen:
+                continue
+            seen.add(id(value))
+            items = _items(value)
+            if items is None:
+                holding_nothing.append(value)
+            else:
+                containers.append(value)
+                inside += items
+        level = inside
+    return holding_nothing + containers[::-1]
 
 
 def _items(value: Any) -> Iterable[Any] | None:
     """What a bound method, a container or an object of a user's class holds; None for everything else."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, deque)):
+        return value
     if isinstance(value, MethodType):
         return (value.__self__,)
-    if isinstance(value, (list, tuple, deque, dict)):
-        return value.values() if isinstance(value, dict) else value
     return vars(value).values() if _is_users_object(value) else None
 
 

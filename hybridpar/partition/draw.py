@@ -113,10 +113,9 @@ def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
     # A plan of one stage names no units: it has them all.
     position = {unit: index for index, stage in enumerate(stages) for unit in stage.units}
     figure = Figure(figsize=(16, 1.6 + 1.7 * len(stages)), layout="constrained")
-    axes, bars = figure.subplots(1, 2, width_ratios=(4.6, 1), sharey=True)
+    axes = figure.subplots()
     figure.suptitle(_title(plan), fontsize=12, x=0.01, ha="left")
     _draw_rows(axes, plan, *lay_out(graph, [position.get(unit.name, 0) for unit in graph.units]))
-    _draw_bars(bars, plan)
     save_picture(figure, Path(path))
 
 
@@ -126,7 +125,7 @@ def _title(plan: Plan) -> str:
     source = measured.profile if measured is not None else None
     return (
         f"{plan.model.name} in {len(part.stages)} stages    micro-batch {part.micro_batch}    "
-        f"largest/mean {part.balance:.3f}    {readable_bytes(part.cut_bytes or 0)} cross    times {source}{noise}"
+        f"largest/mean {part.balance:.3f}    {readable_bytes(part.cut_bytes)} cross    times {source}{noise}"
     )
 
 
@@ -164,11 +163,20 @@ def _draw_rows(axes: Any, plan: Plan, blocks: list[Block], inner: list[Wire], cu
     axes.legend(loc="lower right", fontsize=8, framealpha=1, edgecolor="none", ncols=2)
     axes.set_xlim(-0.01 * longest, 1.02 * longest)
     axes.set_ylim(bottom, top)
-    names = [f"stage {row}" + (f"\nworker {where(plan, row)}" if plan.placement else "") for row in range(len(stages))]
-    axes.set_yticks([_base(row) + 0.5 for row in range(len(stages))], names)
+    rows = range(len(stages))
+    axes.set_yticks([_base(row) + 0.5 for row in rows], [_row_label(plan, row) for row in rows], fontsize=8)
     axes.set_xlabel("milliseconds per micro-batch, forward and backward; a box is a block of the model")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+
+
+def _row_label(plan: Plan, row: int) -> str:
+    """A stage with its worker, times and memory: what is even in time is not even in memory."""
+    stage = plan.partition.stages[row]
+    lines = [f"stage {row}"] + ([f"worker {where(plan, row)}"] if plan.placement else [])
+    lines.append(f"forward {stage.forward_ms or 0:,.1f} ms, backward {stage.backward_ms or 0:,.1f} ms")
+    sizes = readable_bytes(stage.parameter_bytes), readable_bytes(stage.saved_bytes or 0)
+    return "\n".join([*lines, "parameters {}, saved {}".format(*sizes)])
 
 
 def _write_label(axes: Any, block: Block, longest: float) -> None:
@@ -214,22 +222,3 @@ def _draw_cuts(axes: Any, blocks: list[Block], cut: list[Wire], longest: float) 
         frame = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": color, "linewidth": 0.6}
         look = {"fontsize": 8, "ha": "center", "va": "center", "color": color, "bbox": frame, "zorder": 3}
         axes.text(left, height, f"{home} → {away}: {text}", **look)
-
-
-def _draw_bars(axes: Any, plan: Plan) -> None:
-    """Memory beside time: what is even in the first is not even in the second."""
-    stages = plan.partition.stages
-    most = max((stage.parameter_bytes + (stage.saved_bytes or 0) for stage in stages), default=1) or 1
-    for row, stage in enumerate(stages):
-        saved, middle = stage.saved_bytes or 0, _base(row) + 0.5
-        axes.barh(middle, stage.parameter_bytes / most, 0.5, color=_color(row), alpha=0.95)
-        axes.barh(middle, saved / most, 0.5, left=stage.parameter_bytes / most, color=_color(row), alpha=0.4)
-        times = f"forward {stage.forward_ms or 0:,.1f} ms, backward {stage.backward_ms or 0:,.1f} ms"
-        sizes = f"parameters {readable_bytes(stage.parameter_bytes)}, saved {readable_bytes(saved)}"
-        axes.text(0, middle + 0.38, times, fontsize=8, va="bottom")
-        axes.text(0, middle - 0.38, sizes, fontsize=8, va="top")
-    axes.set_xlim(0, 1.15)
-    axes.set_xlabel("parameters (dark), saved for\nbackward per micro-batch (light)")
-    axes.set_xticks([])
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)

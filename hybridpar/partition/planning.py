@@ -14,7 +14,7 @@ from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.balance import balance_graph, check_stages
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import as_inputs
-from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units
+from hybridpar.partition.profile import UnitTimes, device_roofline, estimate_units
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
@@ -55,8 +55,6 @@ def partition_model(
     threads: int | None = None,
     cache: Path | None = None,
     name: str | None = None,
-    progress: Progress | None = None,
-    announce: Callable[[str], None] | None = None,
 ) -> PartitionedModel:
     """Trace a model, find its costs, cut it into balanced stages.
 
@@ -71,8 +69,6 @@ def partition_model(
         threads: Intra-op threads on CPU; None keeps the present number.
         cache: Directory of profiles measured before; None measures always.
         name: What to call the model in the plan.
-        progress: Told after every pass of the measurement.
-        announce: Told in one line what is being done.
 
     Returns:
         The plan and the stages, with what they were made from.
@@ -83,21 +79,15 @@ def partition_model(
         UsageError: The model refuses the inputs.
     """
     given = as_inputs(inputs)
-    say = announce or (lambda line: None)
-    say("tracing")
     units = find_units(trace_model(model, given), given)
     check_stages(units.graph, stages)
     if measure:
-        times = measured_profile(
-            units, given, passes=passes, threads=threads, cache=cache, progress=progress, announce=say
-        )
+        times = measured_profile(units, given, passes=passes, threads=threads, cache=cache)
     else:
         times = estimate_units(units.graph, device_roofline(given[0].device, threads))
     graph = times.apply(units.graph)
-    say("balancing")
     stage_of = balance_graph(graph, stages, link_speed=link_speed, noise=times.noise)
     single = given[0] if len(given) == 1 else None
-    parameter = next(model.parameters(), given[0])
     sections = plan_stages(graph, stage_of, (1.0,) * stages)
     plan = Plan(
         model=ModelInfo(
@@ -110,15 +100,13 @@ def partition_model(
             stages=sections,
             cut="balanced",
             micro_batch=given[0].shape[0],
-            balance=balance_of(sections),
-            cut_bytes=sum(stage.cut_bytes or 0 for stage in sections),
             edges=edges_of(graph, stage_of),
         ),
         placement=Placement(layout=Layout.repeated((stage, 0) for stage in range(stages)), device=given[0].device.type),
         measured=Measured(
             device=device_name(given[0].device),
             threads=threads or torch.get_num_threads(),
-            dtype=str(parameter.dtype).removeprefix("torch."),
+            dtype=_dtype_name(model),
             memory_format="channels_last" if memory_format_name(given[0]) == "channels_last" else "contiguous",
             profile=times.source,
             noise=round(times.noise, 4),
@@ -139,7 +127,6 @@ def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[floa
         stages.append(
             StagePlan(
                 units=tuple(unit.name for unit in members),
-                ms=round(forward + backward, 4),
                 forward_ms=round(forward, 4),
                 backward_ms=round(backward, 4),
                 parameter_bytes=sum(unit.parameter_bytes for unit in members),
@@ -148,13 +135,6 @@ def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[floa
             )
         )
     return tuple(stages)
-
-
-def balance_of(stages: Sequence[StagePlan]) -> float:
-    """The longest stage over the mean of all; 1 where none takes any time."""
-    times = [stage.ms or 0.0 for stage in stages]
-    mean = sum(times) / len(times)
-    return max(1.0, round(max(times) / mean, 6)) if mean > 0 else 1.0
 
 
 def edges_of(graph: UnitGraph, stage_of: Sequence[int]) -> tuple[Edge, ...]:
@@ -173,10 +153,23 @@ def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:
 
 def require_model(plan: Plan, model: nn.Module, name: str) -> None:
     """Refuse a plan that was made for another model."""
-    facts = {"parameters": f"{parameter_count(model):,}"}
-    if (parameter := next(model.parameters(), None)) is not None:
-        facts["dtype"] = str(parameter.dtype).removeprefix("torch.")
-    plan.check_model(model_fingerprint(model), name, facts)
+    if (fingerprint := model_fingerprint(model)) == plan.model.fingerprint:
+        return
+    made_for = f"parameters {plan.model.parameters:,}"
+    if plan.measured is not None:
+        made_for += f", dtype {plan.measured.dtype}"
+    here = f"parameters {parameter_count(model):,}, dtype {_dtype_name(model)}"
+    raise PlanError(
+        f"the plan was made for another model (plan: {plan.model.name}, {made_for}, fingerprint "
+        f"{plan.model.fingerprint}; here: {name}, {here}, fingerprint {fingerprint})",
+        "A plan names the units of one traced model; names, shapes and dtypes of all parameters must be the same.",
+        "Make a new plan for this model with `hybridpar plan`; --classes must be what the data set has.",
+    )
+
+
+def _dtype_name(model: nn.Module) -> str:
+    """The dtype of a model's parameters; that of torch where it has none."""
+    return str(next(model.parameters(), torch.zeros(())).dtype).removeprefix("torch.")
 
 
 def stages_from_plan(
@@ -223,8 +216,8 @@ def stages_from_plan(
         )
     stages = _split(units, [wanted[unit] for unit in present], relay, fill)
     again = plan.pipeline.recompute if plan.pipeline is not None else ()
-    _require_repeatable(model, traced.unrepeatable, [stages[index] for index in again])
-    if again and traced.draws:
+    _require_repeatable(model, traced.changes.unrepeatable, [stages[index] for index in again])
+    if again and traced.changes.draws:
         raise UsageError(
             f"--recompute {again[0]} with a model that draws random numbers of Python or NumPy",
             "A forward pass that runs again would draw others; torch's are the same in both.",

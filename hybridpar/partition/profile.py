@@ -14,20 +14,19 @@ it. Caches and how well a kernel fits are left out, so it is good enough to bala
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state import untouched
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.split import split_model
-from hybridpar.partition.stage import Stage
 from hybridpar.partition.unit_runner import (
     Clock,
     expect_gradients,
@@ -37,6 +36,8 @@ from hybridpar.partition.unit_runner import (
     whole_step_ms,
 )
 from hybridpar.partition.units import ModelUnits
+
+_Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 #: Called after every pass with the number of passes done and in all.
 Progress = Callable[[int, int], None]
@@ -54,10 +55,10 @@ class UnitTimes:
         source: `measured` or `analytic`.
     """
 
-    forward_ms: tuple[float, ...]
-    backward_ms: tuple[float, ...]
-    step_ms: float
-    noise: float = 0.0
+    forward_ms: tuple[_Positive, ...]
+    backward_ms: tuple[_Positive, ...]
+    step_ms: _Positive
+    noise: _Positive = 0.0
     source: Literal["measured", "analytic"] = "measured"
 
     def apply(self, graph: UnitGraph) -> UnitGraph:
@@ -103,7 +104,9 @@ def measure_units(
     given = dict(zip((node.name for node in units.train.placeholders), inputs, strict=True))
     say = progress or (lambda done, total: None)
     with untouched(units.model, training=True) as copied, intra_op_threads(threads):
-        stages = _stage_of_each(units, copied(dict(units.traced.constants)))
+        traced = replace(units.traced, constants=copied(dict(units.traced.constants)))
+        each = replace(units, traced=traced, evaluate=None)  # a stage of each unit, for training
+        stages = split_model(each, range(len(units.graph)), in_place=True)
         if is_deferred(units.model):
             alone = []
             for stage in stages:
@@ -130,12 +133,6 @@ def measure_units(
     return _summarise(torch.tensor(passed, dtype=torch.float64), statistics.median(steps))
 
 
-def _stage_of_each(units: ModelUnits, constants: dict[str, torch.Tensor]) -> list[Stage]:
-    """A stage of each unit, for training."""
-    traced = replace(units.traced, constants=constants)
-    return split_model(replace(units, traced=traced, evaluate=None), range(len(units.graph)), in_place=True)
-
-
 def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
     """Reduce passes x units x (forward, backward) to times and noise."""
     best = rows.amin(dim=0)
@@ -152,7 +149,7 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
     measurements that agree are right, however wrong a third one is.
     """
     if len(tries) < 2:
-        return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
+        return tries[0]
     values = torch.tensor([(times.forward_ms, times.backward_ms) for times in tries], dtype=torch.float64)
     least, second = values.sort(dim=0).values[:2]
     apart = float((second - least).sum() / least.sum()) if least.any() else 0.0

@@ -7,15 +7,13 @@ programs had the cores is measured again a few times, and is not kept where that
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from hybridpar.formats.cache import load_measurement, store_measurement
 from hybridpar.machine.devices import cpu_name
@@ -30,7 +28,7 @@ _log = logging.getLogger(__name__)
 #: Name of the profiles in the cache.
 KIND = "units"
 
-_TIMES: TypeAdapter[UnitTimes] = TypeAdapter(UnitTimes)
+TIMES: TypeAdapter[UnitTimes] = TypeAdapter(UnitTimes)
 
 #: A profile with more noise than this is measured again, so often at most, and not after so many seconds.
 NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 20.0
@@ -55,17 +53,13 @@ def measured_profile(
     threads: int | None,
     cache: Path | None,
     progress: Progress | None = None,
-    announce: Callable[[str], None] | None = None,
     seconds: float = MOST_SECONDS,
 ) -> UnitTimes:
     """The times of all units: those that were kept, or measured now and kept."""
-    say = announce or (lambda line: None)
     key = profile_key(units, inputs, threads or torch.get_num_threads(), passes)
-    known = load_profile(key, cache) if cache is not None else None
-    if known is not None and known.noise <= MOST_NOISE:
-        say("using the profile measured before")
+    known = load_measurement(KIND, key, TIMES, cache) if cache is not None else None
+    if known is not None and len(known.forward_ms) == len(known.backward_ms) == len(units.graph):
         return known
-    say("measuring")
     measure = partial(measure_units, units, inputs, passes=passes, threads=threads, progress=progress)
     tries, noise = repeat_until_steady(measure, lambda taken: steadied(taken).noise, NOISY, MOST_TRIES, seconds)
     times = steadied(tries)
@@ -77,7 +71,7 @@ def measured_profile(
             100 * noise,
         )
     elif cache is not None:
-        store_measurement(KIND, key, asdict(times), cache)
+        store_measurement(KIND, key, TIMES.dump_python(times, mode="json"), cache)
     return times
 
 
@@ -109,14 +103,3 @@ def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int,
             {str(one) for module in units.model.modules() if (one := getattr(module, "kernel_variant", ""))}
         ),
     }
-
-
-def load_profile(key: dict[str, Any], directory: Path) -> UnitTimes | None:
-    """The times measured for a key before, or None."""
-    try:
-        times = _TIMES.validate_python(load_measurement(KIND, key, directory))
-    except ValidationError:
-        return None
-    numbers = (*times.forward_ms, *times.backward_ms, times.step_ms, times.noise)
-    whole = len(times.forward_ms) == len(times.backward_ms) == len(key["units"])
-    return times if whole and all(math.isfinite(number) and number >= 0 for number in numbers) else None

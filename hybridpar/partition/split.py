@@ -65,7 +65,7 @@ def split_model(
             leftover[index],
             units.traced.constants,
             tuple(node.name for node in units.train.placeholders),
-            frozenset(units.traced.written),
+            frozenset(units.traced.changes.written),
         )
         for index in range(count)
     ]
@@ -217,7 +217,7 @@ def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx
     assert units.evaluate is not None
     called = {(str(node.target), home[node]) for node in units.train.compute if node.op == "call_module"}
     uses = Counter(name for name, _ in called)
-    paths = {*units.traced.remembering, *units.traced.leaves}  # what is kept whole may make a buffer
+    paths = {*units.traced.changes.remembering, *units.traced.leaves}  # what is kept whole may make a buffer
     counting = {
         name: stage
         for name, stage in called

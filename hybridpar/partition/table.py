@@ -80,7 +80,6 @@ def _summary(plan: Plan) -> str:
     lines = []
     if part.balance is not None:
         lines.append(f"largest load / mean  {part.balance:.3f}")
-    if part.cut_bytes is not None:
         lines.append(f"bytes sent forward per micro-batch  {readable_bytes(part.cut_bytes)}")
     if plan.measured is not None:
         measured = plan.measured

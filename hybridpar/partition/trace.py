@@ -34,7 +34,7 @@ from hybridpar.models.deferred import is_deferred
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state import OutsideGraphError, same_attributes, traceable_only, untouched
 from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
-from hybridpar.partition.trace_check import TraceCheck
+from hybridpar.partition.trace_check import Changes, TraceCheck
 from hybridpar.partition.tracer import SAVED, ModelTracer
 
 _META = torch.device("meta")
@@ -51,10 +51,7 @@ class TracedModel:
         constants: Tensors that the model made while it was traced, by the attribute name the graph uses for them.
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         suspects: What the graphs may lack, by the name of the module whose code does it.
-        written: Names of what forward writes into in place, but for the statistics of BatchNorm.
-        unrepeatable: Attributes that forward changes in every pass and that are not put back, by the sub-module's name.
-        remembering: Sub-modules whose Python attributes differ from pass to pass.
-        draws: Whether forward draws random numbers of Python or NumPy, as far as that was tried.
+        changes: What forward changes beside its output.
         checkpointed_norm: A sub-module that runs BatchNorm under torch.utils.checkpoint.
     """
 
@@ -64,21 +61,18 @@ class TracedModel:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     suspects: Mapping[str, str] = field(default_factory=dict)
-    written: Collection[str] = ()
-    unrepeatable: Mapping[str, str] = field(default_factory=dict)
-    remembering: Collection[str] = ()
-    draws: bool = False
+    changes: Changes = field(default_factory=Changes)
     checkpointed_norm: str | None = None
 
 
-def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> TracedModel:
+def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel:
     """Trace a model for training and for evaluation, and compare the graphs with the model.
 
     A model in training mode trains as it is: parts of it may be in evaluation mode, and stay there.
 
     Args:
         model: Any module; it is as before afterwards.
-        inputs: Example inputs. Arguments of `forward` beyond them keep their defaults. Needed for the comparison.
+        inputs: Example inputs. Arguments of `forward` beyond them keep their defaults.
 
     Returns:
         The model with its graphs, which compute what it computes.
@@ -91,11 +85,9 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     _require_plain(model)
     hidden = {path: part for path, part in model.named_modules() if path and (_hooks_of(part) or has_extra_state(part))}
     whole = {path for path, part in hidden.items() if not _is_leaf(part, path)}
-    if not inputs:
-        return _trace_both_modes(model, inputs, frozenset(whole))
     check = TraceCheck(model, inputs)
-    _require_constant(model, check.written)
-    whole |= _counting(model, check.counters)
+    _require_constant(model, check.changes.written)
+    whole |= _counting(model, check.changes.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
     while (difference := _difference(check, traced)) is not None:
@@ -106,17 +98,10 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         whole |= found
         traced = _trace_both_modes(model, inputs, frozenset(whole))
     kept = {path: reason for path, reason in reasons.items() if path in whole}
-    norm = _require_repeatable(model, kept, check.written)
+    norm = _require_repeatable(model, kept, check.changes.written)
     if is_deferred(model):
         _require_values(traced, inputs[0].device)
-    return replace(
-        traced,
-        written=check.written,
-        unrepeatable=check.unrepeatable,
-        remembering=check.remembering,
-        draws=check.draws,
-        checkpointed_norm=norm,
-    )
+    return replace(traced, changes=check.changes, checkpointed_norm=norm)
 
 
 def _require_values(traced: TracedModel, device: torch.device) -> None:
@@ -312,7 +297,7 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: fro
         if tracer.failed is None or tracer.failed in whole:
             break
         whole |= {tracer.failed}
-    if inputs and not is_deferred(model):
+    if not is_deferred(model):
         try:
             with untouched(model), torch.no_grad():
                 model(*inputs)
@@ -323,8 +308,6 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: fro
 
 def _defaults_beyond(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, Any] | None:
     """Default values of the arguments that the caller does not give."""
-    if not inputs:
-        return None
     parameters = [
         parameter
         for parameter in inspect.signature(model.forward).parameters.values()
@@ -343,8 +326,6 @@ def _defaults_beyond(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[s
 
 def _drop_defaults(graph: fx.Graph, count: int) -> None:
     """Remove the placeholders of arguments that keep their defaults, and fx's checks on them."""
-    if not count:
-        return
     spare = [node for node in graph.nodes if node.op == "placeholder"][count:]
     for node in spare:
         for user in [*node.users]:

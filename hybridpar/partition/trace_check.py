@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,21 +51,30 @@ class Difference:
     relative: float
 
 
+@dataclass
+class Changes:
+    """What a forward pass changes beside its output, as far as it was tried.
+
+    Attributes:
+        counters: Attributes that every pass changes, by the sub-module's name.
+        unrepeatable: Of them those that `put_state` does not put back.
+        remembering: Sub-modules whose attributes differ from pass to pass.
+        draws: It draws random numbers of Python or NumPy.
+        written: Names of the tensors that it writes into, but for the statistics of BatchNorm.
+    """
+
+    counters: dict[str, str] = field(default_factory=dict)
+    unrepeatable: dict[str, str] = field(default_factory=dict)
+    remembering: set[str] = field(default_factory=set)
+    draws: bool = False
+    written: set[str] = field(default_factory=set)
+
+
 class TraceCheck:
     """Runs a model once, and compares any number of its graphs with that run."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        self.model = model
-        #: Attributes that every forward pass changes, by the sub-module's name.
-        self.counters: dict[str, str] = {}
-        #: Of them those that `put_state` does not put back.
-        self.unrepeatable: dict[str, str] = {}
-        #: Sub-modules whose attributes differ from pass to pass.
-        self.remembering: set[str] = set()
-        #: Whether forward draws random numbers of Python or NumPy.
-        self.draws = False
-        #: Names of the tensors that forward writes into, but for the statistics of BatchNorm.
-        self.written: set[str] = set()
+        self.model, self.changes = model, Changes()
         self._batches: tuple[Inputs, ...] = ()
         self._expected: dict[bool, list[Outcome]] = {}
         self._is_deferred = is_deferred(model)
@@ -88,9 +97,9 @@ class TraceCheck:
             drawn = python_random_state()
             with WrittenState(model) as writes:
                 output = model(*batch)
-            self.draws |= drawn != python_random_state()
+            self.changes.draws |= drawn != python_random_state()
             if training:
-                self.written = writes.names - _statistics(model)
+                self.changes.written = writes.names - _statistics(model)
             return output
 
         with untouched(model, training=training), torch.set_grad_enabled(training):
@@ -105,9 +114,9 @@ class TraceCheck:
             with untouched(model, training=training), torch.set_grad_enabled(training):
                 _pass(model, model, batches[1], 1)
                 alone = attributes_of(model)
-            self.remembering |= changed.keys()
-            self.counters |= _changed(first, second, alone)
-            self.unrepeatable |= _changed(first, again, alone)
+            self.changes.remembering |= changed.keys()
+            self.changes.counters |= _changed(first, second, alone)
+            self.changes.unrepeatable |= _changed(first, again, alone)
         return outcomes
 
     def _imagine(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -119,9 +128,8 @@ class TraceCheck:
                 with WrittenState(self.model) as writes:
                     self.model(*given)
                 attributes.append(attributes_of(self.model))
-            self.written = writes.names - _statistics(self.model)
-        self.counters = self.unrepeatable = _changed(*attributes)
-        self.remembering = set(self.counters)
+        counters = _changed(*attributes)
+        self.changes = Changes(counters, counters, set(counters), written=writes.names - _statistics(self.model))
 
     def difference(
         self, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, torch.Tensor], suspects: Collection[str]
@@ -259,14 +267,11 @@ def _first_difference(expected: Outcome, found: Outcome) -> Difference | None:
 def _difference(
     name: str, wanted: torch.Tensor | None, found: torch.Tensor | None, beside: Iterable[torch.Tensor | None]
 ) -> Difference | None:
-    if wanted is None or found is None:
-        if wanted is found:
-            return None
-        values = ("none" if one is None else f"up to {_size(one):.3g}" for one in (wanted, found))
-        return Difference("{} is {} in the model and {} in its stages".format(name, *values), torch.inf)
-    if wanted.shape != found.shape or wanted.dtype != found.dtype or wanted.layout != found.layout:
-        kinds = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (wanted, found))
+    kinds = [_kind(one) for one in (wanted, found)]
+    if kinds[0] != kinds[1]:
         return Difference("{} is {} in the model and {} in its stages".format(name, *kinds), torch.inf)
+    if wanted is None or found is None:
+        return None
     if wanted.layout != torch.strided or wanted.is_quantized:
         wanted, found = wanted.to_dense(), found.to_dense()
     if torch.equal(wanted, found):
@@ -282,6 +287,11 @@ def _difference(
     place = int(apart.nan_to_num(nan=torch.inf).argmax())
     values = (f"{one.flatten()[place].item():.5g}" for one in (wanted, found))
     return Difference("{} is {} in the model and {} in its stages".format(name, *values), relative)
+
+
+def _kind(value: torch.Tensor | None) -> str:
+    """What must be equal before values are compared."""
+    return "none" if value is None else f"{tuple(value.shape)} {value.dtype} {value.layout}".replace("torch.", "")
 
 
 def _tolerance(dtype: torch.dtype) -> float:

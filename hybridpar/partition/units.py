@@ -42,7 +42,7 @@ def pinned_groups(traced: TracedModel, facts: GraphFacts, evaluate: GraphFacts |
 def _rememberers(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:
     """Modules that hand on values through a Python object that both can reach: a list, or a module's attribute."""
     shared: dict[int, list[fx.Node]] = {}
-    for path in traced.remembering:
+    for path in traced.changes.remembering:
         shared |= {key: [] for key in reachable(traced.model.get_submodule(path))}
     for node in facts.compute if shared else ():
         if node.op == "call_module":

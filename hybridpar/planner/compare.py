@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridpar.plan import Plan, Ran, StepFigures
+from hybridpar.plan import Plan, StepFigures
 
 #: Relative difference above which a prediction has failed.
 APART = 0.15
@@ -23,7 +23,7 @@ _SIZE_CAUSES = {
 }
 
 
-def prediction_warnings(plan: Plan, ran: Ran, load: float = 0.0) -> list[str]:
+def prediction_warnings(plan: Plan, ran: StepFigures, load: float = 0.0) -> list[str]:
     """What missed its prediction by more than `APART`, each with the likely cause; empty where nothing did."""
     predicted, told = plan.predicted, []
     if predicted is not None and predicted.step_ms and ran.step_ms is not None:
@@ -48,7 +48,7 @@ def prediction_warnings(plan: Plan, ran: Ran, load: float = 0.0) -> list[str]:
     return told
 
 
-def _cause(predicted: StepFigures, ran: Ran, load: float) -> str:
+def _cause(predicted: StepFigures, ran: StepFigures, load: float) -> str:
     more_computing = _computing(ran) - _computing(predicted)
     more_sync = (ran.exposed_sync_ms or 0.0) - (predicted.exposed_sync_ms or 0.0)
     if abs(more_sync) > abs(more_computing):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
@@ -37,6 +38,8 @@ from hybridpar.planner.ways import Way, compute_of_way
 #: Plans that take a few steps before a run, if they are predicted to take at most this multiple of the best; their
 #: rounds, and seconds after which there is no other.
 FINALISTS, NEAR, ROUNDS, MOST_SECONDS = 4, 1.3, 5, 1.5
+
+_TIMES: TypeAdapter[list[list[float]]] = TypeAdapter(list[list[float]])
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,8 @@ def _kept_times(key: Mapping[str, object], count: int) -> list[list[float]] | No
     """What the plans took when they were last run; nothing of a single plan, which need not run."""
     if count < 2:
         return [[]] * count
-    kept = load_measurement("finalists", key)
-    is_whole = isinstance(kept, list) and len(kept) == count and all(isinstance(row, list) for row in kept)
-    return kept if is_whole else None
+    times = load_measurement("finalists", key, _TIMES)
+    return times if times is not None and len(times) == count else None
 
 
 def run_in_turns(

@@ -11,13 +11,13 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from hybridpar.comm.grid import Grid
@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 #: Name of the measurements in the cache.
 KIND = "links"
+
+SPEC: TypeAdapter[ClusterSpec] = TypeAdapter(ClusterSpec)
 
 #: What was measured of a link is used again, and remembered, where a few messages take as long but for such a factor.
 DRIFT = 1.5
@@ -67,7 +69,7 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
         "torch": str(torch.__version__),
     }
     if not fresh:
-        known = world.from_main(lambda: _remembered(key))
+        known = world.from_main(lambda: load_measurement(KIND, key, SPEC))
         if known is not None and _still_true(known, world):
             return known
 
@@ -162,14 +164,6 @@ def _copy_rate(source: Tensor, target: Tensor, world: World) -> float:
     world.barrier()
     took = min(laps_of(lambda message: target.copy_(message, non_blocking=True), source, 5))
     return source.nbytes / most_of_all(took, world)
-
-
-def _remembered(key: Mapping[str, object]) -> ClusterSpec | None:
-    """What was measured before."""
-    try:
-        return ClusterSpec.model_validate(load_measurement(KIND, key))
-    except ValidationError:
-        return None
 
 
 def _still_true(spec: ClusterSpec, world: World) -> bool:

@@ -78,7 +78,7 @@ def profile_model(
         sizes=tuple(sizes),
         noise=noise,
         batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
-        counts=bool(traced.unrepeatable or traced.draws),
+        counts=bool(traced.changes.unrepeatable or traced.changes.draws),
         device=device_name(first.device),
         threads=torch.get_num_threads(),
         memory_format=memory_format_name(first),

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import nn
 
 from hybridpar.comm.world import World
@@ -223,13 +223,7 @@ class _Job:
 
     def kept(self, kind: str, key: Mapping[str, object], types: TypeAdapter[_T], measure: Callable[[], _T]) -> _T:
         """What was kept under a key, or is measured now and kept; a collective."""
-        found: _T | None = None
-        if self.world.is_main:
-            try:
-                found = types.validate_python(load_measurement(kind, key))
-            except ValidationError:  # nothing, or a damaged file
-                found = None
-        found = self.world.gather(found)[0]  # type: ignore[assignment]
+        found: _T | None = self.world.from_main(lambda: load_measurement(kind, key, types))
         if found is None:
             found = measure()
             if self.world.is_main and getattr(found, "noise", 0.0) <= MOST_NOISE:

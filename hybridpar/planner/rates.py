@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from hybridpar.comm.group import Group, Reduction, split
@@ -101,7 +101,7 @@ class CodecRate:
         return encode, decode
 
 
-_RATE: TypeAdapter[CodecRate] = TypeAdapter(CodecRate)
+RATE: TypeAdapter[CodecRate] = TypeAdapter(CodecRate)
 
 
 def measure_rates(
@@ -124,7 +124,7 @@ def measure_rates(
         named = {**key, "codec": text}
         rate = None
         if directory is not None:
-            rate = world.from_main(functools.partial(load_rate, named, directory))
+            rate = world.from_main(functools.partial(load_measurement, "codec", named, RATE, directory))
         if rate is None:
             measure = functools.partial(_measure_together, text, shapes, messages_of, world)
             tries, noise = repeat_until_steady(measure, lambda tries: min(rate.noise for rate in tries), MOST_NOISE)
@@ -136,14 +136,6 @@ def measure_rates(
     return rates
 
 
-def load_rate(key: Mapping[str, object], directory: Path) -> CodecRate | None:
-    """What was kept of a codec; None where there is nothing that can be used."""
-    try:
-        return _RATE.validate_python(load_measurement("codec", key, directory))
-    except ValidationError:
-        return None
-
-
 def _keep(key: Mapping[str, object], rate: CodecRate, noise: float, directory: Path | None) -> None:
     if noise > MOST_NOISE:
         _log.warning(
@@ -153,7 +145,7 @@ def _keep(key: Mapping[str, object], rate: CodecRate, noise: float, directory: P
             100 * noise,
         )
     elif directory is not None:
-        store_measurement("codec", key, _RATE.dump_python(rate, mode="json"), directory)
+        store_measurement("codec", key, RATE.dump_python(rate, mode="json"), directory)
 
 
 def _measure_together(text: str, shapes: Sequence[tuple[int, ...]], workers: int, world: World) -> CodecRate:

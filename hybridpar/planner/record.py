@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridpar.compress import format_codec
-from hybridpar.partition.planning import balance_of, plan_stages
+from hybridpar.partition.planning import plan_stages
 from hybridpar.plan import (
     Compute,
     Measured,
@@ -11,7 +11,7 @@ from hybridpar.plan import (
     Pipeline,
     Placement,
     Plan,
-    Predicted,
+    StepFigures,
     Sync,
     SyncRule,
 )
@@ -71,7 +71,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None, compute: Compute | N
             link_latency_ms=link.latency_ms if link is not None else None,
             versions=dict(profile.versions),
         ),
-        predicted=Predicted(
+        predicted=StepFigures(
             step_ms=round(outcome.step_ms, 3),
             bubble=round(outcome.bubble, 4),
             exposed_sync_ms=round(outcome.exposed_sync_ms, 3),
@@ -95,7 +95,5 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
         stages=stages,
         cut=candidate.cut.name,
         micro_batch=samples,
-        balance=balance_of(stages),
-        cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
         edges=evaluator.figures(candidate).edges,
     )

@@ -15,7 +15,7 @@ from hybridpar.observe.files import replace_file
 from hybridpar.observe.records import EpochRecord, RunInfo
 from hybridpar.observe.summary import step_without_data_ms
 from hybridpar.observe.text import format_bytes, format_duration
-from hybridpar.plan import Plan, Ran, StepFigures
+from hybridpar.plan import Plan, StepFigures
 from hybridpar.run.best import MetricRule
 from hybridpar.run.plan import sync_of
 from hybridpar.run.timings import Share, combine
@@ -101,12 +101,12 @@ def expected_lines(predicted: StepFigures | None, steps: int, now: datetime | No
     return [f"expected about {format_duration(seconds)}, until {until}, without data and tests{memory}"]
 
 
-def ran_of(summary: Mapping[str, Any]) -> Ran | None:
+def ran_of(summary: Mapping[str, Any]) -> StepFigures | None:
     """What a run measured of its plan, without waiting for data, which no plan predicts; None without a step."""
     step_ms = step_without_data_ms(summary)
     if summary["compute_ms"] is None or step_ms is None:
         return None
-    return Ran(step_ms=round(step_ms, 3), **{key: summary[key] for key in _KEYS})
+    return StepFigures(step_ms=round(step_ms, 3), **{key: summary[key] for key in _KEYS})
 
 
 def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:

@@ -13,7 +13,7 @@ from hybridpar.errors import UsageError
 from hybridpar.observe import write_timeline
 from hybridpar.plan import (
     Pipeline,
-    Predicted,
+    StepFigures,
 )
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make
@@ -58,7 +58,7 @@ def test_a_schedule_is_printed_checked_and_drawn(tmp_path):
 
 
 def test_a_plan_is_printed_with_what_it_predicts(tmp_path):
-    predicted = Predicted(step_ms=25.0, bubble=0.2, bytes_sent_per_step=2_500_000, peak_saved_bytes=10**7)
+    predicted = StepFigures(step_ms=25.0, bubble=0.2, bytes_sent_per_step=2_500_000, peak_saved_bytes=10**7)
     recomputing = Pipeline(schedule="1f1b", micro_batches=4, recompute=(0,))
     a_plan(pipeline=recomputing, predicted=predicted).save(tmp_path / "plan.json")
     text = shown(tmp_path / "plan.json")

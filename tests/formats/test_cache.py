@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from hybridpar.formats.cache import (
     cache_directory,
@@ -12,7 +13,7 @@ from hybridpar.formats.cache import (
     store_measurement,
 )
 
-KIND, KEY = "test", {"workers": [1, 2]}
+KIND, KEY, TYPES = "test", {"workers": [1, 2]}, TypeAdapter(dict[str, float])
 
 
 def test_where_the_cache_is(monkeypatch):
@@ -37,23 +38,25 @@ def test_a_user_without_a_home_still_has_a_cache(monkeypatch):
 
 
 def test_what_is_kept_is_found_under_its_key_alone():
-    assert load_measurement(KIND, KEY) is None
+    assert load_measurement(KIND, KEY, TYPES) is None
     store_measurement(KIND, KEY, {"ms": 1.0})
-    assert load_measurement(KIND, KEY) == {"ms": 1.0}
-    assert load_measurement("another", KEY) is None
-    assert load_measurement(KIND, {"workers": [1, 3]}) is None
+    assert load_measurement(KIND, KEY, TYPES) == {"ms": 1.0}
+    assert load_measurement("another", KEY, TYPES) is None
+    assert load_measurement(KIND, {"workers": [1, 3]}, TYPES) is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"data": 1}', json.dumps({"key": {"workers": [9]}, "data": 1})])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"data": 1}', *(json.dumps({"key": key, "data": 1}) for key in (KEY, {"workers": [9]}, 3))]
+)
 def test_what_is_damaged_or_of_another_key_is_as_nothing(text):
     store_measurement(KIND, KEY, {"ms": 1.0})
     measurement_file(KIND, KEY).write_text(text)
-    assert load_measurement(KIND, KEY) is None
+    assert load_measurement(KIND, KEY, TYPES) is None
 
 
 def test_a_cache_that_cannot_be_written_is_no_error_and_is_told(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "file"))
     store_measurement(KIND, KEY, {})
-    assert load_measurement(KIND, KEY) is None
+    assert load_measurement(KIND, KEY, TYPES) is None
     assert f"{KIND} is not kept, and will be measured again: cannot write" in caplog.text

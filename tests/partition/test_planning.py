@@ -61,7 +61,9 @@ def test_a_plan_says_what_the_partition_costs(made: PartitionedModel) -> None:
 def test_a_plan_for_another_model_says_what_differs(made: PartitionedModel) -> None:
     with pytest.raises(PlanError, match="another model") as caught:
         stages_from_plan(Shapes(), made.plan)
-    assert f"parameters {made.plan.model.parameters:,}" in caught.value.what
+    assert f"plan: residual, parameters {made.plan.model.parameters:,}" in caught.value.what
+    assert "here: Shapes, parameters " in caught.value.what
+    assert caught.value.fix
     with pytest.raises(PlanError, match=r"dtype float32.*dtype float64") as caught:
         stages_from_plan(Residual().double(), made.plan)
 
@@ -85,10 +87,8 @@ def test_a_measured_profile_is_used_again(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(profile_cache, "MOST_NOISE", math.inf)  # whatever else runs meanwhile
     example = torch.randn(*IMAGES)
     first = partition_model(Residual(), example, 2, passes=2, cache=tmp_path)
-    said: list[str] = []
-    second = partition_model(Residual(), example, 2, passes=2, cache=tmp_path, announce=said.append)
+    second = partition_model(Residual(), example, 2, passes=2, cache=tmp_path)
     assert second.times == first.times
-    assert "using the profile measured before" in said
 
 
 def test_the_noise_of_the_profile_is_what_cuts_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,10 @@ def test_table_fits_a_terminal_and_names_what_matters(made: PartitionedModel) ->
         assert word in text
 
 
-def test_what_no_measurement_can_help_is_refused_before_it() -> None:
-    said: list[str] = []
-    with pytest.raises(UsageError):
-        partition_model(Residual(), torch.randn(*IMAGES), 1000, announce=said.append)
-    assert said == ["tracing"]
+def test_what_no_measurement_can_help_is_refused_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridpar.partition.planning.measured_profile", None)
+    with pytest.raises(UsageError, match="1000 stages"):
+        partition_model(Residual(), torch.randn(*IMAGES), 1000)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,7 @@ def test_a_model_whose_step_fails_is_one_error() -> None:
 
     with pytest.raises(UsageError, match="training step of Overwriting fails") as caught:
         partition_model(Overwriting(), torch.randn(4, 6), 1)
-    assert "--no-measure" in caught.value.fix
+    assert caught.value.fix
 
 
 class Parameterless(nn.Module):

@@ -150,10 +150,15 @@ def test_what_cannot_be_traced_names_module_operation_and_way_out() -> None:
     assert "sub-module" in caught.value.fix
 
 
-def test_a_detector_is_refused_with_a_way_out() -> None:
-    model = torchvision.models.detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
-    with pytest.raises(TraceError, match="cannot be iterated"):
-        trace_model(model)
+class Unpacking(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([*x])
+
+
+def test_a_loop_over_samples_is_refused_with_a_way_out() -> None:
+    with pytest.raises(TraceError, match="cannot be iterated") as caught:
+        trace_model(Unpacking(), [torch.randn(*ROWS)])
+    assert "for a detector, its backbone" in caught.value.fix
 
 
 def test_modes_are_traced_apart_where_they_differ() -> None:

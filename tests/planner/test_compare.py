@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar.plan import Plan, Ran
+from hybridpar.plan import Plan, StepFigures
 from hybridpar.planner.compare import prediction_warnings
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.fixed import Fixed
@@ -21,7 +21,7 @@ def planned(bandwidth: float, **options) -> Plan:
     return plan_of(find_plan(inputs(spec=cluster(2, bandwidth), fixed=REPLICAS, **options)))
 
 
-def as_on(plan: Plan, bandwidth: float, **changed) -> Ran:
+def as_on(plan: Plan, bandwidth: float, **changed) -> StepFigures:
     """What a run of the plan would measure on a link of another speed."""
     asked = inputs(spec=cluster(2, bandwidth), fixed=REPLICAS)
     evaluator = Evaluator(Space(asked))
@@ -34,7 +34,7 @@ def as_on(plan: Plan, bandwidth: float, **changed) -> Ran:
         "exposed_sync_ms": found.exposed_sync_ms,
         "bytes_sent_per_step": round(found.bytes_sent),
     }
-    return Ran(**{**figures, **changed})
+    return StepFigures(**{**figures, **changed})
 
 
 def test_every_plan_of_a_space_is_told_from_the_others_and_from_edited_ones():

@@ -26,7 +26,7 @@ from hybridpar.errors import PlanError, UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.observe import read_metrics
-from hybridpar.plan import Compute, Pipeline, Plan, Predicted, Stage, Sync, read_plan
+from hybridpar.plan import Compute, Pipeline, Plan, Stage, StepFigures, Sync, read_plan
 from hybridpar.planner import decide, probes
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
@@ -622,7 +622,7 @@ def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path, caplog):
         assert trainer.config == TrainConfig()
         assert (trainer.plan.is_staged, trainer.plan.pipeline.micro_batches) == (False, 1)
         assert trainer.plan.inputs is not None
-        assert isinstance(trainer.plan.predicted, Predicted)
+        assert isinstance(trainer.plan.predicted, StepFigures)
         trainer.step((images, labels))
     assert "a step takes, with channels_last" in caplog.text
     assert "plan.json" not in caplog.text

@@ -10,7 +10,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.summary import summarize, write_summary
-from hybridpar.plan import ModelInfo, Partition, Pipeline, Placement, Plan, Predicted, Stage
+from hybridpar.plan import ModelInfo, Partition, Pipeline, Placement, Plan, Stage, StepFigures
 from hybridpar.run.directory import RunPlace, claim_place
 from hybridpar.schedule.layout import Layout
 
@@ -29,7 +29,7 @@ def a_plan() -> Plan:
         ),
         placement=Placement(layout=Layout.dealt(2, 2)),
         pipeline=Pipeline(schedule="1f1b", micro_batches=4),
-        predicted=Predicted(step_ms=25.0, exposed_sync_ms=5.0, bubble=0.2),
+        predicted=StepFigures(step_ms=25.0, exposed_sync_ms=5.0, bubble=0.2),
     )
 
 
