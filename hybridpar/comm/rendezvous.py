@@ -25,6 +25,7 @@ import torch.distributed as dist
 from hybridpar.comm.flight import FLIGHT
 from hybridpar.errors import LaunchError, UsageError
 from hybridpar.machine.addresses import address_towards, gloo_address, interface_of, is_loopback
+from hybridpar.machine.launch import DOOR_VARIABLE
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
@@ -115,8 +116,7 @@ def job_store(limit: datetime.timedelta) -> Any:
     if address not in _stores:
         _require_agent_store(limit)
         try:
-            # Documented parts of torch.distributed, which declares no exports.
-            _stores[address] = next(dist.rendezvous("env://", timeout=limit))[0]  # type: ignore[attr-defined]
+            _stores[address] = _open_store(limit)
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -134,6 +134,20 @@ def job_store(limit: datetime.timedelta) -> Any:
     store = dist.PrefixStore(f"job-{job}/attempt-{attempt}", _stores[address])  # type: ignore[attr-defined]
     store.set_timeout(limit)
     return store
+
+
+def _open_store(limit: datetime.timedelta) -> Any:
+    """The store at MASTER_ADDR; this process opens it where its launcher listens there already."""
+    # Documented parts of torch.distributed, which declares no exports.
+    if (door := os.environ.get(DOOR_VARIABLE)) is None:
+        return next(dist.rendezvous("env://", timeout=limit))[0]  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        *(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+        master_listen_fd=int(door),
+    )
 
 
 def _require_agent_store(limit: datetime.timedelta) -> None:

@@ -24,6 +24,8 @@ from hybridpar.machine.process import tune_this_process
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
 #: The file beside the verdict by which a worker says that it has told how the run ended.
 TOLD = "told"
+#: Number of the open socket on which this process opens the job's store.
+DOOR_VARIABLE = "HYBRIDPAR_DOOR"
 
 
 def in_job() -> bool:

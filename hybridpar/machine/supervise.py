@@ -1,6 +1,6 @@
 """Starts the workers of a job on this machine, and its servers if it has any, and replaces those that die.
 
-This process hosts the store at which the workers find each other, and watches them:
+This process listens where the workers find each other, for a store that one of them opens there, and watches them:
 
 * a worker that dies where no update waits for it is started again and joins the others, which have not stopped;
 * any other process that dies - a server, or a worker that an update waits for - makes the launcher start all of them
@@ -19,7 +19,6 @@ connection, ends everything.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import secrets
@@ -37,7 +36,14 @@ from types import FrameType
 from typing import Any
 
 from hybridpar.errors import UsageError
-from hybridpar.machine.launch import TOLD, VERDICT_VARIABLE, StopRequest, report_verdict, tell_interrupted
+from hybridpar.machine.launch import (
+    DOOR_VARIABLE,
+    TOLD,
+    VERDICT_VARIABLE,
+    StopRequest,
+    report_verdict,
+    tell_interrupted,
+)
 from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
 
 #: Holds what processes of a job must know to be let in by its servers.
@@ -79,7 +85,7 @@ class Job:
         patient: Whether an update waits for every worker.
         restarts: How often processes are started again.
         patience: Seconds that workers have after a signal.
-        door: The socket of the store that this process hosts, until it is opened; else process 0 hosts it.
+        door: The socket on which a process of the job opens the job's store; without it process 0 makes its own.
         first: Rank of the first process.
         size: Processes on all machines; None for those of this one.
         attempt: How often all were started again.
@@ -119,9 +125,14 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt + joins),
             "HYBRIDPAR_JOINS": "1" if joins else "0",
         }
+        doors = []
+        if self.door is not None and index == (self.workers if self.servers else 0):  # a worker may start again alone
+            doors = [self.door.fileno()]
+            named[DOOR_VARIABLE] = str(doors[0])
         return subprocess.Popen(
             [sys.executable, *self.program],
             env={**threads, **os.environ, **self.environment, **named},
+            pass_fds=doors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C comes from us, once, and to workers only
         )
@@ -196,7 +207,8 @@ def launch_workers(
 ) -> int:
     """Run `python -m hybridpar ARGUMENTS` as workers, and as servers, on this machine until they end."""
     check_processes(workers, servers)
-    # A socket of our own, because a store left to itself listens on all interfaces. It becomes the store's.
+    # A socket of our own, because a store left to itself listens on all interfaces. It stays open for the next attempt;
+    # the store is opened by a process that imports torch anyway, which takes seconds and some 300 MB.
     door = socket.create_server(("127.0.0.1", 0))
     environment = {
         TOKEN_VARIABLE: new_token(),
@@ -205,6 +217,7 @@ def launch_workers(
         "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": new_job(),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each worker that has lost the store shows a stack of C++
     }
     job = Job(
         workers=workers,
@@ -224,19 +237,6 @@ def new_job() -> str:
     return f"hybridpar-{secrets.token_hex(8)}"
 
 
-def _open_store(door: socket.socket) -> object:
-    """The store of the job, on a socket that listens already."""
-    import torch.distributed as dist
-
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        *("127.0.0.1", int(door.getsockname()[1])),
-        is_master=True,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=60),
-        master_listen_fd=door.detach(),
-    )
-
-
 @contextlib.contextmanager
 def _watched(job: Job) -> Iterator[_Signals]:
     """The signals that a job gets, and a directory for its verdict, until its processes have ended."""
@@ -254,13 +254,9 @@ def _watched(job: Job) -> Iterator[_Signals]:
 
 def supervise(job: Job) -> int:
     """Start everything, and do what the module's header says until it ends."""
-    store = None
     with _watched(job) as signals:
         while True:
             _start(job)
-            if job.door is not None and store is None:
-                # Workers wait at the door while torch is imported here, as they import it at the same time.
-                store = _open_store(job.door)
             failed = _until_something_fails(job, signals)
             if job.verdict.exists():
                 return report_verdict(job.verdict)
