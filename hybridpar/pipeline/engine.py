@@ -162,7 +162,7 @@ class PipelineEngine:
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.forwards = forwards
         self.borders = BorderTable(
-            *(self._all_stages, forwards, mine, options.recompute, options.offload),
+            *(self._all_stages, forwards, options.recompute, options.offload),
             *(loss, options.compile, self._context),
             own_only=options.own_only,
         )
@@ -231,7 +231,6 @@ class PipelineEngine:
             self.micro_batches,
             options,
             sync_lanes=max(1, len(sync_lanes)),
-            whole=self.is_whole,
             sums_losses=callable(getattr(loss, "count", None)),
             copies=self._copies,
         )

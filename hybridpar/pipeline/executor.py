@@ -31,7 +31,7 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import Agreement, LocalStage
-from hybridpar.pipeline.stage_module import refresh
+from hybridpar.pipeline.stage_module import WholeModel, refresh
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import Action, Kind, Schedule
@@ -98,7 +98,6 @@ class Executor:
         options: PipelineOptions,
         *,
         sync_lanes: int,
-        whole: bool,
         sums_losses: bool,
         copies: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
@@ -120,11 +119,11 @@ class Executor:
                 self._senders[peer] = sender, lanes.open(f"send to {peer}", priority=-1)
             for peer, receiver in grid.receivers.items():
                 self._receivers[peer] = receiver, lanes.open(f"receive from {peer}", priority=-1)
+        self._whole = whole = isinstance(borders.stages[0], WholeModel)
         self._offload = () if whole else options.offload
         moved = {stages[index].lane: None for index in sorted(stages.keys() & set(self._offload))}
         self._copiers = {lane: lanes.open(f"copy of {lane.name}", device=lane.device) for lane in moved}
         self._agreement = Agreement(stages, world, lanes, whole=whole)
-        self._whole = whole
         self._inline = whole and lanes.device.type == "cpu"
         self._sync_lanes = sync_lanes
         self._sums_losses = sums_losses

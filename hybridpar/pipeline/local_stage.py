@@ -248,17 +248,16 @@ class Agreement:
         parties = list({id(stage.replicas): stage.replicas for _, stage in sorted(self._stages.items())}.values())
         if parties[0].control_group is None:
             return lambda: samples
-        told = [samples, float(refusing)]
-        sums = [torch.tensor(told, dtype=torch.float64, device=self._device) for _ in parties]
-        counts = sums[-1]
+        given = [samples, float(refusing)]
+        counts = [torch.tensor(given, dtype=torch.float64, device=self._device) for _ in parties]
         self.lane.wait(self._lanes.caller.record())
-        for one, party in zip(sums, parties, strict=True):
-            self.lane.submit(partial(self._sum, one, "exchanging sample counts", party), uses=(one,))
+        for count, party in zip(counts, parties, strict=True):
+            self.lane.submit(partial(self._sum, count, "exchanging sample counts", party), uses=(count,))
         known = self.lane.record()
 
         def read() -> float:
             self._lanes.caller.wait(known)
-            total, refused = map(float, counts.tolist())
+            total, refused = map(float, counts[-1].tolist())
             if refused:
                 raise refused_by_others(round(refused))
             return total
