@@ -204,7 +204,8 @@ class LocalStage:
         self.gradients.close_step()
         self.is_open = False
         # Only now, as the optimizer's pass writes to the decision as well.
-        self.lane.keep(*(one for one in (decided, users, step.reports.get(index)) if one is not None))
+        used = (decided, users, step.reports.get(index))
+        self.lane.keep(*[tensor for tensor in used if tensor is not None])
 
     def _clip(self, values: Tensor | None) -> tuple[Gradients | None, Tensor | None]:
         """Clip the gradients of the stage, which are those of all replicas by now."""
