@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -270,15 +271,16 @@ class Plan(_Section):
             seen.update(stage.units)
         return self
 
-    def pass_ms(self, scale: float = 1.0) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Forward and backward pass of every stage, with what is computed again; None where a time is not known."""
+    def pass_costs(self, scale: float = 1.0) -> Costs | None:
+        """What passes take, with what is computed again, and the link; None where a time is not known."""
         pairs = [(one.forward_ms, one.backward_ms) for one in self.partition.stages]
         known = [(ahead * scale, back * scale) for ahead, back in pairs if ahead is not None and back is not None]
         if len(known) < len(pairs):
             return None
-        again = self.pipeline.recompute if self.pipeline is not None else ()
-        backward = tuple(back + ahead * (index in again) for index, (ahead, back) in enumerate(known))
-        return tuple(ahead for ahead, _ in known), backward
+        pipeline = self.pipeline or Pipeline()
+        backward = tuple(back + ahead * (index in pipeline.recompute) for index, (ahead, back) in enumerate(known))
+        link = Link(bytes_per_second=pipeline.link_bytes_per_second)
+        return Costs(tuple(ahead for ahead, _ in known), backward, link=link)
 
     @property
     def workers(self) -> int | None:
@@ -300,11 +302,9 @@ class Plan(_Section):
         if rows and all(schedule.micro_batches == count for schedule in rows):
             return rows
         saved = tuple(stage.saved_bytes for stage in self.partition.stages if stage.saved_bytes is not None)
-        costs = Costs(
-            *(self.pass_ms() or unit_ms(self.layout.stages)),
-            saved_bytes=saved if len(saved) == self.layout.stages else None,
-            link=Link(bytes_per_second=pipeline.link_bytes_per_second),
-        )
+        link = Link(bytes_per_second=pipeline.link_bytes_per_second)
+        costs = self.pass_costs() or Costs(*unit_ms(self.layout.stages), link=link)
+        costs = replace(costs, saved_bytes=saved if len(saved) == self.layout.stages else None)
         request = ScheduleRequest(self.layout, count, costs)
         return make_all(pipeline.schedule, request, self.partition.edges or None)
 

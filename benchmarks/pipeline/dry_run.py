@@ -30,6 +30,7 @@ from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.stage_module import consumers_of
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
+from hybridpar.pipeline.step import SpanRecorder, StepRequest, StepState
 from hybridpar.plan import Plan
 from hybridpar.schedule.actions import COMPUTE, Kind
 from hybridpar.schedule.costs import Link
@@ -90,8 +91,13 @@ class DryRun:
             work()
             times.setdefault((stage, kind), []).append((time.perf_counter() - begin) * 1e3)
 
-        for stage in self._stages.values():
-            stage.start(self._step, stage.gradients.new_step())
+        device = self._lanes.device
+        step = StepState(
+            self._step, StepRequest([], 0), 1.0, 1.0, [], [], SpanRecorder(device), None, values=_COMMITTED
+        )
+        for index, stage in self._stages.items():
+            step.flights[index] = stage.gradients.new_step()
+            stage.start(self._step, step.flights[index])
         for action in self._actions:
             index, micro_batch = action.stage, action.index
             assert micro_batch is not None
@@ -106,9 +112,10 @@ class DryRun:
             timed(index, action.kind.value, work[action.kind])
             self._leave(index, micro_batch)
         for index, stage in self._stages.items():
-            begin = time.perf_counter()
-            stage.apply(_COMMITTED, factor=1.0, on_device=False)
-            times[index, Kind.STEP.value] = [(time.perf_counter() - begin) * 1e3]
+            step.used[index] = stage.gradients.flush()
+            apply = partial(stage.apply, step, on_device=False)
+            stage.lane.submit(partial(timed, index, Kind.STEP.value, apply))
+            stage.lane.synchronize()
         self._mailbox.clear()
         return {key: statistics.mean(values) for key, values in times.items()}
 

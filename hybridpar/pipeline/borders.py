@@ -58,7 +58,6 @@ class BorderTable:
         self,
         stages: Sequence[StageModule],
         forwards: Sequence[Callable[..., Any]],
-        measured: Sequence[int] = (),
         recomputed: Sequence[int] = (),
         offloaded: Sequence[int] = (),
         loss: Callable[[Any, Any], Tensor] | None = None,
@@ -73,9 +72,7 @@ class BorderTable:
         self._compiled = compiled
         self._forwards = [module_of(stage) for stage in stages] if own_only else forwards
         self._loss = loss
-        self._recomputed = set(recomputed)
-        self._offloaded = set(offloaded)
-        self._measured = set(measured) - self._recomputed - self._offloaded
+        self._recomputed, self._offloaded = set(recomputed), set(offloaded)
         #: Facts of the first micro-batch.
         self.first: BorderFacts | None = None
         self._known: dict[tuple[Any, ...], BorderFacts] = {}
@@ -155,7 +152,7 @@ class BorderTable:
                 ]
                 try:
                     with without_replicas(module), same_attributes(module):
-                        result, saved = _call(forward, leaves, module, measure=stage.index in self._measured)
+                        result, saved = _call(forward, leaves, module)
                 except (RuntimeError, ValueError, TypeError) as error:
                     shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
                     raise UsageError(
@@ -213,13 +210,8 @@ def _require_known_gradient(stage: int, border: Any, tensor: Tensor) -> None:
         )
 
 
-def _call(
-    forward: Callable[..., Any], leaves: Sequence[Tensor], module: nn.Module, *, measure: bool
-) -> tuple[Any, int]:
+def _call(forward: Callable[..., Any], leaves: Sequence[Tensor], module: nn.Module) -> tuple[Any, int]:
     """The result of a stage, and the bytes it would keep for its backward pass."""
-    if not measure:
-        with torch.enable_grad():
-            return forward(*leaves), 0
     own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
     sizes: dict[int, int] = {}
     kept = []  # so that no other storage gets the place of one

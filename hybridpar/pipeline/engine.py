@@ -113,12 +113,11 @@ class PipelineEngine:
         names_of_all = [_names(stage) for stage in stages]
         replicate(model, world, agree=(shared, micro_batches, names_of_all), compare_only=options.own_only)
         self._share_extra_states([model] if world.is_main else [])
+        # Beside those of the gradients, what each lane sums and hands round has a group of its own.
+        groups = options.sync_lanes + layout.lanes_each * (options.sync.sync_batch_norm + options.sync.shard_optimizer)
         # A whole model's replicas are all workers, who have groups to sum on already.
-        is_grid = world.size > 1 and not self.is_whole
-        self.grid = None
-        if is_grid:
-            self.grid = Grid(world, layout, pairs, lanes=self._sum_groups())
-        self.position = self.grid.position if self.grid is not None else 0
+        self.grid = None if world.size == 1 or self.is_whole else Grid(world, layout, pairs, lanes=groups)
+        self.position = 0 if self.grid is None else self.grid.position
         self.replica, self.replicas = layout.replica_of(world.rank), layout.replicas
         #: Of this worker's replica.
         self._layout = layout.replica(self.replica)
@@ -159,10 +158,9 @@ class PipelineEngine:
             self._nodes = NodeWorlds.open(self.world, options.layout.columns, sum_lanes)
         devices = [options.devices[lane] for lane in layout.lane_of] if options.devices else []
         self._copies = move_stages(self._all_stages, devices)
-        forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
-        self.forwards = forwards
+        self.forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.borders = BorderTable(
-            *(self._all_stages, forwards, mine, options.recompute, options.offload),
+            *(self._all_stages, self.forwards, options.recompute, options.offload),
             *(loss, options.compile, self._context),
             own_only=options.own_only,
         )
@@ -197,7 +195,7 @@ class PipelineEngine:
                 stage,
                 consumers_of(self._all_stages, index),
                 mailbox,
-                forward=forwards[index],
+                forward=self.forwards[index],
                 loss=loss if index == layout.stages - 1 else None,
                 recompute=index in options.recompute,
                 keys=keys,
@@ -231,7 +229,6 @@ class PipelineEngine:
             self.micro_batches,
             options,
             sync_lanes=max(1, len(sync_lanes)),
-            whole=self.is_whole,
             sums_losses=callable(getattr(loss, "count", None)),
             copies=self._copies,
         )
@@ -402,11 +399,6 @@ class PipelineEngine:
                 elif target == self.position:
                     received = grid.receivers[home].receive([parts[name] for name in needed])
                     values.update(zip(needed, received, strict=True))
-
-    def _sum_groups(self) -> int:
-        """Groups that every worker adds on over its replicas."""
-        sync, lanes = self.options.sync, self.options.layout.lanes_each
-        return self.options.sync_lanes + lanes * (sync.sync_batch_norm + sync.shard_optimizer)
 
     def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
         module: Any = module_of(stage)

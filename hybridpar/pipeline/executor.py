@@ -30,8 +30,8 @@ from hybridpar.errors import ScheduleError, TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
-from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
-from hybridpar.pipeline.stage_module import refresh
+from hybridpar.pipeline.local_stage import Agreement, LocalStage
+from hybridpar.pipeline.stage_module import WholeModel, refresh
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import Action, Kind, Schedule
@@ -98,7 +98,6 @@ class Executor:
         options: PipelineOptions,
         *,
         sync_lanes: int,
-        whole: bool,
         sums_losses: bool,
         copies: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
@@ -120,11 +119,11 @@ class Executor:
                 self._senders[peer] = sender, lanes.open(f"send to {peer}", priority=-1)
             for peer, receiver in grid.receivers.items():
                 self._receivers[peer] = receiver, lanes.open(f"receive from {peer}", priority=-1)
+        self._whole = whole = isinstance(borders.stages[0], WholeModel)
         self._offload = () if whole else options.offload
         moved = {stages[index].lane: None for index in sorted(stages.keys() & set(self._offload))}
         self._copiers = {lane: lanes.open(f"copy of {lane.name}", device=lane.device) for lane in moved}
         self._agreement = Agreement(stages, world, lanes, whole=whole)
-        self._whole = whole
         self._inline = whole and lanes.device.type == "cpu"
         self._sync_lanes = sync_lanes
         self._sums_losses = sums_losses
@@ -394,7 +393,7 @@ class Executor:
                 lane = self._copiers[stage.lane]
                 return lane, lambda _: run.parked(index).fetch(), lambda _: run.parked(index).make_room(device)
             case Kind.STEP:
-                return stage.lane, partial(self._apply, number), None
+                return stage.lane, partial(stage.apply, on_device=self._on_device), None
         frees = tuple(need for need in program.needs[action] if need.kind is Kind.PARK)
         parks = Action(number, Kind.PARK, index) in program.needs
         compute = partial(self._compute, action, frees, parks)
@@ -516,22 +515,6 @@ class Executor:
         with self._world.named_errors(doing, transfer=(self._ranks[other], self._world.job_rank)):
             tensors = self._receivers[other][0].receive(list(crossing.parts.values()))
         crossing.box.update(zip(crossing.parts, tensors, strict=True))
-
-    def _apply(self, index: int, step: StepState) -> None:
-        """Step the optimizer of a stage, or roll it back."""
-        stage, users = self.stages[index], step.users.get(index)
-        sums = step.reports[index][HEAD:] if users is not None and stage.batch_norm is not None else None
-        decided = step.values if stage.measured else None
-        values = None if decided is None else decided.to(stage.lane.device, non_blocking=True)
-        for report in (sums, users):
-            if report is not None:
-                stage.lane.keep(report)
-        factor, costs = step.rate, step.flights[index].costs
-        bad = stage.apply(values, sums, users, step.used[index], factor, costs, on_device=self._on_device)
-        if decided is not None:  # only now, as the optimizer's pass writes to it as well
-            stage.lane.keep(decided)
-        if bad is not None:
-            step.bad.append(bad)
 
 
 class _Crossing(NamedTuple):

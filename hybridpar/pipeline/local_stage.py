@@ -32,7 +32,6 @@ from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffe
 from hybridpar.sync.clipping import clip_each, clip_factor
 from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer
-from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
 from hybridpar.sync.reducer import Reducer, StepGradients, SyncLanes
@@ -160,49 +159,40 @@ class LocalStage:
         if self._rollback is not None:
             self._rollback.keep()
 
-    def apply(
-        self,
-        values: Tensor | None,
-        sums: Tensor | None = None,
-        users: Tensor | None = None,
-        used: list[bool] | None = None,
-        factor: float | None = None,
-        costs: SyncCosts | None = None,
-        *,
-        on_device: bool,
-    ) -> str | None:
-        """Commit the step or roll it back."""
+    def apply(self, step: StepState, *, on_device: bool) -> None:
+        """Commit the step or roll it back; the decision may be only on the device."""
+        index = self.run.index
         if self.run.seen:
             self.run.put_back_buffers()
+        users, costs = step.users.get(index), step.flights[index].costs
+        decided = step.values if self.measured else None
+        values = None if decided is None else decided.to(self.lane.device, non_blocking=True)
         # A 0-d tensor, 1 or 0, where the host does not read it.
         commit: bool | Tensor = True
         if values is not None and self.guarded:
             commit = values[COMMIT] if on_device else bool(values[COMMIT])
-        unused = self.gradients.finish(users, used)
+        unused = self.gradients.finish(users, step.used[index])
         unwritten, squares = self._clip(values)
-        if sums is None and self.batch_norm is not None:
-            sums = self.batch_norm.sums
-        bad = None
         if self.replica_buffers.shared:
             self.replica_buffers.take()
         if commit is False:
             if self._rollback is not None:
                 self._rollback.restore()
-            bad = self.gradients.first_bad()
+            if (bad := self.gradients.first_bad()) is not None:
+                step.bad.append(bad)
         else:
             where = commit if isinstance(commit, Tensor) else None
             if self._step_optimizer is not None:
-                stepped = self._step_optimizer(factor, where, unwritten)
+                stepped = self._step_optimizer(step.rate, where, unwritten)
                 squares = stepped if squares is None else squares
                 if self._shards is not None:
-                    updated = self._shards.exchange()
-                    if costs is not None:
-                        costs.updated = updated
+                    costs.updated = self._shards.exchange()
             if squares is not None and values is not None:
                 values[SQUARES] = squares
             if self._rollback is not None and where is not None:
                 self._rollback.restore(unless=where)
-            if self.batch_norm is not None and sums is not None:
+            if self.batch_norm is not None:
+                sums = self.batch_norm.sums if users is None else step.reports[index][HEAD:]
                 self.batch_norm.commit(sums, where=where)
         if users is not None and self.compression is not None:
             if isinstance(commit, Tensor):
@@ -213,7 +203,9 @@ class LocalStage:
             self._after_step(self._step, commit)
         self.gradients.close_step()
         self.is_open = False
-        return bad
+        # Only now, as the optimizer's pass writes to the decision as well.
+        used = (decided, users, step.reports.get(index))
+        self.lane.keep(*[tensor for tensor in used if tensor is not None])
 
     def _clip(self, values: Tensor | None) -> tuple[Gradients | None, Tensor | None]:
         """Clip the gradients of the stage, which are those of all replicas by now."""
@@ -257,17 +249,16 @@ class Agreement:
         parties = list({id(stage.replicas): stage.replicas for _, stage in sorted(self._stages.items())}.values())
         if parties[0].control_group is None:
             return lambda: samples
-        told = [samples, float(refusing)]
-        sums = [torch.tensor(told, dtype=torch.float64, device=self._device) for _ in parties]
-        counts = sums[-1]
+        given = [samples, float(refusing)]
+        counts = [torch.tensor(given, dtype=torch.float64, device=self._device) for _ in parties]
         self.lane.wait(self._lanes.caller.record())
-        for one, party in zip(sums, parties, strict=True):
-            self.lane.submit(partial(self._sum, one, "exchanging sample counts", party), uses=(one,))
+        for count, party in zip(counts, parties, strict=True):
+            self.lane.submit(partial(self._sum, count, "exchanging sample counts", party), uses=(count,))
         known = self.lane.record()
 
         def read() -> float:
             self._lanes.caller.wait(known)
-            total, refused = map(float, counts.tolist())
+            total, refused = map(float, counts[-1].tolist())
             if refused:
                 raise refused_by_others(round(refused))
             return total

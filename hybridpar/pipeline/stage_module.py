@@ -12,18 +12,6 @@ from torch import Tensor, nn
 from hybridpar.errors import ScheduleError
 
 
-class Border(Protocol):
-    """A tensor that enters or leaves a stage."""
-
-    @property
-    def name(self) -> str:
-        """Name of the value in the model's graph."""
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether a gradient flows back through it."""
-
-
 class StageModule(Protocol):
     """What the pipeline needs to know of a stage: a module whose tensors are listed by name.
 
@@ -36,11 +24,11 @@ class StageModule(Protocol):
 
     @property
     def inputs(self) -> Sequence[Any]:
-        """The `Border`s it takes."""
+        """What it takes: the name in the model's graph, and `requires_grad` where a gradient flows back."""
 
     @property
     def outputs(self) -> Sequence[Any]:
-        """The `Border`s it returns; empty for the last stage."""
+        """What it returns, likewise; empty for the last stage."""
 
     def use_graph(self, training: bool) -> None:
         """Compute what the model computes in training or in evaluation; modules keep their modes."""

@@ -105,25 +105,23 @@ class SpanRecorder:
         ready, self._ready = self._ready, {}
         if not notes:
             return StepSpans(time.perf_counter(), ())
+        first = notes[0][2]
         if self._cuda:
-            notes[-1][3].synchronize()
-            first = notes[0][2]
             for _, _, _, end in notes:
                 end.synchronize()
-            times = [(first.elapsed_time(start), first.elapsed_time(end)) for _, _, start, end in notes]
-            ready_ms = {action: first.elapsed_time(event) for action, event in ready.items()}
-            origin = time.perf_counter() - max(end for _, end in times) / 1e3
-            zero = min(start for start, _ in times)
-        else:
-            origin = min(start for _, _, start, _ in notes)
-            times = [((start - origin) * 1e3, (end - origin) * 1e3) for _, _, start, end in notes]
-            ready_ms = {action: (moment - origin) * 1e3 for action, moment in ready.items()}
-            zero = 0.0
+
+        def since_first(moment: Any) -> float:
+            return float(first.elapsed_time(moment)) if self._cuda else (moment - first) * 1e3
+
+        times = [(since_first(start), since_first(end)) for _, _, start, end in notes]
+        zero = min(start for start, _ in times)
+        begin = time.perf_counter() - max(end for _, end in times) / 1e3 if self._cuda else first
         spans = [
-            Span(queue[1], queue[0], queue[2], action, start, end, ready_ms.get(action)).shifted(-zero)
-            for (queue, action, _, _), (start, end) in zip(notes, times, strict=True)
+            Span(worker, kind, lane, action, start, end, since_first(ready[action]) if action in ready else None)
+            for ((kind, worker, lane), action, _, _), (start, end) in zip(notes, times, strict=True)
         ]
-        return StepSpans(origin, tuple(sorted(spans, key=lambda span: (span.start_ms, span.end_ms))))
+        moved = (span.shifted(-zero) for span in spans)
+        return StepSpans(begin + zero / 1e3, tuple(sorted(moved, key=lambda span: (span.start_ms, span.end_ms))))
 
 
 def _timed_event() -> Any:

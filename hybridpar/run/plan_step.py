@@ -8,7 +8,7 @@ from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import Timeline, TimelineRow
 from hybridpar.plan import Plan
 from hybridpar.schedule.actions import Schedule
-from hybridpar.schedule.costs import Costs, Link
+from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.simulate import Simulation, simulate
@@ -33,10 +33,9 @@ def timeline_of_plan(plan: Plan) -> Timeline:
 
 def step_of_plan(plan: Plan) -> tuple[Simulation, Layout] | None:
     """The passes of a step of the slowest replica, from the rows, edges and times in the plan; None without these."""
-    times = plan.pass_ms()
-    if plan.pipeline is None or plan.placement is None or times is None:
+    costs = plan.pass_costs()
+    if plan.pipeline is None or plan.placement is None or costs is None:
         return None
-    costs = Costs(*times, link=Link(bytes_per_second=plan.pipeline.link_bytes_per_second))
     layouts = [plan.layout.replica(replica, plan.partition.edges or None) for replica in plan.layout.kinds]
     pairs = zip(plan.orders(), layouts, strict=True)
     steps = [(simulate(lower(order, layout), costs), layout) for order, layout in pairs]

@@ -100,13 +100,9 @@ class Costs:
     control_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        rules = (
-            ("replicas", self.replicas, self.replicas >= 1, "at least 1"),
-            ("sync_lanes", self.sync_lanes, self.sync_lanes >= 1, "at least 1"),
-        )
-        for name, value, holds, rule in rules:
-            if not holds:
-                raise ScheduleError(f"{name} is {value}", f"It is {rule}.", f"Give another {name}.")
+        for name in ("replicas", "sync_lanes"):
+            if (value := getattr(self, name)) < 1:
+                raise ScheduleError(f"{name} is {value}", "It is at least 1.", f"Give another {name}.")
         counts = {name: len(value) for name in _PER_STAGE if (value := getattr(self, name)) is not None}
         if len(set(counts.values())) > 1:
             raise ScheduleError(

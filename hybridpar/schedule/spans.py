@@ -85,11 +85,10 @@ class StepSpans:
     @property
     def bubble(self) -> float:
         """Part of the time until `compute_end_ms` in which this worker's lanes did not compute."""
-        compute = [span for span in self.spans if span.action.kind in COMPUTE]
-        lanes = len({span.lane for span in compute})
-        if not compute or self.compute_end_ms == 0:
+        computed = self.computed
+        if self.compute_end_ms == 0:
             return 0.0
-        return max(0.0, 1 - sum(span.duration_ms for span in compute) / (lanes * self.compute_end_ms))
+        return max(0.0, 1 - computed.busy_ms / (computed.lanes * self.compute_end_ms))
 
     @property
     def computed(self) -> Computed:

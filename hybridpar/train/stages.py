@@ -25,7 +25,6 @@ from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
-from hybridpar.schedule.costs import Costs
 from hybridpar.sync.options import SyncOptions
 
 _log = logging.getLogger(__name__)
@@ -117,7 +116,6 @@ def pipeline_options(
         replica = layout.replica_of(world.members[0])
         layout, orders = layout.replica(replica), (orders[0 if layout.is_equal else replica],)
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
-    times = plan.pass_ms(scale)
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = layout.lanes_each
     if pipeline.offload and device.type == "cpu" and world.is_main:
@@ -132,7 +130,7 @@ def pipeline_options(
         compile=config.compile,
         threads=lane_threads(layout, device),
         seed=config.seed,
-        costs=Costs(*times) if times else None,
+        costs=plan.pass_costs(scale),
         sync=sync,
         sync_lanes=plan.sync.lanes,
         capture=config.cuda_graph,

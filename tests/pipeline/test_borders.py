@@ -28,7 +28,7 @@ from tests.pipeline.oracle import (
 
 def table_of(model: nn.Module, stages: int = 3, loss: Any = F.cross_entropy, **options: Any) -> BorderTable:
     parts: list[Stage] = cut(model, images(2)[0], stages)
-    return BorderTable(parts, parts, range(stages), loss=loss, **options)
+    return BorderTable(parts, parts, loss=loss, **options)
 
 
 def facts_of(table: BorderTable, samples: int = 2) -> Any:
@@ -122,7 +122,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
 def test_the_memory_format_travels_along() -> None:
     model = seeded(lambda: Residuals(norm=False)).to(memory_format=torch.channels_last)
     parts = cut(model, images(2)[0].to(memory_format=torch.channels_last), 2)
-    table = BorderTable(parts, parts, (0, 1), loss=F.cross_entropy)
+    table = BorderTable(parts, parts, loss=F.cross_entropy)
     x, y = images(2)
     last: Tensor = x.to(memory_format=torch.channels_last)
     assert all(part.channels_last for part in table.at({"x": last}, y).parts.values() if len(part.shape) == 4)

@@ -9,6 +9,7 @@ from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Kind, parse_acti
 from hybridpar.schedule.layout import Edge, Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
+from tests.schedule.proof import check_program
 
 LOOKS = [
     ("1f1b", Layout.dealt(4, 4), 6),
@@ -96,26 +97,12 @@ def test_both_ends_of_a_pair_have_the_same_order(name, layout, count):
 
 
 @pytest.mark.parametrize(("name", "layout", "count"), LOOKS)
-def test_everything_is_issued_once_and_after_what_it_needs(name, layout, count):
+def test_a_program_with_sums_is_proved_and_ends_with_the_steps(name, layout, count):
     program = lower(make(name, ScheduleRequest(layout, count)), layout, [2] * layout.stages)
-    everything = [action for actions in program.workers for action in actions]
-    assert len(everything) == len(set(everything)) == len(program.needs)
-    for worker, actions in enumerate(program.workers):
-        place_of = {action: place for place, action in enumerate(actions)}
-        for action in actions:
-            assert layout.home(action.stage) == worker
-            assert all(place_of[need] < place_of[action] for need in program.needs[action] if need in place_of)
+    check_program(program)
+    for actions in program.workers:
         steps = [action for action in actions if action.kind is Kind.STEP]
         assert list(actions[-len(steps) :]) == steps
-
-
-@pytest.mark.parametrize(("name", "layout", "count"), LOOKS)
-def test_lanes_keep_the_order_of_the_schedule(name, layout, count):
-    schedule = make(name, ScheduleRequest(layout, count))
-    program = lower(schedule, layout)
-    for lane, row in enumerate(schedule.rows):
-        actions = program.workers[layout.worker_of[lane]]
-        assert tuple(a for a in actions if a in set(row)) == row
 
 
 def test_one_thread_per_worker_with_blocking_transfers_comes_to_the_end():

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridpar.schedule.actions import Action, Kind, Schedule
+from hybridpar.schedule.layout import Edge
 from hybridpar.schedule.schedules.base import ScheduleRequest
 
 #: The kinds in the order in which a stage runs them for a micro-batch.
@@ -119,19 +120,17 @@ class ListScheduler:
         heapq.heappush(self._events, (time, self._pushed, action, ended))
 
     def _longest_paths(self) -> dict[tuple[Kind, int], float]:
-        link, layout = self._link, self._layout
         paths: dict[tuple[Kind, int], float] = {}
-        for stage in range(layout.stages):
-            after = []
-            for edge in self._into[stage]:
-                if edge.gradient_bytes > 0:
-                    travel = link.latency_ms + link.wire_ms(edge.gradient_bytes) if layout.crosses(edge) else 0.0
-                    after.append(travel + paths[Kind.BACKWARD, edge.source])
+        for stage in range(self._layout.stages):
+            edges = [edge for edge in self._into[stage] if edge.gradient_bytes > 0]
+            after = [self._travel_ms(edge, edge.gradient_bytes) + paths[Kind.BACKWARD, edge.source] for edge in edges]
             paths[Kind.BACKWARD, stage] = self._ms(stage, Kind.BACKWARD) + max(after, default=0.0)
-        for stage in reversed(range(layout.stages)):
-            after = [paths[Kind.BACKWARD, stage]]
-            for edge in self._out_of[stage]:
-                travel = link.latency_ms + link.wire_ms(edge.bytes) if layout.crosses(edge) else 0.0
-                after.append(travel + paths[Kind.FORWARD, edge.target])
-            paths[Kind.FORWARD, stage] = self._ms(stage, Kind.FORWARD) + max(after)
+        for stage in reversed(range(self._layout.stages)):
+            edges = self._out_of[stage]
+            after = [self._travel_ms(edge, edge.bytes) + paths[Kind.FORWARD, edge.target] for edge in edges]
+            paths[Kind.FORWARD, stage] = self._ms(stage, Kind.FORWARD) + max([*after, paths[Kind.BACKWARD, stage]])
         return paths
+
+    def _travel_ms(self, edge: Edge, size: int) -> float:
+        """Time of so many bytes over an edge, where its stages are on different workers."""
+        return self._link.latency_ms + self._link.wire_ms(size) if self._layout.crosses(edge) else 0.0
