@@ -229,17 +229,19 @@ class ClusterSpec(_Part):
         there, here = self._each_host(), other._each_host()
         if len(there) != len(here):
             return f"the number of hosts is {len(there)} there and {len(here)} here"
-        values: list[tuple[str, Any, Any]] = [
-            (f"hosts.{index}.{name}", getattr(one, name), getattr(two, name))
-            for index, (one, two) in enumerate(zip(there, here, strict=True))
+        values: dict[str, tuple[Any, Any]] = {
+            f"hosts.{at}.{name}": (getattr(one, name), getattr(two, name))
+            for at, (one, two) in enumerate(zip(there, here, strict=True))
             for name in _COMPARED
-        ]
-        if len(there) > 1 and self.between is not None and other.between is not None:
-            values.append(("between.bandwidth", self.between.bandwidth, other.between.bandwidth))
-        for name, one, two in values:
-            if one == two or {None, ""} & {one, two}:
-                continue
-            if name.endswith((".devices", ".kind", ".name")) or max(one, two) > tolerance * min(one, two):
+        }
+        values = {name: pair for name, pair in values.items() if not {None, ""} & set(pair)}
+        values["between.bandwidth"] = (
+            self.between.bandwidth if self.between is not None and len(there) > 1 else None,
+            other.between.bandwidth if other.between is not None and len(here) > 1 else None,
+        )
+        for name, (one, two) in values.items():
+            exactly = None in (one, two) or name.endswith((".devices", ".kind", ".name"))
+            if one != two and (exactly or max(one, two) > tolerance * min(one, two)):
                 return f"{name} is {one} there and {two} here"
         return ""
 
