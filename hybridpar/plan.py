@@ -10,10 +10,8 @@ plan made for another model is refused. A plan of another version is refused too
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +29,7 @@ from pydantic import (
 
 from hybridpar.errors import PlanError, ScheduleError, cannot_write, shortened
 from hybridpar.formats.file_reader import first_problem, read_json
+from hybridpar.formats.output_files import written_aside
 from hybridpar.schedule.actions import Schedule, read_schedule
 from hybridpar.schedule.costs import Costs, Link, unit_ms
 from hybridpar.schedule.layout import Edge, Layout
@@ -361,21 +360,10 @@ class Plan(_Section):
         Raises:
             PlanError: The file cannot be written.
         """
-        target = Path(path)
-        # A device or a pipe is written to, and a link is followed: a file renamed over them would take their place.
-        if target.is_file() or not target.exists():
-            target = Path(os.path.realpath(target))
-            aside = target.with_name(target.name + ".tmp")
-        else:
-            aside = target
         try:
-            aside.write_text(self.to_json(), encoding="utf-8")
-            if aside != target:
-                aside.replace(target)
+            with written_aside(Path(path)) as aside:
+                aside.write_text(self.to_json(), encoding="utf-8")
         except OSError as error:
-            if aside != target:
-                with contextlib.suppress(OSError):
-                    aside.unlink()
             raise PlanError(
                 cannot_write(Path(path), error),
                 "A plan is a file in a directory that exists, with room for some kilobytes.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ import tyro
 from hybridpar.commands import register_command
 from hybridpar.config.trained import RunArgument, TrainedOptions
 from hybridpar.errors import RunDirectoryError, UsageError, cannot_write
+from hybridpar.formats.output_files import written_aside
 from hybridpar.machine.launch import import_torchvision, leaving_at_once, prepare_worker
 
 
@@ -110,18 +110,16 @@ def _opened(output: Path | None) -> Iterator[IO[str]]:
             sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
         yield sys.stdout
         return
-    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        with (
+            written_aside(output) as aside,
+            open(aside, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
+        ):
             yield stream
-        aside.replace(output)
     except OSError as error:
         what = cannot_write(output, error)
         raise RunDirectoryError(what, fix="Name a file that you can write with --output.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
 
 
 def _say(text: str) -> None:

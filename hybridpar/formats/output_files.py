@@ -1,9 +1,11 @@
-"""Checks that files can be written, before the work whose result they are to hold, and writes pictures."""
+"""Checks that files can be written, before the work whose result they are to hold, and writes them whole."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,27 @@ from hybridpar.errors import UsageError, cannot_write, not_installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Another name in the same folder, for what takes the place of a file once it is whole; else the old one stays.
+
+    A link is followed. What is no file, as a device or a pipe, is written to.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    aside = target.with_name(f".{target.stem}.{os.getpid()}.tmp{target.suffix}")
+    try:
+        yield aside
+        with open(aside, "rb") as stream:
+            os.fsync(stream.fileno())
+        aside.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -277,9 +277,8 @@ def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
         where, problem = first_problem(error)
         first = error.errors(include_url=False, include_context=False)[0] if where else None
         if first is not None and first["type"] == "extra_forbidden":
-            raise UsageError(
-                f"{source}: unknown key {where}", fix=nearest(str(first["loc"][-1]), _keys(first["loc"]))
-            ) from error
+            known = {name for part in (ClusterSpec, Hosts, LinkLevel, Efficiency) for name in part.model_fields}
+            raise UsageError(f"{source}: unknown key {where}", fix=nearest(str(first["loc"][-1]), known)) from error
         what = problem if first is None else f"{where} is {shortened(repr(first['input']), 40)}: {problem}"
         raise UsageError(
             f"{source}: {what}",
@@ -288,11 +287,3 @@ def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
         ) from error
     order = sorted(spec.hosts, key=lambda host: (-host.throughput, -math.inf if host.memory is None else -host.memory))
     return spec.model_copy(update={"hosts": tuple(order)})
-
-
-def _keys(place: tuple[int | str, ...]) -> list[str]:
-    """The keys that are known where an unknown key stands."""
-    tables: dict[str, type[BaseModel]] = {"hosts": Hosts, "inside": LinkLevel, "between": LinkLevel}
-    if "efficiency" in place[:-1]:
-        return list(Efficiency.model_fields)
-    return list(tables.get(str(place[0]), ClusterSpec).model_fields if len(place) > 1 else ClusterSpec.model_fields)

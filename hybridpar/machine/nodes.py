@@ -22,11 +22,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from hybridpar.errors import UsageError, shortened
+from hybridpar.formats.file_reader import first_problem
 from hybridpar.machine.supervise import (
     FILE_MARK,
     LEAVE_SECONDS,
@@ -50,7 +53,7 @@ _NO_CONNECTION = 255
 #: A file that an agent hands on; no other name comes from there.
 _LEFT = re.compile(rf"{FILE_MARK}(?P<name>verdict\.json|told) (?P<text>.*)")
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:-]*")
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:-]*$")]
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,12 @@ class Host:
         port: At which workers meet, where it is the first host.
     """
 
-    name: str
-    address: str
-    slots: int | None = None
-    port: int = PORT
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: _Name
+    address: _Name
+    slots: Annotated[int, Field(gt=0)] | None = None
+    port: Annotated[int, Field(gt=0, lt=1 << 16)] = PORT
 
 
 def read_hosts(path: Path) -> list[Host]:
@@ -94,22 +99,14 @@ def read_hosts(path: Path) -> list[Host]:
 
 def _host(words: Sequence[str], place: str) -> Host:
     name, *options = words
-    rule, fix = "A line is a host, then perhaps slots=N, address=A and port=P.", "Write such as `gpu-a slots=4`."
-    if _NAME.fullmatch(name) is None:
-        raise UsageError(f"{place}: {shortened(name)} is no name of a host", rule, fix)
-    host = Host(name, name.rpartition("@")[2])
-    for option in options:
-        key, _, value = option.partition("=")
-        whole = int(value) if value.isascii() and value.isdigit() else 0
-        if key == "slots" and whole > 0:
-            host = replace(host, slots=whole)
-        elif key == "port" and 0 < whole < 1 << 16:
-            host = replace(host, port=whole)
-        elif key == "address" and _NAME.fullmatch(value):
-            host = replace(host, address=value)
-        else:
-            raise UsageError(f"{place}: {shortened(option)}", rule, fix)
-    return host
+    given = {"address": name.rpartition("@")[2], **dict(option.partition("=")[::2] for option in options), "name": name}
+    try:
+        return TypeAdapter(Host).validate_python(given)
+    except ValidationError as error:
+        key, _ = first_problem(error)
+        what = f"{shortened(name)} is no name of a host" if key == "name" else shortened(f"{key}={given[key]}")
+        rule = "A line is a host, then perhaps slots=N, address=A and port=P."
+        raise UsageError(f"{place}: {what}", rule, "Write such as `gpu-a slots=4`.") from error
 
 
 def torchrun_lines(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) -> str:

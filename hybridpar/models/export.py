@@ -15,7 +15,6 @@ import contextlib
 import importlib.util
 import json
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.errors import ExportError, UsageError, cannot_write, shortened
+from hybridpar.formats.output_files import written_aside
 from hybridpar.models.deferred import is_deferred, like_tensor, saved_tensors, storage_of
 from hybridpar.models.outputs import main_output
 from hybridpar.models.state import twin_of
@@ -221,18 +221,12 @@ _LOADERS: dict[str, Callable[[Path], Callable[[Tensor], Tensor]]] = {
 @contextlib.contextmanager
 def _aside(file: Path) -> Iterator[Path]:
     """Another name in the same folder, for what becomes the file once it is whole."""
-    place = file.with_name(f".{file.stem}.{os.getpid()}.tmp{file.suffix}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        yield place
-        with open(place, "rb") as stream:
-            os.fsync(stream.fileno())
-        place.replace(file)
+        with written_aside(file) as place:
+            yield place
     except OSError as error:
         raise ExportError(cannot_write(file, error), fix="Name a file that you can write with --output.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            place.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -281,7 +281,7 @@ def _reached_from(attributes: Iterable[Mapping[str, Any]]) -> list[Any]:
             if type(value) in _ATOMS or id(value) in seen:
                 continue
             seen.add(id(value))
-            items = _items(value)
+            items = value.values() if type(value) in (dict, OrderedDict) else _items(value)
             if items is None:
                 holding_nothing.append(value)
             else:

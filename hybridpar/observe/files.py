@@ -5,13 +5,12 @@ Files are written aside, flushed to the disk, and renamed over the old ones.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from hybridpar.errors import RunDirectoryError, cannot_write
+from hybridpar.formats.output_files import written_aside
 
 
 def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
@@ -31,15 +30,9 @@ def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
 
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
     """Write a file as a whole, or leave the old one as it is."""
-    aside = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "wb") as file:
+        with written_aside(path) as aside, open(aside, "wb") as file:
             file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise run_directory_error(path, error) from error

@@ -202,16 +202,11 @@ def stages_from_plan(
         return _split(units, [0] * len(units.graph), relay, fill)
     wanted = {unit: index for index, stage in enumerate(plan.partition.stages) for unit in stage.units}
     present = [unit.name for unit in units.graph.units]
-    unknown, unplaced = sorted(set(wanted) - set(present)), [unit for unit in present if unit not in wanted]
-    if unknown or unplaced:
-        first = (
-            f"the plan places {unknown[0]!r}, which the model does not have"
-            if unknown
-            else (f"the plan leaves out {unplaced[0]!r}")
-        )
+    if different := sorted(wanted.keys() ^ set(present), key=lambda unit: (unit in present, unit)):
+        has = "places {!r}, which the model does not have" if different[0] in wanted else "leaves out {!r}"
         raise PlanError(
-            f"the plan does not fit the model: {first}",
-            f"{len(unknown)} of its units are unknown and {len(unplaced)} of the model's are missing.",
+            f"the plan does not fit the model: it {has.format(different[0])}",
+            f"{len(different)} units are in one of the two only.",
             "Make a new plan for this model with `hybridpar plan`.",
         )
     stages = _split(units, [wanted[unit] for unit in present], relay, fill)

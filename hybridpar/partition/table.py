@@ -83,14 +83,11 @@ def _summary(plan: Plan) -> str:
         lines.append(f"bytes sent forward per micro-batch  {readable_bytes(part.cut_bytes)}")
     if plan.measured is not None:
         measured = plan.measured
-        noise = ""
-        if measured.profile == "measured" and measured.noise is not None:
-            noise = f", noise {measured.noise * 100:.1f} %"
         facts = [measured.device, f"{measured.threads} thread(s)" if measured.threads else "", measured.dtype]
+        if measured.profile == "measured" and measured.noise is not None:
+            facts.append(f"noise {measured.noise * 100:.1f} %")
         source = f"times {measured.profile} on" if measured.profile else "on"
-        lines.append(
-            f"{source} {', '.join(fact for fact in facts if fact)}{noise if measured.profile == 'measured' else ''}"
-        )
+        lines.append(f"{source} {', '.join(filter(None, facts))}")
     return "\n".join(lines)
 
 

@@ -46,7 +46,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def mark(self) -> float | torch.cuda.Event:
+    def mark(self) -> Any:
         """Now, in the order of the work that was issued."""
         if self.device.type != "cuda":
             return time.perf_counter() * 1e3
@@ -54,18 +54,12 @@ class Clock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def between(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        """Milliseconds from one mark to another; call `wait` before."""
-        if isinstance(start, torch.cuda.Event):
-            assert isinstance(end, torch.cuda.Event)
-            return float(start.elapsed_time(end))
-        assert not isinstance(end, torch.cuda.Event)
-        return end - start
-
-    def wait(self) -> None:
-        """Wait until all work is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def elapsed(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
+        """Milliseconds from the first mark of each span to its second, once all work is done."""
+        if self.device.type != "cuda":
+            return [end - start for start, end in spans]
+        torch.cuda.synchronize(self.device)
+        return [float(start.elapsed_time(end)) for start, end in spans]
 
 
 @contextmanager
@@ -113,10 +107,7 @@ def step_times(stages: Sequence[Stage], inputs: Mapping[str, torch.Tensor], cloc
             torch.autograd.backward([leaf for leaf, _ in roots], [gradient for _, gradient in roots])
         backward.append((start, clock.mark()))
         del roots
-    clock.wait()
-    return [
-        (clock.between(*ahead), clock.between(*back)) for ahead, back in zip(forward, reversed(backward), strict=True)
-    ]
+    return list(zip(clock.elapsed(forward), clock.elapsed(backward[::-1]), strict=True))
 
 
 def times_without_memory(
@@ -158,6 +149,4 @@ def whole_step_ms(model: Callable[..., Any], inputs: Sequence[torch.Tensor], clo
     start = clock.mark()
     leaves = [leaf for _, leaf in tensor_leaves(model(*inputs)) if leaf.requires_grad]
     torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
-    end = clock.mark()
-    clock.wait()
-    return clock.between(start, end)
+    return clock.elapsed([(start, clock.mark())])[0]
