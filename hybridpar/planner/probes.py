@@ -52,7 +52,7 @@ from hybridpar.planner.links import describe_hosts, laps_of, measure_cluster, mo
 from hybridpar.planner.measure import profile_model, set_way
 from hybridpar.planner.outer_steps import OUTER_CODECS
 from hybridpar.planner.profile import ModelProfile
-from hybridpar.planner.rates import CodecRate, measure_rates
+from hybridpar.planner.rates import measure_rates
 from hybridpar.planner.trials import OpenTrial, as_problem, random_batch
 from hybridpar.planner.ways import CHANGED, COMPILED, Way, can_compile, choose_way, compiling_pays
 
@@ -147,17 +147,8 @@ class _Job:
     model: nn.Module
     asked: Question
     world: World
-    workers: int
     sizes: Sequence[int]
-    cluster: ClusterSpec | None
-    open_trial: OpenTrial | None
     announce: Callable[[str], None]
-    progress: Progress | None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there is a model that can be run."""
-        return not is_deferred(self.model)
 
     def example(self, samples: int) -> torch.Tensor:
         """Random inputs of a micro-batch, the same on all workers."""
@@ -190,21 +181,29 @@ def measure_inputs(
     progress: Progress | None = None,
 ) -> tuple[PlannerInputs, Way | None]:
     """What a search reads, measured or from the cache, and the way to compute a step that it is for; a collective."""
-    if not is_deferred(model):
+    if is_deferred(model):
+        open_trial = None  # there is no model that can be run
+    else:
         model.to(world.device)
     workers = world.size if cluster is None else min(cluster.workers, asked.options.samples_per_step)
     sizes = _sizes(model, asked, workers, None if cluster is None else _MOST_ELSEWHERE)
-    if cluster is None and open_trial is not None and not is_deferred(model):
+    if open_trial is not None:
         most = _fitting(model, asked, world, sizes[-1])
         sizes = sorted({min(size, most) for size in sizes})
-    job = _Job(model, asked, world, workers, sizes, cluster, open_trial, announce, progress)
-    codecs = _codecs(job)
+    job = _Job(model, asked, world, sizes, announce)
+    adds = world.transport == "shared memory" and not asked.thorough
+    # What a run adds in shared memory is never sent, and no codec is faster.
+    unsent = workers == 1 or (cluster is None and (adds or other_types(model)))
+    codecs = [] if unsent else asked.codecs
     if cluster is None and world.device.type == "cpu":
         prepare_aside(map(parse_codec, codecs))
-    way = _measure_way(job)
-    profile = _measure_units(job, way)
+    way = None if open_trial is None else _measure_way(job, open_trial)
+    profile = _measure_units(job, way, progress)
     spec = cluster or _measure_links(job, way)
-    rates = _measure_codecs(job, codecs)
+    if codecs:
+        announce("planning: timing ways to compress gradients")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rates = measure_rates(codecs, trained, workers, world, measurements_directory())
     fixed = asked.fixed
     if fixed.codecs is not None:
         fixed = replace(fixed, codecs={name: text for name, text in fixed.codecs.items() if text in rates})
@@ -227,12 +226,9 @@ _WAY: TypeAdapter[Way] = TypeAdapter(Way)
 _PROFILE: TypeAdapter[ModelProfile] = TypeAdapter(ModelProfile)
 
 
-def _measure_way(job: _Job) -> Way | None:
-    """How a step is computed; None where no step can be taken."""
-    asked, open_trial = job.asked, job.open_trial
-    if not job.is_whole or open_trial is None or job.cluster is not None:
-        return None
-    options = asked.options
+def _measure_way(job: _Job, open_trial: OpenTrial) -> Way:
+    """How a step is computed."""
+    asked, options = job.asked, job.asked.options
 
     def worth(step_ms: float) -> None:
         """Raise where measuring takes longer than it can save."""
@@ -259,10 +255,9 @@ def _measure_way(job: _Job) -> Way | None:
     return way
 
 
-def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
+def _measure_units(job: _Job, way: Way | None, progress: Progress | None) -> ModelProfile:
     """The times of the model's units, and of the rest of a step."""
-    asked = job.asked
-    options = asked.options
+    asked, options, is_whole = job.asked, job.asked.options, not is_deferred(job.model)
     if way is not None:
         options = replace(options, **way.options)  # type: ignore[arg-type]
     memory_format = "channels_last" if options.uses_channels_last else "contiguous"
@@ -270,7 +265,7 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
     found: list[ModelProfile] = []
 
     def profile() -> None:
-        copy = twin_of(job.model) if job.is_whole else job.model
+        copy = twin_of(job.model) if is_whole else job.model
         examples = [set_way(copy, job.example(size), memory_format, kernels) for size in job.sizes]
         threads = way.threads if way is not None else None
         with autocast(options.amp, job.world.device), intra_op_threads(threads):
@@ -280,14 +275,14 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
                     examples,
                     name=asked.name,
                     passes=PASSES,
-                    progress=job.progress,
+                    progress=progress,
                     announce=job.announce if asked.thorough else None,
                 )
             )
 
     def measure() -> ModelProfile:
         job.announce("planning: measuring the layers of the model")
-        if job.is_whole:
+        if is_whole:
             job.world.on_all_patiently(as_problem(profile))
         else:
             job.world.from_main(as_problem(profile), long=True)
@@ -312,7 +307,7 @@ def with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
 def _measure_links(job: _Job, way: Way | None) -> ClusterSpec:
     """The hosts of the job with their speeds, and the links between them."""
     world = job.world
-    what = f"links of {job.workers} workers" if job.workers > 1 else "machine"
+    what = f"links of {world.size} workers" if world.size > 1 else "machine"
     job.announce(f"planning: measuring the {what}")
     cluster = measure_cluster(world)
     # A loop that divides batches itself has decided on replicas.
@@ -322,14 +317,6 @@ def _measure_links(job: _Job, way: Way | None) -> ClusterSpec:
     hosts: list[str] = world.gather(host_identity())  # type: ignore[assignment]
     speeds = speeds_of(hosts, way.step_ms)
     return cluster if len(set(speeds)) == 1 else cluster.at_speeds(speeds)
-
-
-def _measure_codecs(job: _Job, codecs: Sequence[str]) -> dict[str, CodecRate]:
-    """Milliseconds to write and to read gradients, by codec and number of elements."""
-    if codecs:
-        job.announce("planning: timing ways to compress gradients")
-    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-    return measure_rates(codecs, trained, job.workers, job.world, measurements_directory())
 
 
 # -------------------------------------------------------------------------------------------- what they share
@@ -408,12 +395,3 @@ def _fitting(model: nn.Module, asked: Question, world: World, samples: int) -> i
     while samples > 2 and not need(samples * world.size).fits:
         samples = max(2, samples // 2)
     return samples
-
-
-def _codecs(job: _Job) -> Sequence[str]:
-    """The codecs that plans may have. What a run adds in shared memory is never sent, and no codec is faster."""
-    asked, world = job.asked, job.world
-    if job.cluster is not None:
-        return asked.codecs if job.workers > 1 else []
-    adds = world.transport == "shared memory" and not asked.thorough
-    return [] if world.size == 1 or adds or other_types(job.model) else asked.codecs
