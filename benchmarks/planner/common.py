@@ -24,10 +24,11 @@ from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import describe
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.probes import Measured, Question, measure_inputs
+from hybridpar.planner.probes import Question, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.trials import random_batch
+from hybridpar.planner.ways import Way
 from hybridpar.train.trainer import open_trial
 from hybridpar.train.trial import Trial
 
@@ -103,7 +104,7 @@ RUN_STEPS = 230
 QUICK = Setting("benchmarks.planner.common:tiny_net", 16, 16)
 
 
-def measured_inputs(setting: Setting, world: World, fidelity: Fidelity) -> Measured:
+def measured_inputs(setting: Setting, world: World, fidelity: Fidelity) -> tuple[PlannerInputs, Way | None]:
     """What a search reads, and the way to compute a step, measured by the workers that will run it; a collective.
 
     Args:
@@ -113,7 +114,7 @@ def measured_inputs(setting: Setting, world: World, fidelity: Fidelity) -> Measu
     """
     config = TrainConfig(batch_size=setting.batch, fidelity=fidelity)
     shape, decided = (3, setting.side, setting.side), frozenset({"amp"})  # one way for plans of all fidelities
-    asked = Question.of_run(config, Fixed(workers=world.size), setting.name, shape, RUN_STEPS, decided)
+    asked = Question(setting.name, shape, config, Fixed(workers=world.size), decided, RUN_STEPS)
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, HYBRIDPAR_CACHE=cache):
         return measure_inputs(setting.build(), asked, world, open_trial=open_trial)
 

@@ -35,9 +35,9 @@ from benchmarks.planner.regret import regret_rows
 from benchmarks.rig.rank import link, process_group
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.planner.probes import Measured
+from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.trials import FIRST_STEPS, random_batch
-from hybridpar.planner.ways import compute_of_way
+from hybridpar.planner.ways import Way, compute_of_way
 from hybridpar.run.memory import give_back_memory
 from hybridpar.train.trial import Trial
 
@@ -68,10 +68,12 @@ def measure(
         world = World.join(lanes=2, timeout=900)
         for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
             reference = Reference(setting, world)
-            found = measured_inputs(setting, world, "lossy")
+            inputs, way = measured_inputs(setting, world, "lossy")
 
-            def draw(found: Measured = found) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
-                drawn, chosen = drawn_plans(found.inputs, plans, compute_of_way(TrainConfig(), found.way))
+            def draw(
+                inputs: PlannerInputs = inputs, way: Way | None = way
+            ) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
+                drawn, chosen = drawn_plans(inputs, plans, compute_of_way(TrainConfig(), way))
                 return [astuple(one) for one in drawn], chosen
 
             told, chosen = world.from_main(draw)

@@ -107,7 +107,7 @@ def measure_batch(
     parts = options.parts_per_step(options.micro_batches)
     names = [name for name, _ in model.named_parameters()]
     fixed = fixed_by(options, decided_options(config, given), world.size, names)
-    asked = Question.of_run(options, fixed, type(model).__name__, sample_shape, None)
+    asked = Question(type(model).__name__, tuple(sample_shape), options, fixed)
     with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
         if is_deferred(model):
             raise _refused("no worker holds all of the model to measure it")

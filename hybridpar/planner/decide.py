@@ -71,9 +71,8 @@ def decide_plan(
 ) -> Decision:
     """The fastest plan; a HybridparError says why there is none; a collective."""
     begun = time.perf_counter()
-    measured = measure_inputs(model, question, world, open_trial=open_trial, announce=announce, progress=progress)
-    inputs, way = measured.inputs, measured.way
-    options = question.options or TrainConfig()
+    inputs, way = measure_inputs(model, question, world, open_trial=open_trial, announce=announce, progress=progress)
+    options = question.options
     compute = compute_of_way(options, way)
     found: list[tuple[Answer, list[Outcome]]] = []
 
@@ -94,7 +93,7 @@ def decide_plan(
     times = world.from_main(lambda: _kept_times(key, len(plans)))
     if times is None:
         announce(f"planning: running some steps of the {len(plans)} best plans")
-        example = random_batch(question.sample_shape, question.batch, world.device)
+        example = random_batch(question.sample_shape, options.samples_per_step, world.device)
         times = run_in_turns(plans, model, options, world, example, open_trial)
         if not any(times):
             raise HybridparError("none of the plans that were predicted to be best runs here")

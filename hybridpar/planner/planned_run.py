@@ -136,7 +136,7 @@ def plan_run(
         from hybridpar.planner.probes import Question
 
         fixed = fixed_by(config, decided, world.size, names, named)
-        question = Question.of_run(config, fixed, name, sample_shape or (), steps, decided)
+        question = Question(name, tuple(sample_shape or ()), config, fixed, frozenset(decided), steps)
         with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
             try:
                 decision = decide_plan(model, world, question, open_trial, announce)

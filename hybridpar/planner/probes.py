@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -47,12 +47,12 @@ from hybridpar.planner.choice import other_types
 from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.fit import held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.inputs import Fidelity, PlannerInputs
+from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.links import describe_hosts, laps_of, measure_cluster, most_of_all
 from hybridpar.planner.measure import profile_model, set_way
 from hybridpar.planner.outer_steps import OUTER_CODECS
 from hybridpar.planner.profile import ModelProfile
-from hybridpar.planner.rates import CodecRate, measure_rates
+from hybridpar.planner.rates import measure_rates
 from hybridpar.planner.trials import OpenTrial, as_problem, random_batch
 from hybridpar.planner.ways import CHANGED, COMPILED, Way, can_compile, choose_way, compiling_pays
 
@@ -97,85 +97,35 @@ class Question:
     Attributes:
         name: What to call the model.
         sample_shape: Of one sample.
-        batch: Samples of a step, over all workers.
-        fidelity: `exact`, `close` or `lossy`.
+        options: Options of the run, some of which a way to compute a step changes.
         fixed: What is not searched for.
-        amp: `none`, `bf16` or `fp16`.
-        copies: Tensors per parameter that the optimizer keeps.
-        averages: Of these moving averages.
-        whole_model: Workers of a pipeline will hold the whole model.
-        bucket_bytes: Size at which a bucket of gradients is full.
-        sync_lanes: Buckets that a worker exchanges beside each other.
-        options: Options of the run, some of which a way to compute a step changes; None where nothing is run.
         decided: Names of the options that the user decided on.
         steps: Of the run that the plan is for.
         thorough: Measure everything, however long it takes, also what is of use only with other options or on other
             machines.
-        unequal: Replicas may differ in their parts of a batch, and in their numbers of workers.
     """
 
     name: str
     sample_shape: tuple[int, ...]
-    batch: int
-    fidelity: Fidelity = "exact"
+    options: TrainConfig
     fixed: Fixed = field(default_factory=Fixed)
-    amp: str = "none"
-    copies: int = 1
-    averages: int = 0
-    whole_model: bool = False
-    bucket_bytes: int = 8 << 20
-    sync_lanes: int = 2
-    options: TrainConfig | None = None
     decided: frozenset[str] = frozenset()
     steps: int | None = None
     thorough: bool = False
-    unequal: bool = False
-
-    @classmethod
-    def of_run(
-        cls,
-        config: TrainConfig,
-        fixed: Fixed,
-        name: str,
-        sample_shape: Sequence[int],
-        steps: int | None,
-        decided: Collection[str] = (),
-        *,
-        thorough: bool = False,
-    ) -> Question:
-        """The question of a training run with these options; see the attributes."""
-        return cls(
-            name,
-            tuple(sample_shape),
-            config.samples_per_step,
-            config.fidelity,
-            fixed,
-            config.amp,
-            state_copies(config),
-            int(config.model_ema is not None),
-            True,  # what is measured for a run is its model, which all workers have built
-            config.bucket_bytes,
-            config.sync_lanes,
-            config,
-            frozenset(decided),
-            steps,
-            thorough,
-            # A loop that divides batches itself has decided on replicas.
-            config.may_be_unequal and fixed.replicas is None,
-        )
 
     def inputs(self, profile: ModelProfile, cluster: ClusterSpec) -> PlannerInputs:
         """What a search reads that is known without timing codecs."""
+        options = self.options
         return PlannerInputs(
             profile,
             cluster,
-            self.batch,
-            self.fidelity,
-            optimizer_copies=self.copies,
-            averages=self.averages,
-            whole_model=self.whole_model,
-            bucket_bytes=self.bucket_bytes,
-            sync_lanes=self.sync_lanes,
+            options.samples_per_step,
+            options.fidelity,
+            optimizer_copies=state_copies(options),
+            averages=int(options.model_ema is not None),
+            whole_model=True,  # what is measured for a run is its model, which all workers have built
+            bucket_bytes=options.bucket_bytes,
+            sync_lanes=options.sync_lanes,
             fixed=self.fixed,
             run_steps=self.steps,
         )
@@ -185,17 +135,9 @@ class Question:
         """What gradients may be sent as; where all is measured also what a looser fidelity would allow."""
         if self.fixed.codecs is not None:
             return sorted(set(self.fixed.codecs.values()))
-        fidelity = "lossy" if self.thorough else self.fidelity
+        fidelity = "lossy" if self.thorough else self.options.fidelity
         outer = OUTER_CODECS if fidelity == "lossy" and not self.fixed.every_step else ()
         return [*FIDELITIES[fidelity], *outer]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a search for a run's plan reads, and the way to compute a step that it is for."""
-
-    inputs: PlannerInputs
-    way: Way | None
 
 
 @dataclass(frozen=True)
@@ -205,17 +147,8 @@ class _Job:
     model: nn.Module
     asked: Question
     world: World
-    workers: int
     sizes: Sequence[int]
-    cluster: ClusterSpec | None
-    open_trial: OpenTrial | None
     announce: Callable[[str], None]
-    progress: Progress | None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there is a model that can be run."""
-        return not is_deferred(self.model)
 
     def example(self, samples: int) -> torch.Tensor:
         """Random inputs of a micro-batch, the same on all workers."""
@@ -240,23 +173,31 @@ def measure_inputs(
     open_trial: OpenTrial | None = None,
     announce: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
-) -> Measured:
-    """Measure what a search reads, or find it in the cache; a collective."""
-    if not is_deferred(model):
+) -> tuple[PlannerInputs, Way | None]:
+    """What a search reads, measured or from the cache, and the way to compute a step that it is for; a collective."""
+    if is_deferred(model):
+        open_trial = None  # there is no model that can be run
+    else:
         model.to(world.device)
-    workers = world.size if cluster is None else min(cluster.workers, asked.batch)
+    workers = world.size if cluster is None else min(cluster.workers, asked.options.samples_per_step)
     sizes = _sizes(model, asked, workers, None if cluster is None else _MOST_ELSEWHERE)
-    if cluster is None and open_trial is not None and asked.options is not None and not is_deferred(model):
-        most = _fitting(model, asked, asked.options, world, sizes[-1])
+    if open_trial is not None:
+        most = _fitting(model, asked, world, sizes[-1])
         sizes = sorted({min(size, most) for size in sizes})
-    job = _Job(model, asked, world, workers, sizes, cluster, open_trial, announce, progress)
-    codecs = _codecs(job)
+    job = _Job(model, asked, world, sizes, announce)
+    adds = world.transport == "shared memory" and not asked.thorough
+    # What a run adds in shared memory is never sent, and no codec is faster.
+    unsent = workers == 1 or (cluster is None and (adds or other_types(model)))
+    codecs = [] if unsent else asked.codecs
     if cluster is None and world.device.type == "cpu":
         prepare_aside(map(parse_codec, codecs))
-    way = _measure_way(job)
-    profile = _measure_units(job, way)
+    way = None if open_trial is None else _measure_way(job, open_trial)
+    profile = _measure_units(job, way, progress)
     spec = cluster or _measure_links(job, way)
-    rates = _measure_codecs(job, codecs)
+    if codecs:
+        announce("planning: timing ways to compress gradients")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rates = measure_rates(codecs, trained, workers, world, measurements_directory())
     fixed = asked.fixed
     if fixed.codecs is not None:
         fixed = replace(fixed, codecs={name: text for name, text in fixed.codecs.items() if text in rates})
@@ -267,10 +208,10 @@ def measure_inputs(
         asked.inputs(named, spec),
         rates=rates,
         # Each part of a step needs two samples, wherever it is computed.
-        most_micro_batches=max(1, min(32, asked.batch // (2 * spec.workers))),
+        most_micro_batches=max(1, min(32, asked.options.samples_per_step // (2 * spec.workers))),
         fixed=fixed,
     )
-    return Measured(inputs, way)
+    return inputs, way
 
 
 # ---------------------------------------------------------------------------------------------------- the probes
@@ -279,12 +220,9 @@ _WAY: TypeAdapter[Way] = TypeAdapter(Way)
 _PROFILE: TypeAdapter[ModelProfile] = TypeAdapter(ModelProfile)
 
 
-def _measure_way(job: _Job) -> Way | None:
-    """How a step is computed; None where no step can be taken."""
-    asked, open_trial = job.asked, job.open_trial
-    if not job.is_whole or open_trial is None or asked.options is None or job.cluster is not None:
-        return None
-    options = asked.options
+def _measure_way(job: _Job, open_trial: OpenTrial) -> Way:
+    """How a step is computed."""
+    asked, options = job.asked, job.asked.options
 
     def worth(step_ms: float) -> None:
         """Raise where measuring takes longer than it can save."""
@@ -311,10 +249,9 @@ def _measure_way(job: _Job) -> Way | None:
     return way
 
 
-def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
+def _measure_units(job: _Job, way: Way | None, progress: Progress | None) -> ModelProfile:
     """The times of the model's units, and of the rest of a step."""
-    asked = job.asked
-    options = asked.options or TrainConfig(memory_format="contiguous")
+    asked, options, is_whole = job.asked, job.asked.options, not is_deferred(job.model)
     if way is not None:
         options = replace(options, **way.options)  # type: ignore[arg-type]
     memory_format = "channels_last" if options.uses_channels_last else "contiguous"
@@ -322,7 +259,7 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
     found: list[ModelProfile] = []
 
     def profile() -> None:
-        copy = twin_of(job.model) if job.is_whole else job.model
+        copy = twin_of(job.model) if is_whole else job.model
         examples = [set_way(copy, job.example(size), memory_format, kernels) for size in job.sizes]
         threads = way.threads if way is not None else None
         with autocast(options.amp, job.world.device), intra_op_threads(threads):
@@ -332,14 +269,14 @@ def _measure_units(job: _Job, way: Way | None) -> ModelProfile:
                     examples,
                     name=asked.name,
                     passes=PASSES,
-                    progress=job.progress,
+                    progress=progress,
                     announce=job.announce if asked.thorough else None,
                 )
             )
 
     def measure() -> ModelProfile:
         job.announce("planning: measuring the layers of the model")
-        if job.is_whole:
+        if is_whole:
             job.world.on_all_patiently(as_problem(profile))
         else:
             job.world.from_main(as_problem(profile), long=True)
@@ -364,22 +301,16 @@ def with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
 def _measure_links(job: _Job, way: Way | None) -> ClusterSpec:
     """The hosts of the job with their speeds, and the links between them."""
     world = job.world
-    what = f"links of {job.workers} workers" if job.workers > 1 else "machine"
+    what = f"links of {world.size} workers" if world.size > 1 else "machine"
     job.announce(f"planning: measuring the {what}")
     cluster = measure_cluster(world)
-    if way is None or not job.asked.unequal:
+    # A loop that divides batches itself has decided on replicas.
+    may_be_unequal = job.asked.options.may_be_unequal and job.asked.fixed.replicas is None
+    if way is None or not may_be_unequal:
         return cluster
     hosts: list[str] = world.gather(host_identity())  # type: ignore[assignment]
     speeds = speeds_of(hosts, way.step_ms)
     return cluster if len(set(speeds)) == 1 else cluster.at_speeds(speeds)
-
-
-def _measure_codecs(job: _Job, codecs: Sequence[str]) -> dict[str, CodecRate]:
-    """Milliseconds to write and to read gradients, by codec and number of elements."""
-    if codecs:
-        job.announce("planning: timing ways to compress gradients")
-    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-    return measure_rates(codecs, trained, job.workers, job.world, measurements_directory())
 
 
 # -------------------------------------------------------------------------------------------- what they share
@@ -407,7 +338,7 @@ def _key(job: _Job) -> dict[str, object]:
         "trained": [name for name, one in job.model.named_parameters() if one.requires_grad],
         "name": asked.name,
         "sample": list(asked.sample_shape),
-        "batch": asked.batch,
+        "batch": asked.options.samples_per_step,
         "largest": job.sizes[-1],
         **({"unit by unit": True} if is_deferred(job.model) else {}),
         **machine_key(world.device),
@@ -432,10 +363,11 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
 
     A small pass takes longer than the line through two larger ones says, or less.
     """
-    fixed, whole = asked.fixed, max(2, -(-asked.batch // workers))
+    fixed, batch = asked.fixed, asked.options.samples_per_step
+    whole = max(2, -(-batch // workers))
     if fixed.micro_batches is not None:
         counts = [fixed.replicas] if fixed.replicas else [one for one in range(1, workers + 1) if workers % one == 0]
-        found = {max(2, -(-asked.batch // (count * fixed.micro_batches))) for count in counts}
+        found = {max(2, -(-batch // (count * fixed.micro_batches))) for count in counts}
         return sorted({min(found), max(found)})
     if not asked.thorough and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return [whole]  # they normalise over a micro-batch, so its size stays
@@ -443,7 +375,7 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
     return sorted({max(2, whole // 16), max(2, whole // 4), whole})
 
 
-def _fitting(model: nn.Module, asked: Question, options: TrainConfig, world: World, samples: int) -> int:
+def _fitting(model: nn.Module, asked: Question, world: World, samples: int) -> int:
     """So many samples of a micro-batch, or half as often as it takes until a step of them fits into memory."""
     device, weights = world.device, sum(one.nbytes for one in model.parameters())
     held = held_bytes(device)
@@ -452,17 +384,8 @@ def _fitting(model: nn.Module, asked: Question, options: TrainConfig, world: Wor
     if all(world.gather(bound < total - held)):
         return samples
     most_held: int = max(world.gather(held))  # type: ignore[type-var, assignment]
-    profile = world.on_all(as_problem(lambda: sizes_of(model, options, asked.sample_shape, 2, world.device)))
+    profile = world.on_all(as_problem(lambda: sizes_of(model, asked.options, asked.sample_shape, 2, world.device)))
     need = memory_of(asked.inputs(profile, describe_hosts(world)), held=most_held)
     while samples > 2 and not need(samples * world.size).fits:
         samples = max(2, samples // 2)
     return samples
-
-
-def _codecs(job: _Job) -> Sequence[str]:
-    """The codecs that plans may have. What a run adds in shared memory is never sent, and no codec is faster."""
-    asked, world = job.asked, job.world
-    if job.cluster is not None:
-        return asked.codecs if job.workers > 1 else []
-    adds = world.transport == "shared memory" and not asked.thorough
-    return [] if world.size == 1 or adds or other_types(job.model) else asked.codecs

@@ -67,34 +67,36 @@ def resolve(
     if shares is not None and ("shares" in decided or len(shares) != layout.replicas):
         shares = None
     count = layout.stages
-    micro_batches, schedule = config.micro_batches, config.schedule or "greedy"
-    recompute, offload, speed = config.recompute, config.offload, None
-    rows: tuple[tuple[str, ...], ...] = ()
-    if plan is not None and (pipeline := plan.pipeline) is not None:
-        micro_batches = micro_batches if "micro_batches" in decided else pipeline.micro_batches
-        schedule = schedule if "schedule" in decided else pipeline.schedule
-        speed = pipeline.link_bytes_per_second
-        if (layout, schedule) == (plan.layout, pipeline.schedule):
-            rows = pipeline.rows
-        if not {"recompute", "offload"} & set(decided):
-            recompute, offload = pipeline.recompute, pipeline.offload
+    pipeline = Pipeline(
+        schedule=config.schedule or "greedy",
+        micro_batches=config.micro_batches,
+        recompute=config.recompute,
+        offload=config.offload,
+    )
+    if plan is not None and plan.pipeline is not None:
+        wins = {"micro_batches", "schedule"} & set(decided)
+        if {"recompute", "offload"} & set(decided):
+            wins |= {"recompute", "offload"}
+        pipeline = plan.pipeline.model_copy(update={name: getattr(pipeline, name) for name in wins})
+        if (layout, pipeline.schedule) != (plan.layout, plan.pipeline.schedule):
+            pipeline = pipeline.model_copy(update={"rows": ()})
     if count == 1:
-        if offload:
+        if pipeline.offload:
             raise UsageError(
                 "--offload without --stages",
                 "A whole model goes backward right after its forward pass, so that nothing has to wait.",
                 "Cut it: --stages 8 --placement loop runs eight stages one after the other on one device.",
             )
-        schedule, recompute = Pipeline().schedule, ()
-    for option, named in (("recompute", recompute), ("offload", offload)):
-        for stage in named:
+        pipeline = pipeline.model_copy(update={"schedule": Pipeline().schedule, "recompute": ()})
+    for option in ("recompute", "offload"):
+        for stage in getattr(pipeline, option):
             if not 0 <= stage < count:
                 raise UsageError(
                     f"--{option} {stage}", f"Stages are numbered from 0 to {count - 1}.", "Name such stages."
                 )
-    if both := sorted(set(recompute) & set(offload)):
+    if both := sorted(set(pipeline.recompute) & set(pipeline.offload)):
         raise refuse(f"--recompute {both[0]}", f"--offload {both[0]}", "What is computed again need not wait.")
-    if offload and config.cuda_graph:
+    if pipeline.offload and config.cuda_graph:
         raise refuse("--cuda-graph", "--offload", "Memory of the host is not allocated within a graph.")
     measured = plan.measured if plan is not None else None
     compute = compute_of(config, None if plan is None or plan.compute is None else plan.compute.threads)
@@ -104,14 +106,7 @@ def resolve(
         model=model or (_UNKNOWN if plan is None else plan.model),
         partition=Partition(stages=(Stage(units=()),) * count) if plan is None else plan.partition,
         placement=Placement(layout=layout, device=device, shares=shares),
-        pipeline=Pipeline(
-            schedule=schedule,
-            rows=rows,
-            link_bytes_per_second=speed,
-            micro_batches=micro_batches,
-            recompute=recompute,
-            offload=offload,
-        ),
+        pipeline=pipeline,
         sync=sync,
         compute=compute,
         kernels=Kernels(database=compute.kernels) if config.uses_kernels else None,

@@ -15,7 +15,6 @@ from torch import nn
 from hybridpar import Trainer
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.plan import Plan, read_plan
@@ -97,8 +96,7 @@ MOST = 128
 
 
 def question(shape: tuple[int, ...]) -> Question:
-    config = TrainConfig(plan="none")
-    return Question("net", shape, 8, copies=state_copies(config), options=config)
+    return Question("net", shape, TrainConfig(plan="none", batch_size=8))
 
 
 @cache

@@ -145,11 +145,11 @@ def test_a_profile_has_the_rest_of_a_step_and_is_as_fast_as_the_way_that_was_cho
 def test_what_was_kept_of_a_model_is_not_taken_for_one_with_frozen_layers(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
     monkeypatch.setattr(probes, "MOST_NOISE", math.inf)
-    question = probes.Question("net", (3, 8, 8), 4, options=TrainConfig())
+    question = probes.Question("net", (3, 8, 8), TrainConfig(batch_size=4))
 
     def trained(model: nn.Module) -> list[str]:
-        found = probes.measure_inputs(model, question, World(), open_trial=open_trial)
-        return [one.name for one in found.inputs.profile.parameters]
+        inputs, _ = probes.measure_inputs(model, question, World(), open_trial=open_trial)
+        return [one.name for one in inputs.profile.parameters]
 
     model = net()
     names = trained(model)

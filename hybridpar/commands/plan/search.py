@@ -82,15 +82,15 @@ def _decide(request: PlanRequest, named: Collection[str], world: World, bar: Pro
         config = replace(config, batch_size=choice.batch)
     fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], named)
     steps = steps_of(config, samples)
-    question = Question.of_run(config, fixed, request.model, shape, steps, decided, thorough=True)
+    question = Question(request.model, tuple(shape), config, fixed, decided, steps, thorough=True)
     if cluster is None:
         return decide_plan(module, world, question, open_trial, bar.announce, bar.advance)
     question = replace(question, fixed=replace(fixed, workers=None))  # fewer than all may be faster
-    measured = measure_inputs(module, question, world, cluster=cluster, announce=bar.announce, progress=bar.advance)
+    inputs, _ = measure_inputs(module, question, world, cluster=cluster, announce=bar.announce, progress=bar.advance)
     bar.announce("searching")
-    answer = find_plan(measured.inputs, progress=bar.advance)
+    answer = find_plan(inputs, progress=bar.advance)
     plan = plan_of(answer, answer.chosen, compute_of_way(config, None))
-    return Decision(plan, (), measured.inputs, answer)
+    return Decision(plan, (), inputs, answer)
 
 
 def report(request: PlanRequest, decision: Decision, bar: ProgressBar) -> None:
