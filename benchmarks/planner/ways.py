@@ -60,7 +60,7 @@ def measure(models: list[str], output: str | None) -> None:
 def _chosen_over_best(name: str, fidelity: Fidelity, world: World) -> Check:
     seed_everything(0)
     model, options = build_model(name, CLASSES), TrainConfig(batch_size=BATCH, fidelity=fidelity)
-    question = Question.of_run(options, Fixed(workers=world.size), name, (3, SIDE, SIDE), STEPS)
+    question = Question(name, (3, SIDE, SIDE), options, Fixed(workers=world.size), steps=STEPS)
     begun = time.perf_counter()
     plan = decide_plan(model, world, question, open_trial, lambda line: None).plan
     seconds = time.perf_counter() - begun

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ def profile_model(
     measure: bool = True,
     passes: int = 2,
     progress: Progress | None = None,
-    announce: Callable[[str], None] | None = None,
 ) -> ModelProfile:
     """Find out what the planner needs to know of a model.
 
@@ -43,7 +42,6 @@ def profile_model(
         measure: Run units; else their times are estimated.
         passes: Over each unit.
         progress: Called as units are measured.
-        announce: Called with what comes next.
 
     Returns:
         Units, parameters and times of the model, without its weights.
@@ -54,8 +52,6 @@ def profile_model(
     units = find_units(traced, (first,))
     sizes, noise = [], 0.0
     for example in ascending:
-        if announce is not None:
-            announce(f"profiling micro-batches of {len(example)}")
         of_size = units if example is first else find_units(traced, (example,))
         if measure:
             times = measured_profile(

@@ -101,8 +101,7 @@ class Question:
         fixed: What is not searched for.
         decided: Names of the options that the user decided on.
         steps: Of the run that the plan is for.
-        thorough: Measure everything, however long it takes, also what is of use only with other options or on other
-            machines.
+        insists: Measure also where that takes longer than it can save.
     """
 
     name: str
@@ -111,7 +110,7 @@ class Question:
     fixed: Fixed = field(default_factory=Fixed)
     decided: frozenset[str] = frozenset()
     steps: int | None = None
-    thorough: bool = False
+    insists: bool = False
 
     def inputs(self, profile: ModelProfile, cluster: ClusterSpec) -> PlannerInputs:
         """What a search reads that is known without timing codecs."""
@@ -132,10 +131,10 @@ class Question:
 
     @property
     def codecs(self) -> list[str]:
-        """What gradients may be sent as; where all is measured also what a looser fidelity would allow."""
+        """What gradients may be sent as."""
         if self.fixed.codecs is not None:
             return sorted(set(self.fixed.codecs.values()))
-        fidelity = "lossy" if self.thorough else self.options.fidelity
+        fidelity = self.options.fidelity
         outer = OUTER_CODECS if fidelity == "lossy" and not self.fixed.every_step else ()
         return [*FIDELITIES[fidelity], *outer]
 
@@ -185,9 +184,8 @@ def measure_inputs(
         most = _fitting(model, asked, world, sizes[-1])
         sizes = sorted({min(size, most) for size in sizes})
     job = _Job(model, asked, world, sizes, announce)
-    adds = world.transport == "shared memory" and not asked.thorough
     # What a run adds in shared memory is never sent, and no codec is faster.
-    unsent = workers == 1 or (cluster is None and (adds or other_types(model)))
+    unsent = workers == 1 or (cluster is None and (world.transport == "shared memory" or other_types(model)))
     codecs = [] if unsent else asked.codecs
     if cluster is None and world.device.type == "cpu":
         prepare_aside(map(parse_codec, codecs))
@@ -226,7 +224,7 @@ def _measure_way(job: _Job, open_trial: OpenTrial) -> Way:
 
     def worth(step_ms: float) -> None:
         """Raise where measuring takes longer than it can save."""
-        if asked.thorough or asked.steps is None:
+        if asked.insists or asked.steps is None:
             return
         # A step of plain data parallelism takes as long as the longer of the two, at least.
         step = max(1e-3 * step_ms, _exchange_seconds(job.model, job.world))
@@ -270,7 +268,6 @@ def _measure_units(job: _Job, way: Way | None, progress: Progress | None) -> Mod
                     name=asked.name,
                     passes=PASSES,
                     progress=progress,
-                    announce=job.announce if asked.thorough else None,
                 )
             )
 
@@ -369,7 +366,7 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
         counts = [fixed.replicas] if fixed.replicas else [one for one in range(1, workers + 1) if workers % one == 0]
         found = {max(2, -(-batch // (count * fixed.micro_batches))) for count in counts}
         return sorted({min(found), max(found)})
-    if not asked.thorough and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+    if most is None and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return [whole]  # they normalise over a micro-batch, so its size stays
     whole = whole if most is None else min(whole, most)
     return sorted({max(2, whole // 16), max(2, whole // 4), whole})

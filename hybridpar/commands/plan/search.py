@@ -82,7 +82,7 @@ def _decide(request: PlanRequest, named: Collection[str], world: World, bar: Pro
         config = replace(config, batch_size=choice.batch)
     fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], named)
     steps = steps_of(config, samples)
-    question = Question(request.model, tuple(shape), config, fixed, decided, steps, thorough=True)
+    question = Question(request.model, tuple(shape), config, fixed, decided, steps, insists=True)
     if cluster is None:
         return decide_plan(module, world, question, open_trial, bar.announce, bar.advance)
     question = replace(question, fixed=replace(fixed, workers=None))  # fewer than all may be faster
