@@ -19,6 +19,9 @@ from hybridpar.observe.files import replace_file
 
 _WRITER = "hybridpar report"
 
+#: Nothing of a run is sent to a server: plotly.js has a button for that.
+_CONFIG = '{"responsive": true, "displaylogo": false, "showSendToCloud": false, "plotlyServerURL": ""}'
+
 _STYLE = """
 body { margin: 0 auto; padding: 1rem; max-width: 1200px; font: 15px/1.5 system-ui, sans-serif; }
 h1, td { overflow-wrap: anywhere; } pre { overflow-x: auto; }
@@ -72,7 +75,7 @@ def write_page(path: Path, title: str, parts: Iterable[str | Figure]) -> None:
         body.append(part if isinstance(part, str) else f'<div id="part-{number}"></div>')
         if isinstance(part, Figure):
             # Its JSON has no "<", so nothing in it ends the script.
-            script.append(f'Plotly.newPlot("part-{number}", {part.to_json()}, null, {{"responsive": true}});')
+            script.append(f'Plotly.newPlot("part-{number}", {{"config": {_CONFIG}, ...{part.to_json()}}});')
     scripts = "\n".join(script)
     digest = base64.b64encode(hashlib.sha256(scripts.encode()).digest()).decode()
     texts = {"writer": _WRITER, "digest": digest, "title": html.escape(title), "style": _STYLE}

@@ -86,9 +86,8 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
     if charts[0][0].column == "loss":
         scales = [("linear loss", "linear"), ("logarithmic loss", "log")]
         menus.append(_menu(0.25, [(label, "relayout", [{"yaxis.type": scale}]) for label, scale in scales]))
-    return figure.update_layout(
-        template="plotly_white", height=120 + 250 * len(charts), hovermode="x unified", updatemenus=menus
-    )
+    layout = {"template": "plotly_white", "height": 120 + 250 * len(charts), "updatemenus": menus}
+    return figure.update_layout(**layout, hovermode="x unified", hoverlabel={"namelength": -1})
 
 
 def _menu(x: float, buttons: Sequence[tuple[str, str, list[Any]]]) -> dict[str, Any]:

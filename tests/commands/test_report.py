@@ -24,7 +24,7 @@ def test_a_page_is_written_and_written_again(tmp_path, capsys):
         assert main(["report", str(run), "-o", str(page)]) == 0
         assert f"report written to {page}" in capsys.readouterr().out
     assert 4_000_000 < page.stat().st_size < 6_000_000
-    curves = json.loads(re.search(r'Plotly\.newPlot\("part-\d", (.*), null, ', page.read_text())[1])
+    curves = json.loads(re.search(r'Plotly\.newPlot\("part-\d", .*?, \.\.\.(.*)\}\);', page.read_text())[1])
     loss = next(trace for trace in curves["data"] if trace["name"] == "a, each step")
     assert loss["x"] == [1, 2, 3]
     assert loss["y"] == pytest.approx([step_record(step).loss for step in (1, 2, 3)], rel=1e-4)
@@ -100,7 +100,7 @@ def window(page):
 
 
 def names_of(window, selector):
-    return window.eval_on_selector_all(selector, "nodes => nodes.map(node => node.textContent)")
+    return window.locator(selector).evaluate_all("nodes => nodes.map(node => node.textContent)")
 
 
 def test_the_page_opens_and_draws_its_figures(window):
@@ -111,9 +111,14 @@ def test_the_page_opens_and_draws_its_figures(window):
     assert curves.locator("path.js-line").count() > 10
     assert parts.locator(".bars .point path").count() == 8
     assert lanes.locator(".bars .point path").count() > 50
-    codes = names_of(window, ".js-plotly-plot:first-of-type .legendtext")
-    assert codes[:2] == ["<b>run", "plain"]
-    assert len(codes) == len(set(codes))
+    assert names_of(window, ".js-plotly-plot >> nth=0 >> .legendtext") == ["<b>run", "plain"]
+
+
+def test_no_button_leads_out_of_the_page(window):
+    titles = window.eval_on_selector_all(".modebar-btn", "nodes => nodes.map(node => node.dataset.title)")
+    assert "Zoom" in titles
+    assert not [title for title in titles if "Share" in title or "Produced" in title]
+    assert window.locator("a[href^=http]").count() == 0
 
 
 def test_a_zoom_of_one_chart_is_a_zoom_of_all_and_a_double_click_shows_everything(window):

@@ -29,7 +29,9 @@ def test_names_in_runs_are_no_markup(text):
 
 
 def test_a_figure_is_drawn_from_its_json(text):
-    (drawn,) = re.findall(r'Plotly\.newPlot\("part-3", (\{.*\}), null, \{"responsive": true\}\);</script>', text)
+    call = r'Plotly\.newPlot\("part-3", \{"config": (\{.*?\}), \.\.\.(\{.*\})\}\);</script>'
+    ((config, drawn),) = re.findall(call, text)
+    assert json.loads(config) | {"showSendToCloud": False, "plotlyServerURL": ""} == json.loads(config)
     assert json.loads(drawn)["data"][0]["name"] == NAME
     assert '<div id="part-3"></div>' in text
 
