@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,17 @@ def test_a_page_is_written_and_written_again(tmp_path, capsys):
     loss = next(trace for trace in curves["data"] if trace["name"] == "a, each step")
     assert loss["x"] == [1, 2, 3]
     assert loss["y"] == pytest.approx([step_record(step).loss for step in (1, 2, 3)], rel=1e-4)
+
+
+def test_names_in_a_run_are_harmless(tmp_path):
+    run = a_run(tmp_path / "<script><b>", 3, options={"timeline": Path("</script><b>")})
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert (text.count("<script"), text.count("</script")) == (1, 1)
+    outside = text.partition("<script>")[0]
+    assert "<b>" not in outside
+    assert "<h2>&lt;script&gt;&lt;b&gt;</h2>" in outside
+    assert "There is no timeline to show" in outside
 
 
 def test_what_the_page_cannot_show_is_said(tmp_path, capsys):
