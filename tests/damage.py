@@ -39,9 +39,8 @@ from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.observe import plots
-from hybridpar.observe.curves import charts_of
 from hybridpar.observe.metrics import MetricsTable, read_metrics
-from hybridpar.observe.page import page_json
+from hybridpar.observe.page_figures import curves
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import summarize
 from hybridpar.observe.timeline import Timeline
@@ -53,7 +52,7 @@ from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, re
 from hybridpar.planner import links, rates
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.run import directory as rundir
-from hybridpar.run.page_data import page_data
+from hybridpar.run.report_page import page_parts, read_runs
 from hybridpar.schedule.actions import read_schedule
 from hybridpar.schedule.layout import Layout as StageLayout
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
@@ -128,7 +127,8 @@ def _use_timeline(timeline: Timeline) -> None:
 
 def _use_metrics(table: MetricsTable) -> None:
     summarize(INFO, table, seed=0, ended="finished")
-    charts_of([table])
+    if (figure := curves(["run"], [table])) is not None:
+        figure.to_json()
 
 
 def _metrics() -> bytes:
@@ -168,10 +168,7 @@ def kinds() -> list[Kind]:
         Kind("run.json", RUN, _find_run, _use_run),
         Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline, _use_timeline),
         Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent), _use_metrics),
-        Kind("summary.json", b'{"model": "net", "data": "digits", "workers": 2}', _draw_title),
-        Kind(
-            "compress.csv", b"layer,kind,size,codec,bytes_before,bytes_after\nfc,linear,9,onebit,36,8\n", _page_of_run
-        ),
+        Kind("summary.json", b'{"model": "net", "data": "digits", "workers": 2}', _show_summary),
         Kind("kernels.jsonl", _database(), read_database, _use_database),
         Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
         Kind("units-1.json", profile, _reader("units", PROFILE_KEY, profile_cache.TIMES)),
@@ -192,12 +189,6 @@ def _find_run(path: Path) -> tuple[TrainConfig, ImageFacts | None]:
     return rundir.recorded_config(facts, path.parent), ImageFacts.read(facts.get("images"))
 
 
-def _page_of_run(path: Path) -> None:
-    """The report page shows all files of a run."""
-    (path.parent / "run.json").write_bytes(RUN)
-    page_json(page_data([path.parent]))
-
-
 def _use_run(found: tuple[TrainConfig, ImageFacts | None]) -> None:
     config, facts = found
     hash(config)
@@ -206,8 +197,12 @@ def _use_run(found: tuple[TrainConfig, ImageFacts | None]) -> None:
         facts.plain()
 
 
-def _draw_title(path: Path) -> None:
+def _show_summary(path: Path) -> None:
+    """The title of the picture, and the report page of the run."""
     plots._title(path.parent, None).encode()
+    (path.parent / "run.json").write_bytes(RUN)
+    for part in page_parts(read_runs([path.parent])):
+        assert part if isinstance(part, str) else part.to_json()
 
 
 # -------------------------------------------------------------------------------------------------------------- damage

@@ -48,7 +48,7 @@ WITHOUT_TORCH = (
         "machine.devices",
         "observe",
         "plan",
-        "run.page_data",
+        "run.report_page",
     ),
     "schedule",
 )

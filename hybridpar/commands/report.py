@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from hybridpar.commands import register_command
+from hybridpar.errors import not_installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +29,19 @@ class Report:
 @register_command("report", "Write one HTML page about a run, or several of them side by side.", Report)
 def run_report(command: Report, _: Sequence[str]) -> int:
     """Write the page."""
+    if importlib.util.find_spec("plotly") is None:
+        raise not_installed("the report page needs plotly", "report")
     from hybridpar.observe.page import check_page_file, write_page
     from hybridpar.observe.text import format_bytes
-    from hybridpar.run.page_data import check_runs, page_data
+    from hybridpar.run.report_page import check_runs, page_parts, read_runs
 
     check_runs(command.runs)
     check_page_file(command.output)
-    data = page_data(command.runs)
-    write_page(command.output, data)
-    for run in data["runs"]:
-        for note in run["notes"]:
-            print(f"{run['name']}: {note}")
+    runs = read_runs(command.runs)
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    write_page(command.output, title, page_parts(runs))
+    for run in runs:
+        for note in run.notes:
+            print(f"{run.name}: {note}")
     print(f"report written to {command.output}, {format_bytes(command.output.stat().st_size)}")
     return 0

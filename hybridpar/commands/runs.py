@@ -106,28 +106,18 @@ def _plain(run: PastRun) -> dict[str, Any]:
 
 
 def _compare(what: CompareRuns) -> int:
-    from hybridpar.run.runs import FIGURES, differing_options, names_of, read_run
+    from hybridpar.run.runs import comparison_rows, differing_options, names_of, read_run
 
     if len(what.runs) < 2:
         raise UsageError("one run cannot be compared", fix="Name another one: hybridpar runs compare RUN RUN.")
     runs = [read_run(path) for path in what.runs]
-    differing, figures = differing_options([run.options for run in runs]), [run.figures for run in runs]
+    differing = differing_options([run.options for run in runs])
     if what.json:
         print(json.dumps({"runs": [_plain(run) for run in runs], "differing": differing}, indent=2))
         return 0
-    names = names_of([run.directory for run in runs])
-    rows = [("", *names)]
-    rows += [
-        (f"--{name.replace('_', '-')}" if name != "model" else name, *map(_text, values))
-        for name, values in differing.items()
-    ]
     if not differing:
         print("all options are the same")
-    for title, key, told in FIGURES:
-        values = [one[key] for one in figures]
-        if any(value is not None for value in values):
-            rows.append((title, *("-" if value is None else told(value) for value in values)))
-    _print_table(rows)
+    _print_table([["", *names_of([run.directory for run in runs])], *comparison_rows(runs)])
     return 0
 
 
@@ -148,12 +138,6 @@ def _prune(what: PruneRuns) -> int:
     else:
         print(f"{counted} would be deleted; nothing was. --delete deletes them")
     return 0
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "-"
-    return "-" if value is None else str(value)
 
 
 def _print_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:

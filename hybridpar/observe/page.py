@@ -1,8 +1,6 @@
-"""The report page: one HTML file with data, script (`page.js`) and style (`page.css`) in it, which loads nothing else.
+"""The report page: one HTML file that loads nothing else, with tables as HTML and figures drawn by plotly.js.
 
-What the page shows comes as plain data, made by `hybridpar.run.page_data`; the script turns it into a document. Its
-content security policy names the hashes of script and style, so nothing that stands in the data can run or reach a
-network.
+Its content security policy names the hash of its script. What stands in a run cannot run or reach a network.
 """
 
 from __future__ import annotations
@@ -10,78 +8,79 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
 
 from hybridpar.errors import UsageError
 from hybridpar.observe.files import replace_file
-from hybridpar.observe.timeline import Timeline, describe_action, length_ms
-from hybridpar.observe.timeline_picture import KIND_NAMES, Box, line_label, panel_title, picture_lines
-from hybridpar.schedule.actions import COMPUTE
 
 _WRITER = "hybridpar report"
+
+#: Nothing of a run is sent to a server: plotly.js has a button for that.
+_CONFIG = '{"responsive": true, "displaylogo": false, "showSendToCloud": false, "plotlyServerURL": ""}'
+
+_STYLE = """
+body { margin: 0 auto; padding: 1rem; max-width: 1200px; font: 15px/1.5 system-ui, sans-serif; }
+h1, td { overflow-wrap: anywhere; } pre { overflow-x: auto; }
+table { border-collapse: collapse; margin: 0.75rem 0; } caption { text-align: left; font-weight: 600; }
+caption, summary { white-space: nowrap; }
+th, td { padding: 0.2rem 1rem 0.2rem 0; border-bottom: 1px solid #d5d9df; text-align: left; vertical-align: top; }
+strong { display: block; padding: 0.5rem; border-left: 3px solid #d55e00; font-weight: 400; }
+"""
 
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="{writer}">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{digest}';
+ style-src 'unsafe-inline'; img-src data: blob:">
 <link rel="icon" href="data:,">
-<title>{title}</title>
+<title>{title} - hybridpar</title>
 <style>{style}</style>
 </head>
 <body>
-<noscript>This page needs JavaScript; all of it is in this file.</noscript>
-<script type="application/json" id="data">{data}</script>
+<h1>{title}</h1>
+<noscript>The figures need JavaScript; all of it is in this file.</noscript>
+{body}
 <script>{script}</script>
 </body>
 </html>
 """
 
 
-def page_html(data: Mapping[str, Any]) -> str:
-    """The page."""
-    script, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
-    sources = {"default-src": "'none'", "img-src": "data:", "script-src": _hash(script), "style-src": _hash(style)}
-    return _PAGE.format(
-        writer=_WRITER,
-        policy="; ".join(f"{name} {source}" for name, source in sources.items()),
-        title=html.escape(data["title"]),
-        style=style,
-        data=page_json(data).replace("<", "\\u003c"),  # in JSON only within texts; ends no script element
-        script=script,
-    )
+def element(tag: str, text: str) -> str:
+    """A heading, a paragraph or lines as they stand in a terminal."""
+    return f"<{tag}>{html.escape(text)}</{tag}>"
 
 
-def page_json(data: Mapping[str, Any]) -> str:
-    """The data of the page as JSON."""
-    try:
-        return json.dumps(data, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # sums of what stands in a damaged file
-        return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), *, caption: str = "", folded: bool = False) -> str:
+    """A table; a folded one shows its caption until it is opened."""
+    lines = ["".join(element("th", cell) for cell in head)]
+    lines += ["".join(element("td", cell) for cell in row) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    if folded:
+        return f"<details>{element('summary', caption)}<table>{body}</table></details>"
+    return f"<table>{element('caption', caption)}{body}</table>"
 
 
-def _finite(data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return 0.0 if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def write_page(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the page as a whole or not at all."""
-    replace_file(path, [page_html(data).encode()])
+def write_page(path: Path, title: str, parts: Iterable[str | Figure]) -> None:
+    """Write a page of HTML and figures as a whole or not at all."""
+    body: list[str] = []
+    script = [get_plotlyjs()]
+    for number, part in enumerate(parts):
+        body.append(part if isinstance(part, str) else f'<div id="part-{number}"></div>')
+        if isinstance(part, Figure):
+            # Its JSON has no "<", so nothing in it ends the script.
+            script.append(f'Plotly.newPlot("part-{number}", {{"config": {_CONFIG}, ...{part.to_json()}}});')
+    scripts = "\n".join(script)
+    digest = base64.b64encode(hashlib.sha256(scripts.encode()).digest()).decode()
+    texts = {"writer": _WRITER, "digest": digest, "title": html.escape(title), "style": _STYLE}
+    page = _PAGE.format(**texts, body="\n".join(body), script=scripts)
+    replace_file(path, [page.encode(errors="replace")])
 
 
 def check_page_file(path: Path) -> None:
@@ -98,41 +97,3 @@ def check_page_file(path: Path) -> None:
     except OSError as error:
         what = f"cannot be replaced: {error.strerror}"
     raise UsageError(f"{path} {what}", "Only an earlier report is replaced.", "Name another file with -o.")
-
-
-def lanes_block(timeline: Timeline) -> dict[str, Any]:
-    """A step of a timeline as a picture of the page: the rows that `draw_timeline` draws."""
-    step, panels, used = timeline.typical_step(), [], set()
-    for predicted in (True, False):
-        if not (rows := timeline.at(step, predicted=predicted)):
-            continue
-        lines = list(picture_lines(rows, timeline.layout))
-        boxes = [box for line in lines for box in line.boxes]
-        used |= {box.action.kind for box in boxes}
-        panels.append(
-            {
-                "title": panel_title(
-                    timeline, rows, lines, "predicted" if predicted else f"measured, step {step}", "ms"
-                ),
-                "length": round(length_ms(rows), 4),
-                "computed": max((box.end for box in boxes if box.action.kind in COMPUTE), default=0.0),
-                "rows": [
-                    {
-                        "name": line_label(lines, number),
-                        "top": round(line.bottom, 3),
-                        "height": line.height,
-                        "compute": line.queue == "compute",
-                        "boxes": [_plain_box(box) for box in line.boxes],
-                    }
-                    for number, line in enumerate(lines)
-                ],
-            }
-        )
-    kinds = [[kind.value, name] for kind, name in KIND_NAMES if kind in used]
-    return {"type": "lanes", "panels": panels, "kinds": kinds}
-
-
-def _plain_box(box: Box) -> list[Any]:
-    action, times = box.action, (box.start, box.joined, box.end)
-    index = action.index if action.kind in COMPUTE else None
-    return [*(round(time, 4) for time in times), action.kind.value, describe_action(action), index]

@@ -6,7 +6,6 @@ Everything shown comes from the summary, so the screen and `summary.json` cannot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +94,10 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("speed", format_rate(summary["images_per_second"]), "bold"))
     rows += _step_rows(summary)
     rows += _prediction_rows(summary)
-    return rows + fact_rows(summary)
+    return rows + _fact_rows(summary)
 
 
-def fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Label, text and style of rows on pipeline, kernels, servers and gradients; an empty label goes on
     with the last.
     """
@@ -215,42 +214,17 @@ def _pipeline_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    rows: list[tuple[str, str, str]] = []
-    for one in predictions(summary):
-        beside = f"{one.told(one.predicted):>9}  measured {one.told(one.measured):>9}  {one.apart:>5}  {one.name}"
-        rows.append(("" if rows else "predicted", beside, ""))
-    return rows
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What was predicted, beside what was measured of it.
-
-    Attributes:
-        name: What it is of.
-        predicted: The prediction.
-        measured: What was measured.
-        apart: By how much that missed the prediction, as a percentage; empty where that would say nothing.
-        told: Writes either of the values.
-    """
-
-    name: str
-    predicted: float
-    measured: float
-    apart: str
-    told: Callable[[float], str]
-
-
-def predictions(summary: Mapping[str, Any]) -> list[Prediction]:
-    """All that was predicted and measured of a run; empty where no step was predicted."""
+    """What was predicted, beside what was measured of it; empty where no step was predicted."""
     if summary.get("predicted_step_ms") is None:
         return []
     measured = {**summary, "step_ms": step_without_data_ms(summary) or None}
-    found = []
-    for key, name, told in _PREDICTED:
+    rows: list[tuple[str, str, str]] = []
+    for key, name, text in _PREDICTED:
         predicted, value = summary.get(f"predicted_{key}"), measured.get(key)
-        if predicted is not None and value is not None:
-            step_ms = measured["step_ms"] if key in STEP_PARTS else None
-            apart = "" if key == "bubble" else _apart(predicted, value, step_ms)
-            found.append(Prediction(name, predicted, value, apart, told))
-    return found
+        if predicted is None or value is None:
+            continue
+        step_ms = measured["step_ms"] if key in STEP_PARTS else None
+        apart = "" if key == "bubble" else _apart(predicted, value, step_ms)
+        beside = f"{text(predicted):>9}  measured {text(value):>9}  {apart:>5}  {name}"
+        rows.append(("" if rows else "predicted", beside, ""))
+    return rows

@@ -19,7 +19,7 @@ from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
-_COLOURS = {
+COLOURS = {
     Kind.FORWARD: "#56B4E9",
     Kind.BACKWARD: "#E69F00",
     Kind.SEND_FORWARD: "#777777",
@@ -208,7 +208,7 @@ def _draw_box(axes: Any, line: Line, box: Box, end: float) -> None:
     from matplotlib.patches import Rectangle
 
     thick = line.queue == "compute"
-    colour = _shade(_COLOURS[box.action.kind], box.turn if thick else 0)
+    colour = _shade(COLOURS[box.action.kind], box.turn if thick else 0)
     if box.joined > box.start:
         middle = (box.start, line.bottom + line.height * 0.4)
         axes.add_patch(
@@ -246,7 +246,7 @@ def _draw_legend(figure: Any, lines: Sequence[Sequence[Line]]) -> None:
 
     boxes = [(line, box) for panel in lines for line in panel for box in line.boxes]
     kinds = {box.action.kind for _, box in boxes}
-    handles = [Patch(facecolor=_COLOURS[kind], label=name) for kind, name in KIND_NAMES if kind in kinds]
+    handles = [Patch(facecolor=COLOURS[kind], label=name) for kind, name in KIND_NAMES if kind in kinds]
     if any(box.turn for line, box in boxes if line.queue == "compute"):
         handles.insert(0, Patch(facecolor="white", label="numbers are micro-batches; paler: later stages of a lane"))
     handles.append(Patch(label="bubble", **_BUBBLE))

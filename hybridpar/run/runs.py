@@ -131,6 +131,30 @@ def differing_options(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]
     return found
 
 
+def comparison_rows(runs: Sequence[PastRun]) -> list[list[str]]:
+    """A table of runs side by side: their figures, then the options in which they differ."""
+    rows, figures = [], [run.figures for run in runs]
+    for title, key, text in FIGURES:
+        values = [known[key] for known in figures]
+        if any(value is not None for value in values):
+            rows.append([title, *("-" if value is None else text(value) for value in values)])
+    return rows + option_rows(differing_options([run.options for run in runs]), several=True)
+
+
+def option_rows(options: Mapping[str, Any], *, several: bool = False) -> list[list[str]]:
+    """Options as they are given, each with its value, or with the values of several runs."""
+    return [
+        [name if name == "model" else f"--{name.replace('_', '-')}", *map(_text, value if several else [value])]
+        for name, value in options.items()
+    ]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)
+
+
 @dataclass(frozen=True)
 class Prunable:
     """A checkpoint that may be deleted.
