@@ -55,12 +55,12 @@ class DataConfig:
         """`batch_size` as a number.
 
         Raises:
-            UsageError: It is `auto`, which only `hybridpar train` replaces by a number.
+            UsageError: It is `auto`, which only `hybridpar train` and `plan` replace by a number.
         """
         if self.batch_size == "auto":
             raise UsageError(
                 "batch_size is auto",
-                "Only `hybridpar train` chooses a batch; a script makes its own.",
+                "`hybridpar train` chooses a batch; a script makes its own.",
                 "Give a number, such as batch_size=64.",
             )
         return self.batch_size

@@ -207,7 +207,7 @@ class _Example(fx.Interpreter):
         return UsageError(
             f"the model refuses its input at {node.name} ({describe_target(node)}), which got {shapes or 'no tensor'}",
             f"{type(error).__name__}: {error}",
-            "Give the shape of a sample that the model takes, as --input 3x224x224, and a larger --batch-size.",
+            "Give samples of a shape that the model takes, as by --image-size 224, and a larger --batch-size.",
         )
 
 

@@ -163,7 +163,7 @@ def require_model(plan: Plan, model: nn.Module, name: str) -> None:
         f"the plan was made for another model (plan: {plan.model.name}, {made_for}, fingerprint "
         f"{plan.model.fingerprint}; here: {name}, {here}, fingerprint {fingerprint})",
         "A plan names the units of one traced model; names, shapes and dtypes of all parameters must be the same.",
-        "Make a new plan for this model with `hybridpar plan`; --classes must be what the data set has.",
+        "Make a new plan for this model with `hybridpar plan`, for the data set that it is trained on.",
     )
 
 

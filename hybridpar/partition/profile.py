@@ -98,7 +98,7 @@ def measure_units(
         raise UsageError(
             f"{passes} pass(es) cannot tell the noise",
             "A profile compares two halves of its passes.",
-            "Use --passes 5.",
+            "Use passes=5.",
         )
     clock = Clock(inputs[0].device)
     given = dict(zip((node.name for node in units.train.placeholders), inputs, strict=True))

@@ -106,19 +106,21 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[str]:
     Each is a search of its own.
     """
     cluster, fidelities = inputs.cluster, get_args(Fidelity)
-    changes: dict[str, PlannerInputs | str] = {}  # or why nothing can be said
+    changes: list[tuple[str, PlannerInputs | str]] = []  # or why nothing can be said
     for fidelity in fidelities[fidelities.index(inputs.fidelity) + 1 :]:
-        is_timed = any(codec in inputs.rates for codec in FIDELITIES[fidelity])
-        changes[f"--fidelity {fidelity}"] = inputs.with_fidelity(fidelity) if is_timed else "no codec was timed"
+        added = set(FIDELITIES[fidelity]) - set(FIDELITIES[inputs.fidelity])
+        untimed = "its codecs were not timed, which planning with it does"
+        change = inputs.with_fidelity(fidelity) if added & inputs.rates.keys() else untimed
+        changes.append((f"--fidelity {fidelity}", change))
     faster = inputs.on(cluster.faster_links(10)) if cluster.workers > 1 else "there is no link"
-    changes["a link 10 times as fast"] = faster
+    changes.append(("a link 10 times as fast", faster))
     for host in cluster.hosts if cluster.is_unequal else ():
         if (rest := cluster.without(host)) is not None:
-            changes[f"without {_name_of(host)}"] = inputs.on(rest)
+            changes.append((f"without {_name_of(host)}", inputs.on(rest)))
     more = cluster.with_another()
     larger = inputs.same_result().on(more) if more is not None else "nothing says what would lie between devices"
-    changes["another host" if cluster.between is not None else "another device"] = larger
-    return [f"{name}: {_gain_of(change, answer)}" for name, change in changes.items()]
+    changes.append(("another host" if cluster.between is not None else "another device", larger))
+    return [f"{name}: {_gain_of(change, answer)}" for name, change in changes]
 
 
 def _gain_of(changed: PlannerInputs | str, answer: Answer) -> str:
@@ -187,8 +189,8 @@ def _of_unlike_hosts(inputs: PlannerInputs, answer: Answer) -> list[str]:
 
 def _name_of(host: Hosts) -> str:
     """A kind of host in words."""
-    devices = host.count * host.devices
-    return f"{host.name or host.kind} ({devices} device{'s' * (devices > 1)})"
+    devices, speed = host.count * host.devices, f", {host.throughput:g} times as fast" * (host.throughput != 1)
+    return f"{host.name or host.kind} ({devices} device{'s' * (devices > 1)}{speed})"
 
 
 def caveats(inputs: PlannerInputs) -> list[str]:

@@ -97,6 +97,6 @@ def sizes_of(
         with autocast(options.amp, device):
             return profile_model(copy, [example], measure=False)
 
-    with contextlib.suppress(HybridparError):
+    with contextlib.suppress(HybridparError, RuntimeError, NotImplementedError):
         return of(without_values(model))
     return of(twin_of(model))

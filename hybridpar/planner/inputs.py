@@ -76,6 +76,8 @@ class PlannerInputs:
 
     def __post_init__(self) -> None:
         check_fidelity(self.fidelity)
+        if empty := [codec for codec, rate in self.rates.items() if not rate.tried]:
+            raise ValueError(f"no time of {empty[0]}")
         for name, least in (
             ("batch", 1),
             ("optimizer_copies", self.averages),

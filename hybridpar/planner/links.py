@@ -151,7 +151,7 @@ def _copy_rates(world: World) -> tuple[float, float | None]:
 
     All workers copy at the same time, as those of a host share its memory.
     """
-    size = min(_COPY_BYTES, usable_memory() // _COPY_PART)
+    size: int = min(world.gather(min(_COPY_BYTES, usable_memory() // _COPY_PART)))  # type: ignore[type-var, assignment]
     source = torch.zeros(size, dtype=torch.uint8, device=world.device)
     inside = _copy_rate(source, torch.empty_like(source), world)
     if world.device.type != "cuda":

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -84,6 +85,10 @@ class CodecRate:
 
     tried: tuple[tuple[int, _Milliseconds, _Milliseconds], ...]
     noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if any(first[0] >= second[0] for first, second in pairwise(self.tried)):
+            raise ValueError("numbers of elements must ascend")
 
     def times(self, count: int) -> tuple[float, float]:
         """Milliseconds to write and to read a parameter of so many elements.

@@ -95,7 +95,7 @@ def find_plan(
         raise _too_little_memory(evaluator, list(outcomes.values()), advise)
     baselines = {}
     for name, count in ((DATA_PARALLEL, space.workers), ("one device", 1)):
-        plain = (outcome for candidate, outcome in outcomes.items() if candidate.is_plain)
+        plain = (outcome for candidate, outcome in outcomes.items() if candidate.is_plain and not candidate.sharded)
         baseline = next((outcome for outcome in plain if outcome.candidate.layout.workers == count), None)
         if baseline is not None:
             baselines[name] = baseline if baseline.fits else None

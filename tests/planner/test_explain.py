@@ -47,7 +47,7 @@ def test_what_leaving_a_machine_out_would_cost_is_told():
         asked = inputs(chain([(1, 2), (2, 4)], [(64, 64), (64, 64)]), spec, batch=24, most_stages=1)
         found = dict(line.split(": ", 1) for line in what_ifs(asked, find_plan(asked)))
         assert told in found["without x1 (1 device)"]
-        assert "loses" in found["without x3 (1 device)"]
+        assert "loses" in found["without x3 (1 device, 3 times as fast)"]
 
 
 def test_a_baseline_that_does_not_fit_is_told():
@@ -70,7 +70,7 @@ def test_what_would_help_is_asked_of_the_search_itself():
     alone = inputs(spec=cluster(1), rates={})
     told = what_ifs(alone, find_plan(alone))
     assert "a link 10 times as fast: there is no link" in told
-    assert "--fidelity close: no codec was timed" in told
+    assert "--fidelity close: its codecs were not timed, which planning with it does" in told
     assert len(what_ifs(replace(asked, fidelity="lossy"), answer)) == 2
 
 

@@ -37,7 +37,7 @@ from hybridpar.planner.resolve import join_workers
 from hybridpar.planner.scaling import curve_lines, scaling_curve
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.ways import compute_of_way
-from hybridpar.run.data import load_data, open_model, steps_of, with_images_of_model
+from hybridpar.run.data import check_batch, load_data, open_model, steps_of, with_images_of_model
 from hybridpar.run.worker import tune_worker
 from hybridpar.train.trainer import open_trial
 
@@ -80,6 +80,7 @@ def _decide(request: PlanRequest, named: Collection[str], world: World, bar: Pro
             module, config, world, named, shape, samples, open_trial=open_trial, announce=bar.announce
         )
         config = replace(config, batch_size=choice.batch)
+    check_batch(config, samples, world.size if cluster is None else cluster.workers)
     fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], named)
     steps = steps_of(config, samples)
     question = Question(request.model, tuple(shape), config, fixed, decided, steps, insists=True)

@@ -79,6 +79,8 @@ class TuneRequest(TrainConfig, FileOptions, SearchOptions):
             if value is not None and value < 1:
                 raise UsageError(f"{option} is {value}", "It is at least 1.")
         _ = self.seconds
+        if self.batch_size == "auto":
+            raise UsageError("--batch-size auto", "Kernels are tuned for one size.", "Name it, as --batch-size 32.")
         if self.target == "cpu" and self.amp != "none":
             raise UsageError(f"--amp {self.amp} on the CPU", "Kernels for the CPU are float32.", "Add --target cuda.")
         if self.target == "cuda" and self.threads is not None:
