@@ -32,7 +32,7 @@ from hybridpar.planner.trials import random_batch
 from hybridpar.train.trainer import open_trial
 
 MODELS = ("mobilenet_v2", "resnet18", "convnext_tiny")
-SIDE, BATCH, STEPS = 96, 32, 1000
+SIDE, BATCH, STEPS = 96, 32, 400
 ROUNDS, SECONDS = 12, 40.0
 AT_MOST = 1.03
 

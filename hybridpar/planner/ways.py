@@ -123,10 +123,12 @@ def open_changes(
     takes_kernels = images and config.amp != "fp16" and config.memory_format != "contiguous"
     if takes_kernels and "kernels" in open_ and has_tuned_kernels(model):
         changes.append(Change("tuned kernels", {"kernels": "auto", "memory_format": "channels_last"}))
-    if "amp" in open_ and config.fidelity != "exact":
-        changes.append(Change("bf16", {"amp": "bf16"}))
-        if on_gpu:
-            changes.append(Change("fp16", {"amp": "fp16"}))
+    for half_type in ("bf16", "fp16") if "amp" in open_ and config.fidelity != "exact" else ():
+        if half_type == "bf16" or on_gpu:
+            changes.append(Change(half_type, {"amp": half_type}))
+            if images and "memory_format" in open_:  # which may have lost in float32
+                in_format = {"amp": half_type, "memory_format": "channels_last"}
+                changes.append(Change(f"{half_type} in channels_last", in_format))
     if not on_gpu and config.searches and torch.get_num_threads() > 1:
         half = torch.get_num_threads() // 2
         changes.append(Change(f"{half} thread{'s' if half > 1 else ''}", {}, half))
@@ -189,7 +191,7 @@ def choose_way(
         changes = open_changes(model, config, decided, tuple(example.shape[1:]), example.device, seconds)
         if not _can_capture(world, example.device, config):
             changes = [change for change in changes if "cuda_graph" not in change.options]
-        worths = tuple(map(contest.try_change, changes))
+        worths = tuple(worth for change in changes if (worth := contest.try_change(change)) is not None)
     finally:
         contest.close()
     return Way(contest.options, contest.threads, contest.times, contest.eager_ms, contest.plain_ms, worths)
@@ -210,6 +212,8 @@ class _Contest:
         self._config, self._open_trial, self._example = config, open_trial, example
         self._trained, self._compared = model, model
         self._best: Trial | None = None
+        self._tried: list[tuple[dict[str, Any], int | None]] = []
+        self._refused: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         """Take steps with the options as they were given, by which all changes are judged."""
@@ -226,9 +230,15 @@ class _Contest:
         if self._best is not None:
             self._best.close()
 
-    def try_change(self, change: Change) -> Worth:
-        """Compare a change with the best way so far, and take it where it is faster."""
+    def try_change(self, change: Change) -> Worth | None:
+        """Compare a change with the best way so far, and take it where it is faster.
+
+        None if it has been tried, or holds what was refused.
+        """
         options, threads = self.options | dict(change.options), change.threads or self.threads
+        if (options, threads) in self._tried or any(bad.items() <= options.items() for bad in self._refused):
+            return None
+        self._tried.append((options, threads))
         opened: list[Trial] = []
 
         def begin() -> str:
@@ -252,6 +262,7 @@ class _Contest:
             why_not = next(filter(None, self._world.gather(_outcome(begin))), "")
             if why_not:
                 loser = opened[0] if opened else None
+                self._refused += [options] * (threads == self.threads)
                 return Worth(change.name, why_not=str(why_not))
             rival = opened[0]
             try:
@@ -260,6 +271,7 @@ class _Contest:
                 raise
             except HybridparError as error:
                 loser = rival
+                self._refused += [options] * (threads == self.threads)
                 return Worth(change.name, why_not=error.what)
             if ratio > MARGIN:
                 loser = rival

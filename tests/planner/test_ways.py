@@ -72,9 +72,9 @@ class Steps:
 
     def step(self) -> None:
         self.taken += 1
-        self.clock.now += self.seconds * (3 if self.taken < FIRST_STEPS else 1)  # the first steps are slow
         if math.isinf(self.seconds):
             raise RuntimeError("out of memory\nmore of it")
+        self.clock.now += self.seconds * (3 if self.taken < FIRST_STEPS else 1)  # the first steps are slow
 
     def values(self) -> StepValues:
         self.step()
@@ -125,6 +125,13 @@ def test_what_computes_something_else_or_fails_is_refused_by_name(monkeypatch):
     refused = {one.name: one.why_not for one in way.worths}
     assert refused["channels_last"].startswith("the gradient of a is")
     assert refused["bf16"] == "RuntimeError: out of memory"
+    assert len(refused) == 2, "what was refused is not tried again with more"
+
+
+def test_a_format_that_lost_is_tried_once_more_in_16_bits(monkeypatch):
+    way = chosen(monkeypatch, {"plain": 0.1, "channels_last": 0.11, "bf16": 0.08, "both": 0.06})
+    assert way.options == {"memory_format": "channels_last", "amp": "bf16"}
+    assert [(worth.name, worth.chosen) for worth in way.worths][1:] == [("bf16", True), ("bf16 in channels_last", True)]
 
 
 def test_a_rival_that_fails_later_is_refused_alone(monkeypatch):
@@ -155,11 +162,12 @@ def test_what_the_user_decided_is_not_tried(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     config, shape = TrainConfig(fidelity="close"), (3, 8, 8)
     names = [one.name for one in open_changes(plain(), config, (), shape, CPU, 0)]
-    assert names == ["channels_last", "bf16", "4 threads"]
+    assert names == ["channels_last", "bf16", "bf16 in channels_last", "4 threads"]
     assert [one.name for one in open_changes(plain(), config, ("amp",), (8,), CPU, 0)] == ["4 threads"]
     gpu = torch.device("cuda")
     names = [one.name for one in open_changes(plain(), config, (), shape, gpu, 0)]
-    assert names == ["channels_last", "bf16", "fp16", "CUDA graph"]
+    halves = ["bf16", "bf16 in channels_last", "fp16", "fp16 in channels_last"]
+    assert names == ["channels_last", *halves, "CUDA graph"]
     monkeypatch.setattr(ways, "can_compile", lambda device: True)
     assert open_changes(plain(), config, (), shape, CPU, 1e6)[-1] == Change("torch.compile", {"compile": True})
     fixed = TrainConfig(plan="none")
