@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from hybridpar.errors import UsageError, shortened
-from hybridpar.formats.file_reader import first_problem
 from hybridpar.machine.supervise import (
     FILE_MARK,
     LEAVE_SECONDS,
@@ -53,6 +52,8 @@ _NO_CONNECTION = 255
 #: A file that an agent hands on; no other name comes from there.
 _LEFT = re.compile(rf"{FILE_MARK}(?P<name>verdict\.json|told) (?P<text>.*)")
 
+#: Digits alone, which Python and pydantic read more than.
+_Whole = Annotated[int, BeforeValidator(lambda text: int(text) if re.fullmatch("[0-9]{1,9}", str(text)) else None)]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:-]*$")]
 
 
@@ -71,8 +72,8 @@ class Host:
 
     name: _Name
     address: _Name
-    slots: Annotated[int, Field(gt=0)] | None = None
-    port: Annotated[int, Field(gt=0, lt=1 << 16)] = PORT
+    slots: Annotated[_Whole, Field(gt=0)] | None = None
+    port: Annotated[_Whole, Field(gt=0, lt=1 << 16)] = PORT
 
 
 def read_hosts(path: Path) -> list[Host]:
@@ -97,16 +98,18 @@ def read_hosts(path: Path) -> list[Host]:
     return sorted(hosts, key=lambda host: host.address)
 
 
-def _host(words: Sequence[str], place: str) -> Host:
+def _host(words: Sequence[str], where: str) -> Host:
     name, *options = words
-    given = {"address": name.rpartition("@")[2], **dict(option.partition("=")[::2] for option in options), "name": name}
-    try:
-        return TypeAdapter(Host).validate_python(given)
-    except ValidationError as error:
-        key, _ = first_problem(error)
-        what = f"{shortened(name)} is no name of a host" if key == "name" else shortened(f"{key}={given[key]}")
-        rule = "A line is a host, then perhaps slots=N, address=A and port=P."
-        raise UsageError(f"{place}: {what}", rule, "Write such as `gpu-a slots=4`.") from error
+    given = dict(option.partition("=")[::2] for option in options)
+    what = shortened(f"name={given['name']}") if "name" in given else ""
+    if not what:
+        try:
+            return TypeAdapter(Host).validate_python({"address": name.rpartition("@")[2], **given, "name": name})
+        except ValidationError as error:
+            key = str(error.errors()[0]["loc"][0])
+            what = shortened(f"{key}={given[key]}") if key in given else f"{shortened(name)} is no name of a host"
+    rule = "A line is a host, then perhaps slots=N, address=A and port=P."
+    raise UsageError(f"{where}: {what}", rule, "Write such as `gpu-a slots=4`.")
 
 
 def torchrun_lines(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Starts the workers of a job on this machine, and its servers if it has any, and replaces those that die.
 
-This process listens where the workers find each other, for a store that one of them opens there, and watches them:
+This process listens where the workers find each other, for a store that one of them opens there, or this process where
+there are servers. It watches them:
 
 * a worker that dies where no update waits for it is started again and joins the others, which have not stopped;
 * any other process that dies - a server, or a worker that an update waits for - makes the launcher start all of them
@@ -19,6 +20,7 @@ connection, ends everything.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import secrets
@@ -85,7 +87,8 @@ class Job:
         patient: Whether an update waits for every worker.
         restarts: How often processes are started again.
         patience: Seconds that workers have after a signal.
-        door: The socket on which a process of the job opens the job's store; without it process 0 makes its own.
+        door: The socket of the job's store, which process 0 opens there, or this process where there are servers: a
+            worker may then start again alone, and outlive the others. Without it process 0 makes its own.
         first: Rank of the first process.
         size: Processes on all machines; None for those of this one.
         attempt: How often all were started again.
@@ -126,7 +129,7 @@ class Job:
             "HYBRIDPAR_JOINS": "1" if joins else "0",
         }
         doors = []
-        if self.door is not None and index == (self.workers if self.servers else 0):  # a worker may start again alone
+        if self.door is not None and index == 0 and not self.servers:
             doors = [self.door.fileno()]
             named[DOOR_VARIABLE] = str(doors[0])
         return subprocess.Popen(
@@ -252,11 +255,28 @@ def _watched(job: Job) -> Iterator[_Signals]:
         signals.release()
 
 
+def _open_store(door: socket.socket) -> object:
+    """The store of the job, on a socket that listens already."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        *("127.0.0.1", int(door.getsockname()[1])),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=60),
+        master_listen_fd=door.detach(),
+    )
+
+
 def supervise(job: Job) -> int:
     """Start everything, and do what the module's header says until it ends."""
+    store: object = None
     with _watched(job) as signals:
         while True:
             _start(job)
+            if job.door is not None and job.servers and store is None:
+                # Workers wait at the door while torch is imported here, as they import it at the same time.
+                store = _open_store(job.door)
             failed = _until_something_fails(job, signals)
             if job.verdict.exists():
                 return report_verdict(job.verdict)

@@ -80,6 +80,7 @@ def _summary(plan: Plan) -> str:
     lines = []
     if part.balance is not None:
         lines.append(f"largest load / mean  {part.balance:.3f}")
+    if len(part.stages) > 1:
         lines.append(f"bytes sent forward per micro-batch  {readable_bytes(part.cut_bytes)}")
     if plan.measured is not None:
         measured = plan.measured

@@ -327,11 +327,6 @@ class Engine:
         """The context in which model and loss run."""
         return autocast(self._config.amp, self._world.device)
 
-    def synchronize(self) -> None:
-        """Let the host wait until everything that was issued is done."""
-        self.pipeline.wait()
-        self._lanes.caller.synchronize()
-
     def recover(self, steps: int) -> int:
         """How many of these steps count, after an error that has ended some; see `Executor.recover`."""
         self.pipeline.executor.recover()
