@@ -171,17 +171,17 @@ def smaller_cuts(profile: ModelProfile, stages: int, devices: Sequence[StageDevi
 def figures_of(profile: ModelProfile, cut: Cut, samples: float) -> StageFigures:
     """What the stages of a cut cost."""
     graph, stage_of, stages = profile.timed(samples), cut.stage_of, range(cut.stages)
-    units = [[unit for unit, own in zip(graph.units, stage_of, strict=True) if own == stage] for stage in stages]
-    forward = [sum(unit.forward_ms for unit in own) for own in units]
+    units = [[unit for unit, home in zip(graph.units, stage_of, strict=True) if home == stage] for stage in stages]
+    forward = [sum(unit.forward_ms for unit in members) for members in units]
     first = forward if cut.recompute else [0.0 for _ in stages]  # what a backward pass begins with
-    backward = [ahead + sum(unit.backward_ms for unit in own) for ahead, own in zip(first, units, strict=True)]
+    backward = [ahead + sum(unit.backward_ms for unit in members) for ahead, members in zip(first, units, strict=True)]
     done: dict[int, float] = {}
     passed = list(first)
     for unit in reversed(range(len(stage_of))):
         stage = stage_of[unit]
         passed[stage] += graph.units[unit].backward_ms
         done[unit] = min(1.0, passed[stage] / backward[stage]) if backward[stage] > 0 else 1.0
-    parameters = [tuple(one for one in profile.parameters if stage_of[one.unit] == stage) for stage in stages]
+    parameters = [tuple(layer for layer in profile.parameters if stage_of[layer.unit] == stage) for stage in stages]
     largest, entering, leaving = ([0 for _ in stages] for _ in range(3))
     for value in graph.values:
         source = stage_of[value.producer] if value.producer >= 0 else -1
@@ -201,9 +201,9 @@ def figures_of(profile: ModelProfile, cut: Cut, samples: float) -> StageFigures:
         tuple(backward),
         tuple(waiting),
         tuple(parameters),
-        {one.name: done[one.unit] for one in profile.parameters},
+        {layer.name: done[layer.unit] for layer in profile.parameters},
         edges_of(graph, stage_of),
         tuple(largest),
-        tuple(sum(unit.parameter_bytes for unit in own) for own in units),
-        tuple(max(0, size - own) for size, own in zip(saved, waiting, strict=True)),
+        tuple(sum(unit.parameter_bytes for unit in members) for members in units),
+        tuple(max(0, size - stays) for size, stays in zip(saved, waiting, strict=True)),
     )

@@ -90,7 +90,8 @@ def decide_plan(
     texts = world.from_main(predict, long=True)
     plans = [parse_plan(json.loads(text)) for text in texts]
     key = {"inputs": inputs.key, "plans": [plan.checksum for plan in plans]}
-    times = world.from_main(lambda: _kept_times(key, len(plans)))
+    known = world.from_main(lambda: _known_times(key, len(plans)))
+    times = known
     if times is None:
         announce(f"planning: running some steps of the {len(plans)} best plans")
         example = random_batch(question.sample_shape, options.samples_per_step, world.device)
@@ -110,9 +111,10 @@ def decide_plan(
         outcome = answer.chosen if result is None else result.chosen
         plan = plan_of(answer, outcome, compute)
         if result is not None and plan.predicted is not None:  # what was measured is what the run is to take
-            step_ms = round(result.measured_ms[run.index(outcome)], 3)
+            step_ms = round(result.step_ms_of(outcome), 3)
             plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_ms": step_ms})})
-        lines = said(answer, outcome, plan, inputs, way, len(run), time.perf_counter() - begun)
+        seconds, count = time.perf_counter() - begun, len(run) if known is None else 0
+        lines = said(answer, outcome, plan, inputs, way, count, seconds, result)
         decisions.append(Decision(plan, lines, inputs, answer, result))
         return plan.to_json(), lines
 
@@ -120,7 +122,7 @@ def decide_plan(
     return decisions[0] if decisions else Decision(parse_plan(json.loads(text)), lines, inputs)
 
 
-def _kept_times(key: Mapping[str, object], count: int) -> list[list[float]] | None:
+def _known_times(key: Mapping[str, object], count: int) -> list[list[float]] | None:
     """What the plans took when they were last run; nothing of a single plan, which need not run."""
     if count < 2:
         return [[]] * count
@@ -169,14 +171,16 @@ def said(
     way: Way | None,
     count: int,
     seconds: float,
+    result: Verified | None = None,
 ) -> tuple[str, ...]:
-    """What was chosen, what it won, and what planning cost."""
+    """What was chosen, what it won, and what planning cost: `count` plans were run for it, and so many seconds."""
+    step_ms = result.step_ms_of if result is not None else lambda outcome: outcome.step_ms
     assert plan.predicted is not None
     assert plan.predicted.step_ms is not None
     line = f"plan     {describe(outcome.candidate, answer)}, about {_ms(plan.predicted.step_ms)} a step"
     others = (other for other in answer.ranked if _kind(other) != _kind(outcome))
     if (other := next(others, None)) is not None:
-        gap = other.score - outcome.score
+        gap = step_ms(other) * other.candidate.codec.steps - step_ms(outcome) * outcome.candidate.codec.steps
         difference = (
             "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
         )
@@ -186,7 +190,7 @@ def said(
         lines += [f"         {text}" for text in _worth_lines(way)]
         plain = answer.baselines.get(DATA_PARALLEL)
         if plain is not None:
-            baseline = plain.step_ms + way.plain_ms - max(way.step_ms)
+            baseline = step_ms(plain) + way.plain_ms - max(way.step_ms)
             cost = f"planning took {seconds:.1f} s{f', {count} plans were run' * (count > 0)}"
             lines.append(f"         {cost}; without it a step takes about {_ms(baseline)}")
     choice = outcome.candidate.codec

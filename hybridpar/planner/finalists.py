@@ -28,6 +28,10 @@ class Verified:
     measured_ms: tuple[float, ...]
     chosen: Outcome
 
+    def step_ms_of(self, outcome: Outcome) -> float:
+        """What a plan took, or where it was not run what it was predicted to take."""
+        return self.measured_ms[self.outcomes.index(outcome)] if outcome in self.outcomes else outcome.step_ms
+
     def verdict(self, index: int) -> str:
         """What became of a finalist."""
         chosen_ms = self.measured_ms[self.outcomes.index(self.chosen)]

@@ -155,12 +155,13 @@ class _Job:
 
     def kept(self, kind: str, key: Mapping[str, object], types: TypeAdapter[_T], measure: Callable[[], _T]) -> _T:
         """What was kept under a key, or is measured now and kept; a collective."""
-        found: _T | None = self.world.from_main(lambda: load_measurement(kind, key, types))
-        if found is None:
-            found = measure()
-            if self.world.is_main and getattr(found, "noise", 0.0) <= MOST_NOISE:
-                store_measurement(kind, key, types.dump_python(found, mode="json", exclude_defaults=True))
-        return found
+        known: _T | None = self.world.from_main(lambda: load_measurement(kind, key, types))
+        if known is not None:
+            return known
+        measured = measure()
+        if self.world.is_main and getattr(measured, "noise", 0.0) <= MOST_NOISE:
+            store_measurement(kind, key, types.dump_python(measured, mode="json", exclude_defaults=True))
+        return measured
 
 
 def measure_inputs(
@@ -364,8 +365,8 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
     whole = max(2, -(-batch // workers))
     if fixed.micro_batches is not None:
         counts = [fixed.replicas] if fixed.replicas else [one for one in range(1, workers + 1) if workers % one == 0]
-        found = {max(2, -(-batch // (count * fixed.micro_batches))) for count in counts}
-        return sorted({min(found), max(found)})
+        sizes = {max(2, -(-batch // (count * fixed.micro_batches))) for count in counts}
+        return sorted({min(sizes), max(sizes)})
     if most is None and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return [whole]  # they normalise over a micro-batch, so its size stays
     whole = whole if most is None else min(whole, most)

@@ -262,7 +262,7 @@ class _Contest:
             why_not = next(filter(None, self._world.gather(_outcome(begin))), "")
             if why_not:
                 loser = opened[0] if opened else None
-                self._refused += [options] * (threads == self.threads)
+                self._refuse(options, threads)
                 return Worth(change.name, why_not=str(why_not))
             rival = opened[0]
             try:
@@ -271,7 +271,7 @@ class _Contest:
                 raise
             except HybridparError as error:
                 loser = rival
-                self._refused += [options] * (threads == self.threads)
+                self._refuse(options, threads)
                 return Worth(change.name, why_not=error.what)
             if ratio > MARGIN:
                 loser = rival
@@ -282,6 +282,11 @@ class _Contest:
         finally:
             if loser is not None:
                 loser.close()
+
+    def _refuse(self, options: dict[str, Any], threads: int | None) -> None:
+        """Try nothing more that has these options, unless it was their number of threads that failed."""
+        if threads == self.threads:
+            self._refused.append(options)
 
     def _in_turns(self, rival: Trial, threads: int | None) -> tuple[float, tuple[float, ...]]:
         """Time of the rival's step over that of the best so far, and the rival's times on every worker."""

@@ -62,9 +62,8 @@ def check_program(program: Program) -> Proof:
     }
     run = QueueRun(queues, meetings)
     if run.stuck:
-        action, reason = run.why_stuck()
-        what = f"the program of {schedule.name!r} deadlocks"
-        raise failure(schedule, layout, what, _cell(action, needs), reason, _LOWER)
+        what, reason = f"the program of {schedule.name!r} deadlocks", "Actions wait for each other."
+        raise failure(schedule, layout, what, _cell(run.stuck[0], needs), reason, _LOWER)
     return proof
 
 
@@ -135,21 +134,6 @@ class QueueRun:
         """For every queue that did not come to its end the action at which it stopped."""
         return [action for key in self._queues if (action := self._head(key)) is not None]
 
-    def why_stuck(self) -> tuple[Action, str]:
-        """The circle of actions that wait for each other, or the row that ends at something that never comes."""
-        action = self.stuck[0]
-        seen: list[Action] = []
-        reasons: list[str] = []
-        while action not in seen:
-            seen.append(action)
-            reason, following = self._reason(action)
-            reasons.append(reason)
-            if following is None:
-                return action, reason
-            action = following
-        first = seen.index(action)  # what leads into the circle is not its cause
-        return action, " ".join(reasons[first:])
-
     def _head(self, key: str) -> Action | None:
         passed = self._passed[key]
         return self._queues[key][passed] if passed < len(self._queues[key]) else None
@@ -165,14 +149,3 @@ class QueueRun:
         for key in keys:
             self._passed[key] += 1
         return True
-
-    def _reason(self, action: Action) -> tuple[str, Action | None]:
-        """What an action waits for first, in words, and the action that this comes down to."""
-        for key in self._standing[action]:
-            head = self._head(key)
-            if head is not None and head != action:
-                return f"{action} comes after {head} on {key}.", head
-        need = next(need for need in self._needs[action] if need not in self._done)
-        if need not in self._standing:
-            return f"{action} needs {need}, which nobody does.", None
-        return f"{action} needs {need}.", need

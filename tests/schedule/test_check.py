@@ -114,13 +114,13 @@ PLANTED = {
         0,
         lambda w: (w.remove("0SEND_F0"), w.insert(w.index("0SEND_F1") + 1, "0SEND_F0")),
         "the program of '1f1b' deadlocks",
-        "0SEND_F0 comes after 0SEND_F1 on worker 0's way to worker 1.",
+        "Actions wait for each other.",
     ),
     "receives in another order": (
         1,
         lambda w: swap(w, "1RECV_F0", "1RECV_F1"),
         "the program of '1f1b' deadlocks",
-        "0SEND_F0 comes after 0SEND_F1 on worker 1's way from worker 0.",
+        "Actions wait for each other.",
     ),
     "computation before its receive": (
         1,
