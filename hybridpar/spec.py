@@ -40,6 +40,13 @@ class Rule:
     text: str
     holds: Callable[[float], bool]
 
+    def allows(self, value: Any) -> bool:
+        """Whether a value of any type is a number that the rule holds for."""
+        try:
+            return self.holds(value)
+        except TypeError:
+            return False
+
 
 AT_LEAST_0 = Rule("at least 0", lambda number: number >= 0)
 AT_LEAST_1 = Rule("at least 1", lambda number: number >= 1)
@@ -53,6 +60,15 @@ AT_MOST_1 = Rule("greater than 0 and at most 1", lambda number: 0 < number <= 1)
 def between(low: int, high: int) -> Rule:
     """A number from one to another, both included."""
     return Rule(f"from {low} to {high}", lambda number: low <= number <= high)
+
+
+def check_rules(options: object) -> None:
+    """Check that the fields of a dataclass are what stands beside their types; None is no value, and always allowed."""
+    for name, kind in fields_of(type(options)).items():
+        value = getattr(options, name)
+        for rule in typing.get_args(kind) if typing.get_origin(kind) is Annotated and value is not None else ():
+            if isinstance(rule, Rule) and not all(map(rule.allows, value if isinstance(value, tuple) else (value,))):
+                raise UsageError(f"--{name.replace('_', '-')} is {value}", f"It must be {rule.text}.")
 
 
 def read_choice(option: str, text: str, choices: Mapping[str, type[_T]]) -> _T:
@@ -85,13 +101,27 @@ def defaults_of(kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
-def split_fields(label: str, text: str, unnamed: Collection[str] = (), flags: Collection[str] = ()) -> dict[str, str]:
-    """Keys and values of `key=value,...`."""
+def with_options(text: str, **options: object) -> str:
+    """The text of a choice with other values of some keys, and without those that are None.
+
+    `sgd:nesterov` with momentum=0 is `sgd:nesterov,momentum=0`.
+    """
+    name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
+    parts = [part.strip() for part in "".join(rest).split(",") if part.strip()]
+    parts = [part for part in parts if part.partition("=")[0].strip() not in options]
+    parts += [f"{key}={value}" for key, value in options.items() if value is not None]
+    return f"{name}:{','.join(parts)}" if parts else name
+
+
+def split_fields(
+    label: str, text: str, unnamed: Collection[str] = (), flags: Collection[str] | None = ()
+) -> dict[str, str]:
+    """Keys and values of `key=value,...`; a flag, of which None allows any, may be without a value."""
     given: dict[str, str] = {}
     left = list(unnamed)
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key in flags and not equals:
+        if (flags is None or key in flags) and key and not equals:
             value = "on"
         elif key and left and not equals:
             key, value = left.pop(0), key

@@ -61,7 +61,7 @@ Batch = tuple[Tensor, Tensor]
 EQUAL = {
     "sgd": TrainConfig(lr=1e-3),
     "micro-batches": TrainConfig(lr=1e-3, micro_batches=2),
-    "clipping": TrainConfig(lr=1e-3, clip_norm=0.5),
+    "clipping": TrainConfig(lr=1e-3, clip_grad=0.5),
     "no guard": TrainConfig(lr=1e-3, guard=False),
     "adamw": TrainConfig(lr=1e-4, optimizer="adamw"),
     "channels-last": TrainConfig(lr=1e-3, memory_format="channels_last"),

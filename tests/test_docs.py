@@ -111,7 +111,7 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def run(command: list[str], block: Block) -> None:
     assert command[0] == "hybridpar", f"{block.place}: {shlex.join(command)}"
     more = block.note.removeprefix("run with: ").split()
-    if "--workers 1" in shlex.join([*command, *more]):  # nothing to launch: a process of its own only imports again
+    if "--nproc 1" in shlex.join([*command, *more]):  # nothing to launch: a process of its own only imports again
         with restored_modes():
             assert cli.main([*command[1:], *more, "--no-tune-process"]) == 0, f"{block.place}: {shlex.join(command)}"
         return

@@ -74,7 +74,7 @@ def test_loops_of_ones_own_on_two_workers(tmp_path: Path) -> None:
 def test_train_resnet_passes_its_options_on_to_a_tuned_process(tmp_path: Path) -> None:
     script = str(ROOT / "scripts/train_resnet.py")
     options = ["--data", "synthetic:samples=40", "--image-size", "16", "--batch-size", "20"]
-    done = run([script, *options, "--epochs", "1", "--workers", "1", "--run-dir", "run"], tmp_path)
+    done = run([script, *options, "--epochs", "1", "--nproc", "1", "--run-dir", "run"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "off with --no-tune-process" in done.stdout
     assert not done.stderr
@@ -167,7 +167,7 @@ def test_recipes_train(path: Path, flowers: Path, tmp_path: Path, monkeypatch: p
     check_names(there, there.model)  # its data may not be on this machine
     size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 40
     small = ["--batch-size=8", f"--image-size={size}", f"--test-image-size={size}", "--steps=2", "--loader-workers=0"]
-    alone = ["--plan=none", "--workers=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]
+    alone = ["--plan=none", "--nproc=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]
     model = [LIGHT[path.stem]] if path.stem in LIGHT else []
     options = read_recipe(path, *small, *alone, *model, "--data=folder", f"--data-root={flowers}")
     monkeypatch.setattr(plots, "_png", lambda draw, height: b"")  # to render pictures takes longer than to train

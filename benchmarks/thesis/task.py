@@ -48,7 +48,7 @@ class Task:
             lr=setting.lr,
             seed=self.seed,
             epochs=setting.epochs,
-            workers=self.workers,
+            nproc=self.workers,
             plan="none",  # layouts are compared that were chosen beforehand
         )
 

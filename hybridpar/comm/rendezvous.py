@@ -96,7 +96,7 @@ def initialise(device: torch.device, timeout: float) -> None:
             f"worker {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the job at "
             f"{_store_address()}: {first_line(error)}",
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
-            _name_hint() or "Start workers with `hybridpar train --workers N`, or with torchrun.",
+            _name_hint() or "Start workers with `hybridpar train --nproc N`, or with torchrun.",
         ) from error
     _group = dist.group.WORLD
 

@@ -35,7 +35,7 @@ class Evaluate(TrainedOptions):
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
     amp: Literal["none", "bf16", "fp16"] | None = None
     """Precision of the forward pass; default: that of the run."""
-    workers: int | None = None
+    nproc: int | None = None
     """Workers that the test set is divided among; default: one per GPU, else 1. Under torchrun: those it started."""
     json: bool = False
     """Print all figures as JSON, and nothing else, to standard output."""
@@ -62,13 +62,13 @@ def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
     from hybridpar.run.directory import before_the_start
     from hybridpar.run.trained import find_trained
 
-    if command.workers is not None and command.workers < 1:
-        raise UsageError(f"--workers is {command.workers}", "It must be at least 1.")
+    if command.nproc is not None and command.nproc < 1:
+        raise UsageError(f"--nproc is {command.nproc}", "It must be at least 1.")
     with before_the_start():
         trained = find_trained(command.run, command)
     if not in_job():
         _check_output(command)
-        workers = command.workers or _workers()
+        workers = command.nproc or _workers()
         if workers > 1:
             from hybridpar.machine.supervise import launch_workers
 

@@ -14,11 +14,12 @@ from typing import Annotated, Literal
 import tyro
 
 from hybridpar import __version__
-from hybridpar.commands import find_command, named_options, register_command
+from hybridpar.commands import find_command, register_command
 from hybridpar.config import TrainConfig
-from hybridpar.config.files import FileOptions, expand
+from hybridpar.config.files import FileOptions, read_sources
 from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError
+from hybridpar.machine.devices import hide_gpus
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.machine.supervise import launch_workers
 from hybridpar.registry import Registry, names_in_source
@@ -27,9 +28,9 @@ from hybridpar.registry import Registry, names_in_source
 SHOWN = (
     *("config", "preset"),
     *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment", "mixup"),
-    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_norm"),
-    *("workers", "stages", "replicas", "micro_batches", "schedule"),
-    *("compress", "sync", "recipe"),
+    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_grad"),
+    *("nproc", "stages", "replicas", "micro_batches", "schedule"),
+    *("compress", "sync"),
     *("amp", "memory_format", "kernels", "compile"),
     *("plan", "fidelity"),
     *("run_dir", "resume", "checkpoint_every", "overwrite", "log"),
@@ -80,12 +81,13 @@ class Train(TrainConfig, FileOptions, NodeOptions, DryRunOptions):
         "Planning": (*GROUPS["Planning"], DryRunOptions),
     },
     shown=SHOWN,
-    expand=expand,
+    read=read_sources,
 )
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them."""
     command.check()
-    named = named_options(arguments, TrainConfig)
+    if command.device == "cpu":
+        hide_gpus()
     if not in_job():
         check_names(command, command.model)
         if command.hosts is not None or command.slurm is not None or command.launch != "print":
@@ -100,10 +102,10 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
 
         with before_the_start():
             # What follows depends on the options of the run that is resumed; every worker recalls them again.
-            command, _ = recall_options(command, command.model, named)
+            command, _ = recall_options(command, command.model)
             place = find_place(command, command.model)
         planned = _workers_of_plan(command)  # and whether there is such a plan
-        workers = command.workers or command.workers_wanted or planned
+        workers = command.nproc or command.workers_wanted or planned
         if not has_gpu_driver():
             workers = workers or default_workers()
         _announce(command, workers, str(expected_directory(place)))
@@ -130,7 +132,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         from hybridpar.run.run import run_training
     gc.freeze()  # what was imported stays, and need not be searched for garbage
 
-    return run_training(command, command.model, named)
+    return run_training(command, command.model)
 
 
 def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
@@ -145,11 +147,11 @@ def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
             "A hosts file names the machines of a run; Slurm chooses them itself.",
             "Name a file with --hosts, or leave --launch away." if unnamed else "Leave one of them out.",
         )
-    own = without_options(arguments, ("hosts", "launch", "slurm", "workers"))
+    own = without_options(arguments, ("hosts", "launch", "slurm", "nproc"))
     if command.slurm is not None:
         script = slurm_script(
             command.model.rpartition("/")[2],
-            command.workers or gpu_count() or None,
+            command.nproc or gpu_count() or None,
             own,
             servers=command.parameter_servers is not None,
         )
@@ -162,7 +164,7 @@ def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
         print(f"written; look at its first lines, then: sbatch {command.slurm}")
         return 0
     assert command.hosts is not None
-    hosts, slots = read_hosts(command.hosts), command.workers or default_workers()
+    hosts, slots = read_hosts(command.hosts), command.nproc or default_workers()
     if command.launch == "print":
         print(torchrun_lines(hosts, slots, own))
         return 0
@@ -177,11 +179,11 @@ def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
 def check_workers(command: TrainConfig) -> None:
     """Refuse a number of workers that is not that of the job which a launcher started."""
     given = int(os.environ["WORLD_SIZE"]) - (sync.servers if (sync := command.parameter_servers) else 0)
-    if command.workers not in (None, given):
+    if command.nproc not in (None, given):
         raise UsageError(
-            f"--workers {command.workers} in a job of {given}",
+            f"--nproc {command.nproc} in a job of {given}",
             "RANK and WORLD_SIZE are set, as a launcher sets them that starts the workers itself.",
-            "Leave out --workers, or unset both variables.",
+            "Leave out --nproc, or unset both variables.",
         )
 
 

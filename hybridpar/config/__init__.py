@@ -5,7 +5,7 @@ They are frozen dataclasses: Python users fill them in, and the command line is 
 
 from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig
 from hybridpar.config.optimizer import OptimizerConfig
-from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig, check_conflicts, check_recipe
+from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig
 
 __all__ = [
     "AugmentConfig",
@@ -15,6 +15,4 @@ __all__ = [
     "PipelineConfig",
     "SyncConfig",
     "TrainConfig",
-    "check_conflicts",
-    "check_recipe",
 ]

@@ -112,8 +112,6 @@ def summarize(
         "compression_ratio": _ratio(steps["bytes_before"], steps["bytes_after"]),
         **{key: _median(steps[key][steady]) for key in ("encode_ms", "wire_ms", "decode_ms", "sync_ms", "queued")},
         "bytes_pulled_per_step": None if pulled is None else round(pulled),
-        "recipe": "none",
-        "double_buffer": "off",
         "shares": "equal",
         "final_batch_size": info.batch_size,
         "staleness": _ages(steps["staleness"]),

@@ -9,7 +9,7 @@ chosen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -95,7 +95,6 @@ def measure_batch(
     model: nn.Module,
     config: TrainConfig,
     world: World,
-    given: Collection[str],
     sample_shape: Sequence[int],
     samples: int,
     open_trial: OpenTrial,
@@ -106,7 +105,7 @@ def measure_batch(
     options = replace(config, batch_size=FIRST, compile=False, cuda_graph=False)
     parts = options.parts_per_step(options.micro_batches)
     names = [name for name, _ in model.named_parameters()]
-    fixed = fixed_by(options, decided_options(config, given), world.size, names)
+    fixed = fixed_by(options, decided_options(config), world.size, names)
     asked = Question(type(model).__name__, tuple(sample_shape), options, fixed)
     with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
         if is_deferred(model):

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig, check_conflicts
+from hybridpar.config import TrainConfig
+from hybridpar.config.conflicts import check_conflicts
 from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.models.state import twin_of
 from hybridpar.partition.unit_runner import intra_op_threads

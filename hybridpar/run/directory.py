@@ -28,7 +28,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -59,7 +59,7 @@ _FIXED = {
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
 OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
-OPTIONS_OF_THE_COMMAND |= {"hosts", "launch", "slurm"}
+OPTIONS_OF_THE_COMMAND |= {"hosts", "launch", "slurm", "device"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
 _NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline", "profile"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
@@ -157,7 +157,7 @@ def expected_directory(place: RunPlace) -> Path:
     return next(_numbered(place.directory)) if place.claim == "make" else place.directory
 
 
-def recall_options(config: _Config, model: str, named: Collection[str] | None) -> tuple[_Config, tuple[str, ...]]:
+def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...]]:
     """With `--resume`: the options that the run began with, but for those that are named now."""
     if not config.resume:
         return config, ()
@@ -173,7 +173,7 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
             "A resumed run goes on with the weights of its own model.",
             "Name that model, or another --run-dir.",
         )
-    hints = get_type_hints(type(config))
+    named, hints = config.named, get_type_hints(type(config))
     taken: dict[str, Any] = {}
     changed, recalled = [], []
     for field in dataclasses.fields(TrainConfig):
@@ -181,10 +181,10 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
         if name not in began or _plain(now) == began[name]:
             continue
         option, before = f"--{name.replace('_', '-')}", _text(began[name])
-        is_left = named is not None and name not in named and name not in _AS_GIVEN
+        is_left = name not in named and name not in _AS_GIVEN
         if is_left or (name == "batch_size" and now == "auto"):  # which the run has chosen
             # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
-            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in (named or ())):
+            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
                 taken[name] = _typed(began[name], hints[name])
                 recalled.append(f"{option[2:]} {before}")
         elif name in _FIXED:
@@ -217,7 +217,6 @@ def claim_place(
     config: TrainConfig,
     model: str,
     versions: Mapping[str, str],
-    named: Collection[str] = (),
     *,
     follows_plan: bool = False,
     images: Mapping[str, Any] | None = None,
@@ -245,14 +244,14 @@ def claim_place(
     except OSError as error:
         raise run_directory_error(place.directory, error) from error
     replace_file(place.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
-    text = config_text(config, model, named, "plan.json" if follows_plan else None)
+    text = config_text(config, model, config.given, "plan.json" if follows_plan else None)
     replace_file(place.directory / CONFIG_FILE, [text.encode()])
     return place
 
 
 def plain_options(config: TrainConfig) -> dict[str, Any]:
     """The options of a run by name, as JSON has them."""
-    return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
+    return {key: _plain(value) for key, value in dataclasses.asdict(config).items() if key != "given"}
 
 
 def _base(config: TrainConfig, model: str) -> Path:

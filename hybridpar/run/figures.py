@@ -131,8 +131,6 @@ def recipe_fields(
 ) -> dict[str, Any]:
     """What the summary says of recipes."""
     return {
-        "recipe": config.recipe,
         "sync": sync_of(config, trainer.plan),
-        "double_buffer": config.double_buffer,
         "final_batch_size": info.batch_size if selector is None else selector.pace.batch_size,
     }

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -94,12 +94,12 @@ if TYPE_CHECKING:
 SKIPPED = "was skipped on all workers: a gradient was not finite"
 
 
-def run_training(config: TrainConfig, model_name: str, given: Collection[str] | None = None) -> int:
+def run_training(config: TrainConfig, model_name: str) -> int:
     """Train on this worker until the run is finished or interrupted."""
     config.check()
     asked, problem = config, None
     try:
-        config, changes = recall_options(asked, model_name, given)
+        config, changes = recall_options(asked, model_name)
         config.check()
         if os.environ.get("RANK", "0") == "0":
             logger_names(config.log)
@@ -108,7 +108,7 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
             raise
         # Raised once the workers have joined, as they were asked to: another host may have no such run.
         config, problem, changes = asked, error, ()
-    rule, given = SaveRule.parse(config.checkpoint_every), given or ()
+    rule = SaveRule.parse(config.checkpoint_every)
     with contextlib.ExitStack() as job:
         try:
             if config.parameter_servers is not None:
@@ -116,7 +116,7 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
 
                 world: World | None = join_servers(config, job)
             else:
-                world = join_workers(config, given)
+                world = join_workers(config)
             if world is None:  # this was a server
                 return 0
             job.callback(world.close)
@@ -133,7 +133,7 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
                 with before_the_start():
                     progress.prepare("loading the data set and the model")
                     data = load_data(config, world)
-                    run = Run(config, model_name, world, data, rule, progress, given, changes)
+                    run = Run(config, model_name, world, data, rule, progress, changes)
                 with run.trainer:
                     code = run.say_finished() if run.is_over else run.execute()
             FLIGHT.close()  # after an error it stays, for `hybridpar doctor --hang`
@@ -185,7 +185,6 @@ class Run(RunLog):
         data: ImageData,
         rule: SaveRule,
         progress: Progress,
-        given: Collection[str] = (),
         changes: Sequence[str] = (),
     ) -> None:
         super().__init__(config, model_name, rule, progress, world.is_main, changes)
@@ -197,7 +196,7 @@ class Run(RunLog):
         self.data_line = world.from_main(lambda: describe_data(data))
         self.place = place_of_all(config, model_name, world)
         if config.batch_size == "auto":
-            config = self.config = self._with_batch(config, model, data, given)
+            config = self.config = self._with_batch(config, model, data)
         check_batch(config, len(data.train), world.size)
         self.weights_lines: list[str] = [] if told is None else [told]
         if self.place.checkpoint is None and config.weights is not None:
@@ -210,7 +209,7 @@ class Run(RunLog):
                     broadcast_state(model, 0, world)
         asked, decided = config, None
         if config.parameter_servers is not None:  # no plan is searched for, and one worker has something to send, too
-            asked, decided = replace(config, plan="none"), decided_options(config, given)
+            asked, decided = replace(config, plan="none"), decided_options(config)
         self.planned = plan_run(
             model,
             asked,
@@ -218,7 +217,6 @@ class Run(RunLog):
             sample_shape=data.sample_shape,
             steps=steps_of(config, len(data.train)),
             name=model_name,
-            given=given,
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             decided=decided,
             announce=progress.prepare,
@@ -230,7 +228,7 @@ class Run(RunLog):
         self.memory.restart(sum(one.nbytes for one in held))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
-        self.data, self.given = data, given
+        self.data = data
         self._own_only = deferred is not None
         batches_of = self._divide(plan)
         per_epoch = self.batches.steps_per_epoch
@@ -318,9 +316,7 @@ class Run(RunLog):
         self._last_save = time.monotonic()
         self._saved = self._progress_made() if self.at.resumed_from is not None else None
 
-    def _with_batch(
-        self, config: TrainConfig, model: nn.Module, data: ImageData, given: Collection[str]
-    ) -> TrainConfig:
+    def _with_batch(self, config: TrainConfig, model: nn.Module, data: ImageData) -> TrainConfig:
         """The options with a number for `--batch-size auto`: that of the run that goes on, or a new choice."""
         batch = self.world.from_main(lambda: recorded_batch(self.place))
         if batch is None:
@@ -328,7 +324,7 @@ class Run(RunLog):
 
             shape, announce = data.sample_shape, self.progress.prepare
             choice = measure_batch(
-                model, config, self.world, given, shape, len(data.train), open_trial=open_trial, announce=announce
+                model, config, self.world, shape, len(data.train), open_trial=open_trial, announce=announce
             )
             batch, self.batch_line = choice.batch, choice.why
         return replace(config, batch_size=batch)
@@ -367,8 +363,8 @@ class Run(RunLog):
         asked = as_asked(self.config, plan)
         versions, images = {"torch": torch.__version__}, ImageFacts.of(self.data).plain()
         recorded: dict[str, Any] = {"follows_plan": plan.inputs is not None, "images": images}
-        name, given = self.model_name, self.given
-        self.place = self.world.from_main(lambda: claim_place(self.place, asked, name, versions, given, **recorded))
+        name = self.model_name
+        self.place = self.world.from_main(lambda: claim_place(self.place, asked, name, versions, **recorded))
 
     def _enter(self, served: ServedTrainer) -> None:
         """Come to the servers; in the stead of a worker that died, go on from where the others are."""

@@ -34,7 +34,7 @@ def check_timeline(config: TrainConfig, devices: int = 1) -> None:
         raise UsageError(
             f"--timeline {path} with {devices} GPUs under one worker",
             "The times of events on different GPUs cannot be compared.",
-            f"Use --workers {devices}, one for each, or look at them with --profile or Nsight Systems.",
+            f"Use --nproc {devices}, one for each, or look at them with --profile or Nsight Systems.",
         )
     check_writable("--timeline", path)
 

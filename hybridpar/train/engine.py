@@ -27,8 +27,7 @@ from hybridpar.comm.replicate import average_buffers
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import check_compression
 from hybridpar.config import TrainConfig
-from hybridpar.config.recipe import refuse
-from hybridpar.errors import UsageError, shortened
+from hybridpar.errors import UsageError, refuse, shortened
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.models.modes import same_modes
@@ -546,18 +545,19 @@ class Engine:
 def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptions:
     """How gradients are synchronised."""
     names = [name for name, _ in model.named_parameters()]
+    limit, mode = (None, "norm") if (asked := config.clipping) is None else (asked.limit, asked.mode)
     return SyncOptions(
         bucket_bytes=sync.bucket_bytes,
         guard=config.guard,
-        clip_norm=config.clip_norm,
-        clip_mode=config.clip_mode,
-        not_clipped=tuple(names[-2:]) if config.clip_mode == "agc" else (),
+        clip_norm=limit,
+        clip_mode=mode,
+        not_clipped=tuple(names[-2:]) if mode == "agc" else (),
         pool_batch_norm=sync.batch_norm != "local",
         sync_batch_norm=sync.batch_norm == "sync",
         codec=sync.codec,
         seed=config.seed,
-        hierarchy=config.hierarchy,
-        delayed=config.double_buffer != "off",
+        hierarchy=config.exchange.hierarchy,
+        delayed=config.late != "off",
         shard_optimizer=sync.shard_optimizer,
     )
 
@@ -568,7 +568,7 @@ def _check_complex(model: nn.Module, plan: ResolvedPlan, config: TrainConfig) ->
     used = {
         f"--compress {plan.sync.codec}": plan.sync.codec != "none",
         "--sync outer": plan.sync.outer is not None or config.outer is not None,
-        "--clip-mode value": config.clip_norm is not None and config.clip_mode == "value",
+        f"--clip-grad {config.clip_grad}": config.clipping is not None and config.clipping.mode == "value",
     }
     if name is not None and (option := next(filter(used.get, used), None)):
         raise refuse(f"the complex parameter {name!r}", option, "It changes gradients of real numbers.")
@@ -580,7 +580,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:
         raise UsageError(
             f"{what} with {type(optimizer).__name__}, which clips by the norm of all gradients",
             "Each stage, or replica, steps the parameters that it owns, and sees the gradients of those.",
-            "Use --opt-arg max_grad_norm=none, and --clip-norm 1 for the same limit.",
+            "Use the optimizer with max_grad_norm=none, and --clip-grad 1 for the same limit.",
         )
 
 

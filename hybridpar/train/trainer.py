@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.world import GOOD_ORDER, World
-from hybridpar.config import TrainConfig, check_recipe
+from hybridpar.config import TrainConfig
+from hybridpar.config.conflicts import check_gradients, whole_model_option
+from hybridpar.config.optimizer import Automatic
 from hybridpar.config.ranges import check_ranges
 from hybridpar.config.rates import OnPlateau
-from hybridpar.config.recipe import refuse
-from hybridpar.errors import SyncError, TrainingError, UsageError
+from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.deferred import DeferredModel, places
@@ -178,8 +179,8 @@ class Trainer:
         model = model.module if isinstance(model, DeferredModel) else model
         try:
             check_ranges(self.config)
-            check_recipe(self.config)
-            if self._deferred is not None and (option := self.config.needs_whole):
+            check_gradients(self.config)
+            if self._deferred is not None and (option := whole_model_option(self.config)):
                 raise refuse("a DeferredModel", option, "With it every worker holds the whole model.")
             freeze(model, self.config.freeze)
             if self.config.batch_norm == "frozen":
@@ -200,7 +201,7 @@ class Trainer:
             self.fingerprint = model_fingerprint(self.model)
             if loss is None:
                 loss = OutputLoss(make_loss(self.config, several_labels=several_labels, mixed=self.config.mixes))
-                self._single_label = self.config.loss == "auto" and not several_labels
+                self._single_label = isinstance(self.config.criterion, Automatic) and not several_labels
             self._loss = as_sum(loss)
             count = getattr(self._loss, "count", None)
             self._count = count if callable(count) else None
@@ -241,7 +242,7 @@ class Trainer:
             optimize(self.model, None if asked.kernels == "auto" else asked.kernels)
         replicas = plan.layout.replicas
         options = expand(asked, total_steps=self.total_steps, replicas=replicas)
-        if asked.recipe != "none":
+        if asked.is_onebit:
             plan = plan.with_codec(options.compress)
         if plan.sync.outer is not None and asked.outer is None:
             options = replace(options, sync=f"outer:{plan.sync.outer}")
@@ -254,8 +255,8 @@ class Trainer:
                 self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
             scales = None
-            if asked.scales_rates:
-                scales = learning_rate_scales(model, asked.layer_decay, asked.head_lr_scale)
+            if (groups := asked.groups).scales_rates:
+                scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr)
             return make_optimizer(model, asked, options, replicas=replicas, scales=scales)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
@@ -263,7 +264,7 @@ class Trainer:
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
         parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
         kind: Callable[[EngineParts], Engine] = Engine
-        if options.double_buffer != "off":
+        if options.late != "off":
             from hybridpar.train.delayed import DoubleBufferEngine
 
             kind = DoubleBufferEngine
@@ -428,7 +429,7 @@ class Trainer:
         epoch = (done if self.pace is None else self.pace.first_steps(done)) / self.steps_per_epoch
         assert self._classes is not None
         place = config.seed, done, epoch
-        return mix_step(placed, config, *place, classes=self._classes, smoothing=config.label_smoothing)
+        return mix_step(placed, config, *place, classes=self._classes, smoothing=config.criterion.smoothing)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self._channels_last and tensor.ndim == 4:

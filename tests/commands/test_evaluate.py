@@ -44,7 +44,7 @@ def test_files_are_written_once_and_replaced_with_force(run_dir, tmp_path, capsy
     ("words", "told"),
     [
         (["nowhere"], "there is no run"),
-        (["RUN", "--workers", "0"], "at least 1"),
+        (["RUN", "--nproc", "0"], "at least 1"),
         (["RUN", "--weights", "ema"], "no moving average"),
     ],
 )

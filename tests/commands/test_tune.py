@@ -71,7 +71,7 @@ def test_shapes_are_tuned_shown_and_skipped_the_next_time(call, tmp_path):
 def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
     code, table, _ = call(
         *("mobilenet_v2", "--data", "synthetic:samples=64", "--image-size", "64", "--batch-size", "2"),
-        *("--workers", "1", "--threads", "1", "-o", "k.jsonl"),
+        *("--nproc", "1", "--threads", "1", "-o", "k.jsonl"),
     )
     assert code == 0
     assert len(call.tuner.asked) == len(set(call.tuner.asked)) == 30

@@ -82,7 +82,7 @@ def test_draws_follow_from_seed_and_step_alone():
     assert np.var(blended) == pytest.approx(1 / (4 * (2 * 0.8 + 1)), abs=0.03)  # that of Beta(0.8, 0.8)
 
 
-OPTIONS = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "lr": 0.1, "seed": 3}
+OPTIONS = {"mixup": 0.8, "cutmix": 1.0, "loss": "ce:smoothing=0.1", "lr": 0.1, "seed": 3}
 
 
 def train(world, options, steps=4, cut=None, save=None, load=None):
@@ -115,7 +115,7 @@ def test_stages_mix_as_the_whole_model_does():
     states, losses = [], []
     for stages in (1, 2):
         model = normless()
-        config = TrainConfig(**OPTIONS, loss="bce", bce_threshold=0.2, micro_batches=2, stages=stages)
+        config = TrainConfig(**OPTIONS, loss="bce:threshold=0.2", micro_batches=2, stages=stages)
         plan = plan_of(model, stages) if stages > 1 else None
         with Trainer(model, config=config, plan=plan, example=EXAMPLE, classes=CLASSES) as trainer:
             losses.append([trainer.step(images(8, seed=step)).loss for step in range(4)])

@@ -49,7 +49,7 @@ def test_a_whole_run_in_numbers(whole):
         **{"train_seconds": 2.74, "step_ms_median": 20.0, "images_per_second": 3200.0},
         **{"bytes_sent_per_step": 1_000_000, "compute_ms": 10.0, "exposed_sync_ms": 3.0, "data_ms": 1.0},
         **{"stages": 1, "replicas": 1, "micro_batches": 1, "schedule": "accumulate"},
-        **{"codec": "none", "recipe": "none", "double_buffer": "off", "shares": "equal", "final_batch_size": 64},
+        **{"codec": "none", "shares": "equal", "final_batch_size": 64},
         **{"sync": "allreduce", "servers": 0},
     }
 

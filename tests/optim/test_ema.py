@@ -114,7 +114,7 @@ def test_stages_on_workers_and_replicas_keep_the_average_of_the_model(options: d
 WAYS: dict[str, dict[str, Any]] = {
     "codec": {"compress": "onebit"},
     "local BatchNorm": {"batch_norm": "local"},
-    "late": {"double_buffer": "delay"},
+    "late": {"sync": "allreduce:late=delay"},
     "stages": {"stages": 2},
 }
 

@@ -228,4 +228,4 @@ def test_what_auto_does_not_measure_is_one_error(options: dict[str, object]) -> 
 
 def test_a_script_names_its_batch() -> None:
     with pytest.raises(UsageError, match="batch_size is auto"):
-        Trainer(nn.Linear(2, 2), config=TrainConfig(batch_size="auto", lr_per_sample=0.1), total_steps=9)
+        Trainer(nn.Linear(2, 2), config=TrainConfig(batch_size="auto", lr="0.1/1"), total_steps=9)

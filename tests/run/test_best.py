@@ -87,7 +87,7 @@ def test_a_run_stops_early_also_after_it_was_resumed(accuracies, tmp_path, capsy
 
 
 def test_all_workers_stop_early_at_the_same_step(tmp_path: Path):
-    options = {"lr": 0.0001, "momentum": 0.0, "stop_early": "test_accuracy:2", "epochs": 9}
+    options = {"lr": 0.0001, "optimizer": "sgd:momentum=0", "stop_early": "test_accuracy:2", "epochs": 9}
     assert run_ranks(train_rank, 2, tmp_path / "early", "plain", None, options) == [0, 0]
     early = check_run(tmp_path / "early")["steps"]
     assert early < 54

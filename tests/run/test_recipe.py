@@ -43,7 +43,7 @@ def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
 
 def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(batch_search, "search_batch_size", lambda *_, **__: BatchChoice(16, (Trial(16, 1.0, True),)))
-    train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant", "warmup_epochs": 0.0})
+    train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant:warmup=0"})
     summary = summary_of(tmp_path / "run")
     assert (summary["batch_size"], summary["final_batch_size"], summary["epochs"]) == (8, 16, 3)
     steps = read_metrics(tmp_path / "run").steps
@@ -74,11 +74,11 @@ def test_a_resumed_run_goes_on_with_what_was_selected(tmp_path):
 
 def test_the_whole_recipe_over_stages(tmp_path):
     """1-bit SGD as in the paper, where every replica is a pipeline; and its resumption."""
-    options = {**SEARCHING, "select_batch": 1, "recipe": "onebit-sgd", "double_buffer": "half", "tune_process": False}
+    options = {**SEARCHING, "select_batch": 1, "sync": "onebit-sgd:late=half", "tune_process": False}
     options |= {"stages": 2, "replicas": 2, "lr": 0.001}
     assert run_ranks(train_rank, 4, tmp_path / "run", "dropping", None, options, shared_memory=False) == [0] * 4
     summary = summary_of(tmp_path / "run")
-    assert (summary["recipe"], summary["double_buffer"], summary["stages"]) == ("onebit-sgd", "half", 2)
+    assert (summary["sync"], summary["stages"]) == ("onebit-sgd:late=half", 2)
     assert summary["final_batch_size"] > summary["batch_size"]
     assert summary["staleness"]["most"] == 1
     assert summary["compression_ratio"] > 1

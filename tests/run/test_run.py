@@ -135,7 +135,7 @@ def test_ctrl_c_has_an_exit_code_of_its_own(tmp_path):
 
 
 def test_all_workers_stop_at_the_same_step_and_resume_bit_for_bit(tmp_path):
-    options = {"micro_batches": 2, "clip_norm": 0.5, "checkpoint_every": "never"}
+    options = {"micro_batches": 2, "clip_grad": 0.5, "checkpoint_every": "never"}
     run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {**options, "checkpoint_every": "epoch"})
     codes = run_ranks(train_rank, 2, tmp_path / "resumed", "dropping", "TERM@1:9", options)
     assert codes[1] == 143
@@ -169,7 +169,7 @@ def test_an_epoch_that_is_shorter_for_more_workers_is_just_over(tmp_path):
 
 
 def test_a_longer_run_goes_on_within_the_epoch(tmp_path):
-    options = {"lr_schedule": "constant", "warmup_epochs": 0.0}
+    options = {"lr_schedule": "constant:warmup=0"}
     train(tmp_path / "straight", steps=9, **options)
     train(tmp_path / "extended", steps=4, **options)
     train(tmp_path / "extended", steps=9, resume=True, **options)
@@ -332,7 +332,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------ fine-tuning
 
-FINE = {"freeze": ("body.[01]",), "layer_decay": 0.5, "head_lr_scale": 2.0}
+FINE = {"freeze": ("body.[01]",), "optimizer": "sgd:layer_decay=0.5,head_lr=2"}
 
 
 def test_a_run_starts_from_weights_trains_what_is_not_frozen_and_is_resumed_to_the_bit(straight, tmp_path, capsys):

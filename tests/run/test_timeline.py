@@ -131,7 +131,7 @@ def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "devices", "said"),
     [
-        ({"stages": 2}, 4, ["4 GPUs", "--workers 4", "Nsight"]),
+        ({"stages": 2}, 4, ["4 GPUs", "--nproc 4", "Nsight"]),
         ({"stages": 2, "timeline": Path("nowhere/trace.json")}, 1, ["no directory", "mkdir -p"]),
         ({"stages": 2, "timeline": Path()}, 1, ["is a directory", "Name a file"]),
     ],

@@ -48,7 +48,7 @@ def average(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     options = {"model_ema": "0.9,warmup"}
-    options |= {"mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1}
+    options |= {"mixup": 0.2, "cutmix": 1.0, "loss": "ce:smoothing=0.1"}
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     run(tmp_path / "served", 3, sync="ps", **options)
     run(tmp_path / "masters", 2, sync="ps,servers=0", **options)
@@ -75,7 +75,7 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
 def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
     train(tmp_path / "source")
     options = {"weights": str(tmp_path / "source"), "freeze": ("body.[01]",), "steps": 2, "checkpoint_every": "2"}
-    options |= {"layer_decay": 0.5, "head_lr_scale": 2.0, "shares": "1,3"}
+    options |= {"optimizer": "sgd:layer_decay=0.5,head_lr=2", "shares": "1,3"}
     run(tmp_path / "served", 3, sync="ps", **options)
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     source, served, plain = (saved_state(tmp_path / name) for name in ("source", "served", "plain"))
@@ -94,8 +94,8 @@ def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """What a codec left out, momentum, dropout's generators and the place in the data are all in the checkpoint."""
-    options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "plateau:patience=0", "warmup_epochs": 0.0}
-    options |= {"data": "synthetic:samples=32", "epochs": 6, "clip_norm": 1.0}  # two steps an epoch
+    options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "plateau:patience=0,warmup=0"}
+    options |= {"data": "synthetic:samples=32", "epochs": 6, "clip_grad": 1.0}  # two steps an epoch
     options |= {"model_ema": "0.9", "amp": "fp16"}
     run(tmp_path / "whole", 3, "dropping", **options)
     run(tmp_path / "halves", 3, "dropping", steps=7, **options)
@@ -153,11 +153,10 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
     """Moments and their count, the place in the data, weights, their average, loss scale and lowered rate go over."""
     options = {
         "optimizer": "timm/lamb",
-        "clip_norm": 0.5,
-        "lr_schedule": "plateau:patience=0",
+        "clip_grad": 0.5,
+        "lr_schedule": "plateau:patience=0,warmup=0",
         "data": "synthetic:samples=32",  # two steps an epoch
         "epochs": 3,
-        "warmup_epochs": 0.0,
         "amp": "fp16",
         "model_ema": "0.9",
     }

@@ -138,7 +138,7 @@ def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
             4,
             {"shard_optimizer": True, "model_ema": "0.9998", "optimizer": "adamw", "lr": 0.01, "batch_norm": "sync"},
         ),
-        (2, {"amp": "fp16", "clip_norm": 1.0}),
+        (2, {"amp": "fp16", "clip_grad": 1.0}),
     ],
     ids=lambda value: None if isinstance(value, int) else "-".join(value),
 )

@@ -93,7 +93,7 @@ def test_what_is_decided_is_followed_drawn_and_shown(two, tmp_path, capsys):
 def test_a_training_that_is_only_planned_says_what_it_would_do(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
-    small = ["--data", "synthetic:samples=64", "--image-size", "8", "--batch-size", "8", "--workers", "1"]
+    small = ["--data", "synthetic:samples=64", "--image-size", "8", "--batch-size", "8", "--nproc", "1"]
     options = ["tests.small_nets:plain", *small, "--no-tune-process"]
     assert main(["train", *options, "--dry-run"]) == 0
     trained = capsys.readouterr().out
@@ -119,7 +119,7 @@ def test_a_training_that_is_only_planned_says_what_it_would_do(tmp_path, capsys,
         ({"output": Path("/dev/full")}, "No space left"),
         ({"draw": Path("plan.bmp")}, ".svg"),
         ({"cluster": Path("/nowhere.toml")}, "/nowhere.toml"),
-        ({"workers": 2}, "--workers 2 with --cluster"),
+        ({"workers": 2}, "--nproc 2 with --cluster"),
         ({"plan": "none"}, "--plan none"),
         ({"resume": True}, "--resume"),
         ({"sync": "ps"}, "--sync ps"),
