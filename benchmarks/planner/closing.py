@@ -69,7 +69,7 @@ def _run(link: str, number: int) -> Check:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
             _start(arguments, link, environment, said)
             said.seek(0)
-            planned = re.search(r"plan +(.*?), about .*planned in\s+([\d.]+) s", said.read(), re.DOTALL)
+            planned = re.search(r"plan +(.*?), about .*?planning took\s+([\d.]+) s", said.read(), re.DOTALL)
         assert planned is not None, "the run was not planned"
         plan = read_plan(place / "plan.json")
         lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -124,7 +124,7 @@ def job_store(limit: datetime.timedelta) -> Any:
             raise UsageError(
                 f"the job cannot meet at {address}: the port is in use",
                 "MASTER_PORT must be free on the host of worker 0; another job may be using it.",
-                "Set another MASTER_PORT (with --launch ssh, port= in the line of the first host), or start with "
+                "Set another MASTER_PORT (with --hosts ssh:FILE, port= in the line of the first host), or start with "
                 "`torchrun --standalone`, which chooses a free port.",
             ) from error
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"

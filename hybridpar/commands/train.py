@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -42,13 +42,10 @@ SHOWN = (
 class NodeOptions:
     """Several machines: torchrun lines, ssh, Slurm."""
 
-    hosts: Path | None = None
-    """Train on the machines that this file names, a line each such as `gpu-a slots=4`: print the torchrun lines."""
-    launch: Literal["print", "ssh"] = "print"
-    """With --hosts: only print the lines, or start them by `ssh`, show what they say, and stop all at Ctrl-C or when
-    one fails."""
-    slurm: Path | None = None
-    """Write a batch script for Slurm's sbatch, with a torchrun per node, and do not train."""
+    hosts: Annotated[str | None, tyro.conf.arg(metavar="[ssh:|slurm:]FILE")] = None
+    """Train on the machines that this file names, a line each such as `gpu-a slots=4`: print the torchrun lines, or
+    with `ssh:FILE` start them, show what they say, and stop all at Ctrl-C or when one fails. `slurm:FILE` writes a
+    batch script for Slurm's sbatch, with a torchrun per node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +87,8 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         hide_gpus()
     if not in_job():
         check_names(command, command.model)
-        if command.hosts is not None or command.slurm is not None or command.launch != "print":
-            return _on_several_machines(command, arguments)
+        if command.hosts is not None:
+            return _on_several_machines(command, command.hosts, arguments)
     if command.dry_run:
         plan = find_command("plan")
         shared = {field.name for field in fields(plan.options)} & {field.name for field in fields(Train)}
@@ -135,45 +132,38 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     return run_training(command, command.model)
 
 
-def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
+def _on_several_machines(command: Train, hosts: str, arguments: Sequence[str]) -> int:
     """Print or start what trains on the machines of a hosts file, or write the script for Slurm."""
     from hybridpar.machine.devices import default_workers, gpu_count
     from hybridpar.machine.nodes import launch_by_ssh, read_hosts, slurm_script, torchrun_lines
 
-    unnamed = command.hosts is None and command.launch != "print"
-    if unnamed or None not in (command.hosts, command.slurm):
-        raise UsageError(
-            f"--launch {command.launch} without --hosts" if unnamed else "--hosts with --slurm",
-            "A hosts file names the machines of a run; Slurm chooses them itself.",
-            "Name a file with --hosts, or leave --launch away." if unnamed else "Leave one of them out.",
-        )
-    own = without_options(arguments, ("hosts", "launch", "slurm", "nproc"))
-    if command.slurm is not None:
+    how, _, name = hosts.rpartition(":")
+    if how not in ("", "ssh", "slurm"):
+        how, name = "", hosts
+    file, words = Path(name), without_options(arguments, ("hosts", "nproc"))
+    if how == "slurm":
         script = slurm_script(
             command.model.rpartition("/")[2],
             command.nproc or gpu_count() or None,
-            own,
+            words,
             servers=command.parameter_servers is not None,
         )
         try:
-            command.slurm.write_text(script, encoding="utf-8")
+            file.write_text(script, encoding="utf-8")
         except OSError as error:
-            raise UsageError(
-                f"--slurm {command.slurm}: {error.strerror}", fix="Name a file that can be written."
-            ) from error
-        print(f"written; look at its first lines, then: sbatch {command.slurm}")
+            raise UsageError(f"--hosts {hosts}: {error.strerror}", fix="Name a file that can be written.") from error
+        print(f"written; look at its first lines, then: sbatch {file}")
         return 0
-    assert command.hosts is not None
-    hosts, slots = read_hosts(command.hosts), command.nproc or default_workers()
-    if command.launch == "print":
-        print(torchrun_lines(hosts, slots, own))
+    machines, slots = read_hosts(file), command.nproc or default_workers()
+    if not how:
+        print(torchrun_lines(machines, slots, words))
         return 0
-    total = sum(host.slots or slots for host in hosts)
-    names = ", ".join(host.name for host in hosts)
+    total = sum(host.slots or slots for host in machines)
+    names = ", ".join(host.name for host in machines)
     print(
         f"hybridpar {__version__}: training {command.model} on {command.data}, {total} workers on {names}", flush=True
     )
-    return launch_by_ssh(hosts, slots, own)
+    return launch_by_ssh(machines, slots, words)
 
 
 def check_workers(command: TrainConfig) -> None:
@@ -219,7 +209,7 @@ def check_names(command: TrainConfig, model: str) -> None:
         if is_file(command.weights):
             check_file(Path(command.weights))
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
-    is_here = not isinstance(command, NodeOptions) or (command.hosts is None and command.slurm is None)
+    is_here = not isinstance(command, NodeOptions) or command.hosts is None
     if command.data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
         raise UsageError(
             f"--data-root {command.data_root}: there is no such folder",

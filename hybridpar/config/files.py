@@ -67,15 +67,9 @@ def read_sources(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             for name, description in names.items():
                 print(f"{name:{max(map(len, names))}}  {description}")
             raise SystemExit(0)
-        is_preset = option == "--preset"
-        values[option] |= read_settings(
-            preset_file(value) if is_preset else Path(value), f"the preset {value}" * is_preset
-        )
+        file, label = (preset_file(value), f"the preset {value}") if option == "--preset" else (Path(value), value)
+        values[option] |= read_settings(file, label)
     return {**values["--preset"], **values["--config"]}, rest
-
-
-def _file_of(option: str, value: str) -> tuple[Path, str]:
-    return (preset_file(value), f"the preset {value}") if option == "--preset" else (Path(value), value)
 
 
 def read_settings(path: Path, label: str) -> dict[str, Any]:

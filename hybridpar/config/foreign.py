@@ -140,7 +140,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "--precision": "--amp bf16, or --amp fp16",
         "--accelerator": "--device VALUE",
         "--devices --nproc-per-node --nproc_per_node --num-gpus --gpus": "--nproc VALUE",
-        "--nnodes --num-nodes --node-rank": "--hosts FILE, --slurm FILE, or torchrun",
+        "--nnodes --num-nodes --node-rank": "--hosts FILE, or torchrun",
     },
 }
 
@@ -153,7 +153,7 @@ def check_foreign(words: Sequence[str], options: type) -> None:
     """
     ours = {field.name.replace("_", "-") for field in fields(options)}
     names = {name: (who, text) for who, rows in FOREIGN.items() for key, text in rows.items() for name in key.split()}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name not in names or name[2:] in ours:
             continue

@@ -158,7 +158,7 @@ class OptimizerConfig:
     """sgd, adamw or another of torch.optim in lower case, or timm/NAME (lamb, lion, ...), with arguments, as
     `sgd:momentum=0.9,nesterov` or `adamw:betas=0.9/0.95`. For each: `decay_all`, `no_decay=*.pos_embed`,
     `layer_decay=0.75`, `head_lr=10`."""
-    lr: float | str | None = None
+    lr: Annotated[float | str | None, tyro.conf.arg(metavar="RATE[/SAMPLES]")] = None
     """Peak learning rate, or `0.1/256`: 0.1 for a batch of 256, and in proportion for others. Default: 0.02, and 0.01
     with --sync onebit-sgd."""
     weight_decay: Annotated[float, AT_LEAST_0] = 5e-4

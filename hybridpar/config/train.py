@@ -280,17 +280,18 @@ class TrainConfig(
     """All options of a training run.
 
     Attributes:
-        given: Names of the options that the user named, on the command line or in a file, whatever the values.
+        given: Names of the options that the user named, on the command line or in a file, whatever the values; None
+            for a configuration that was made in Python, where all values are meant.
     """
 
-    given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
+    given: Annotated[frozenset[str] | None, tyro.conf.Suppress] = None
 
     @property
     def named(self) -> frozenset[str]:
         """Names of the options that the user set: those that are given, and those that are not at their default."""
         defaults = {field.name: field.default for field in fields(TrainConfig) if field.name != "given"}
         differing = {name for name, default in defaults.items() if getattr(self, name) != default}
-        return self.given & defaults.keys() | differing
+        return (self.given or frozenset()) & defaults.keys() | differing
 
     @property
     def is_staged(self) -> bool:

@@ -90,8 +90,8 @@ def plan_run(
     # A script's own loop decides what there is to exchange; so does the plan of a run that is resumed, or of a file.
     named = decided_options(config) if decided is None and stored is None else frozenset()
     if config.plan_file is not None:
-        named &= config.given
-    decided = decided_options(config) if decided is None else decided
+        named &= config.given or frozenset()
+    decided, insists = decided_options(config) if decided is None else decided, "plan" in (config.given or ())
     names = [path for path, _ in model.named_parameters()]
     agree_on_policy(config.compress, names, world.gather, config.fidelity)
     _require_effect(config, named, world.size)
@@ -125,9 +125,9 @@ def plan_run(
         elif problem:
             found = _unplanned(f"that of the run cannot be read, so its options decide: {problem}")
     elif open_trial is None:
-        found = _unplanned("no worker holds all of the model to measure it") if "plan" in config.given else found
+        found = _unplanned("no worker holds all of the model to measure it") if insists else found
     elif why := _not_worth(sample_shape, steps):
-        found = _unplanned(why) if "plan" in config.given else found
+        found = _unplanned(why) if insists else found
     elif option := not_modelled(config):
         found = _unplanned(f"no prediction knows {option}")
     else:

@@ -16,7 +16,6 @@ import torch
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.conflicts import check_conflicts, check_unequal
-from hybridpar.config.sync import Exchange
 from hybridpar.errors import PlanError, UsageError, refuse
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.plan import (
@@ -149,11 +148,11 @@ def resolve_sync(config: TrainConfig, plan: Plan | None, decided: Collection[str
     )
     if plan is None or plan.sync is None:
         return asked
-    own = {"policy": "compress", "outer": "sync"} | {name: name for name in ("batch_norm", "shard_optimizer")}
+    own = {"policy": "compress", "outer": "sync", "lanes": "sync", "bucket_bytes": "sync"}
+    own |= {name: name for name in ("batch_norm", "shard_optimizer")}
     if config.compress.strip() == plan.sync.codec:  # the same in other words
         del own["policy"]
     wins = [field for field, option in own.items() if option in decided]
-    wins += [field for field in ("lanes", "bucket_bytes") if getattr(asked, field) != getattr(Exchange(), field)]
     return plan.sync.model_copy(update={field: getattr(asked, field) for field in wins})
 
 

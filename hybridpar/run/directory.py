@@ -59,7 +59,7 @@ _FIXED = {
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
 OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
-OPTIONS_OF_THE_COMMAND |= {"hosts", "launch", "slurm", "device"}
+OPTIONS_OF_THE_COMMAND |= {"hosts", "device"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
 _NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline", "profile"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
@@ -181,7 +181,7 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
         if name not in began or _plain(now) == began[name]:
             continue
         option, before = f"--{name.replace('_', '-')}", _text(began[name])
-        is_left = name not in named and name not in _AS_GIVEN
+        is_left = config.given is not None and name not in named and name not in _AS_GIVEN
         if is_left or (name == "batch_size" and now == "auto"):  # which the run has chosen
             # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
             if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
@@ -244,7 +244,7 @@ def claim_place(
     except OSError as error:
         raise run_directory_error(place.directory, error) from error
     replace_file(place.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
-    text = config_text(config, model, config.given, "plan.json" if follows_plan else None)
+    text = config_text(config, model, config.given or (), "plan.json" if follows_plan else None)
     replace_file(place.directory / CONFIG_FILE, [text.encode()])
     return place
 

@@ -8,6 +8,7 @@ import torch
 
 from hybridpar.compress import format_codec
 from hybridpar.config import TrainConfig
+from hybridpar.config.sync import Exchange
 from hybridpar.plan import ResolvedPlan, SyncRule
 from hybridpar.spec import with_options
 from hybridpar.sync.compression_table import WireFormat
@@ -43,7 +44,7 @@ def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
     sync = plan.sync
     return replace(
         config,
-        sync=with_options(sync_of(config, plan), lanes=sync.lanes),
+        sync=with_options(sync_of(config, plan), lanes=None if sync.lanes == Exchange().lanes else sync.lanes),
         batch_norm=sync.batch_norm,
         compress=sync.codec,
         shard_optimizer=sync.shard_optimizer,

@@ -80,7 +80,7 @@ def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
 
 def test_what_training_asks_for_is_what_is_tuned(monkeypatch):
     workers = 2
-    options: dict[str, Any] = {"workers": workers, "micro_batches": 2, "batch_size": 32, "image_size": 8}
+    options: dict[str, Any] = {"nproc": workers, "micro_batches": 2, "batch_size": 32, "image_size": 8}
     options["data"] = "synthetic:samples=64"
     work = find_work(TuneRequest(model="tests.small_nets:separable", **options))
     run = TrainConfig(kernels="auto", **options)

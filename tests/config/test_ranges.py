@@ -18,7 +18,7 @@ def test_ranges_are_of_options_and_allow_their_defaults():
     check_ranges(TrainConfig())
 
 
-@pytest.mark.parametrize("option", [{"scale": (1.0,)}, {"weight_decay": "much"}])
+@pytest.mark.parametrize("option", [{"scale": (1.0,)}, {"mixup": "much"}])
 def test_a_value_of_another_type_is_refused(option):
     with pytest.raises(UsageError, match="It must be"):
         check_ranges(TrainConfig(**option))

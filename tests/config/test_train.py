@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hybridpar.config import TrainConfig
@@ -44,7 +46,20 @@ def test_the_ends_of_a_range_belong_to_it(option, value):
     [
         ({"optimizer": "adamv"}, "'adamv'", "adam"),
         ({"lr_schedule": "multistep"}, "--lr-schedule multistep", "It needs at."),
-        ({}, "--clip-mode agc", "--clip-norm"),
+        ({"lr": 0.0}, "--lr is 0.0", "greater than 0"),
+        ({"lr": math.nan}, "--lr is nan", "greater than 0"),
+        ({"lr_schedule": "cosine:warmup=-1"}, "warmup=-1", "at least 0"),
+        ({"lr_schedule": "cosine:cycle=0"}, "cycle=0", "greater than 0"),
+        ({"loss": "ce:smoothing=1"}, "smoothing=1", "less than 1"),
+        ({"loss": "bce:threshold=1"}, "threshold=1", "less than 1"),
+        ({"loss": "ce:threshold=0.2"}, "--loss ce:threshold=0.2", "'threshold'"),
+        ({"loss": "mse"}, "--loss mse", "'mse'"),
+        ({"clip_grad": 0.0}, "--clip-grad 0.0", "greater than 0"),
+        ({"clip_grad": "mode=agc"}, "--clip-grad mode=agc", "It needs limit."),
+        ({"optimizer": "adamw:layer_decay=2"}, "layer_decay=2", "at most 1"),
+        ({"sync": "allreduce:lanes=0"}, "lanes=0", "from 1 to 8"),
+        ({"sync": "allreduce:lanes=9"}, "lanes=9", "from 1 to 8"),
+        ({"sync": "allreduce:bucket=0"}, "bucket=0", "greater than 0"),
     ],
 )
 def test_options_of_the_optimizer_that_do_not_fit_are_one_error(options, one, other):

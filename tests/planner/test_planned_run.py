@@ -255,7 +255,7 @@ def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path, monkey
     monkeypatch.setattr(World, "join", lambda **how: how)
     whole_plan().save(tmp_path / "plan.json")
     asked = TrainConfig(plan=tmp_path / "plan.json", batch_norm="sync")
-    assert join_workers(asked) == {"lanes": 3, "timeout": 120.0}
+    assert join_workers(asked) == {"lanes": 3, "timeout": 120.0, "device": None}
     assert join_workers(TrainConfig(plan=tmp_path / "missing.json"))["lanes"] == 2
 
 

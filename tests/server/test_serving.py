@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def oracle(workers, steps, scales=None, config=OPTIMIZER):
 def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, decay):
     rules, scales = Rules.synchronous(3), learning_rate_scales(Net(), decay, decay)
     with serving(rules, shards) as served:
-        team, results = train(served, rules, 3, 4, optimizer=f"sgd:layer_decay={decay},head_lr={decay}")
+        by_layer = replace(OPTIMIZER, optimizer=f"sgd:momentum=0.9,layer_decay={decay},head_lr={decay}")
+        team, results = train(served, rules, 3, 4, optimizer=by_layer)
         expected = oracle(3, 4, scales)
         for worker in team:
             assert same(worker.model, expected)

@@ -90,7 +90,7 @@ def train_oracle(
     setting = Setting(
         config.micro_batches,
         lambda whole: build_optimizer(whole, config),
-        sync=SyncOptions(clip_norm=config.clip_norm),
+        sync=SyncOptions(clip_norm=None if config.clipping is None else config.clipping.limit),
         shares=tuple(shares),
     )
     return train_whole(model, batches_of(sum(shares), steps), setting).state

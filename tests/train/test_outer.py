@@ -408,7 +408,7 @@ def test_replicas_of_a_pipeline_are_parties(options, tmp_path):
         assert other[2], "a resumed run goes on bit for bit"
         assert other[3] == loss
     assert resumed
-    met = "warm_start_steps" not in options and "fragments" not in options["sync"]
+    met = "warm=" not in options["sync"] and "fragments" not in options["sync"]
     assert same(weights_, ranks[1][1]) is met, "two replicas, after an exchange of all"
     assert same(weights_, ranks[2][1])  # two stages of one replica
     assert any(flags)
@@ -434,7 +434,9 @@ def test_workers_of_a_node_are_equal_in_every_step_and_nodes_after_an_exchange(o
     first, second, third = run_ranks(_on_nodes, 3, {"sync": "outer:3", **options}, shared_memory=False)
     for step in range(6):
         assert same(first[step], second[step])
-        assert same(first[step], third[step]) == (step in (2, 5) or step < options.get("warm_start_steps", 0)), step
+        assert same(first[step], third[step]) == (
+            step in (2, 5) or (step < 3 and "warm=3" in options.get("sync", ""))
+        ), step
 
 
 def _checked(world):

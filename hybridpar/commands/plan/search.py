@@ -79,7 +79,7 @@ def _decide(request: PlanRequest, world: World, bar: ProgressBar) -> Decision:
         choice = measure_batch(module, config, world, shape, samples, open_trial=open_trial, announce=bar.announce)
         config = replace(config, batch_size=choice.batch)
     check_batch(config, samples, world.size if cluster is None else cluster.workers)
-    fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], config.given)
+    fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], config.given or ())
     steps = steps_of(config, samples)
     question = Question(request.model, tuple(shape), config, fixed, decided, steps, insists=True)
     if cluster is None:
