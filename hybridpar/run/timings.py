@@ -9,22 +9,23 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hybridpar.observe.records import StepRecord
 from hybridpar.observe.summary import STEP_PARTS, divided_step, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
-from hybridpar.sync.figures import SyncFigures
 
 #: First steps of a run, which count only where there are no others.
 _WARM_UP = 3
 
-_T = TypeVar("_T")
+_Values = TypeVar("_Values", list[Computed], "array[float]")
 
 
-def _steady(values: list[_T]) -> list[_T]:
+def _steady(values: _Values) -> _Values:
     return values[_WARM_UP:] or values
 
 
@@ -55,6 +56,8 @@ class StepClock:
         self._clock = clock
         self._end: float | None = None
         self._away: list[tuple[float, float]] = []
+        #: How far this worker's clock is ahead of rank 0's, in seconds; known where there are stages.
+        self.ahead = 0.0
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -82,94 +85,61 @@ class StepClock:
         return StepTimes(busy - exposed, exposed + exchange_ms, 1e3 * data), spans
 
 
-#: Figures that are told as medians over the steps, but bytes that were sent: most steps may send nothing.
-MEDIANS = ("bytes_sent", "bytes_pulled", "encode_ms", "wire_ms", "decode_ms", "covered_ms")
-
-#: Names in the summary, where they differ: `sync_ms` here is added over the lanes, in the summary it is not.
-_TOLD_AS = {"covered_ms": "sync_ms"}
+#: Figures of a step that are told as medians over the steps, but bytes that were sent: most steps may send nothing.
+MEDIANS = ("bytes_sent", "bytes_pulled", "encode_ms", "wire_ms", "decode_ms", "sync_ms")
 
 
-@dataclass
 class Timings:
-    """This worker's own share of the figures that the summary takes over the workers, one value per step.
+    """This worker's own share of the figures that the summary takes over the workers."""
 
-    Attributes:
-        times: What steps took.
-        bytes_sent: Bytes that this worker sent.
-        bytes_pulled: Bytes of weights that it received from servers.
-        encode_ms: Milliseconds of encoding, over all lanes.
-        wire_ms: Of transfers.
-        decode_ms: Of decoding.
-        covered_ms: Of syncing, whatever ran beside it.
-        sync_ms: Of syncing, added over the lanes.
-        computed: What passes and transfers of a pipeline took.
-        bytes_before: Bytes of the gradients that were compressed.
-        bytes_after: Bytes of their messages.
-    """
+    def __init__(self) -> None:
+        columns = (*STEP_PARTS, *MEDIANS, "bytes_before", "bytes_after")
+        self._columns = {name: array("d") for name in columns}  # of each figure where it was measured
+        self._sync_ms = array("d")  # of a step's sums of gradients, added over the lanes
+        self._computed: list[Computed] = []
 
-    times: list[StepTimes] = field(default_factory=list)
-    bytes_sent: list[float] = field(default_factory=list)
-    bytes_pulled: list[float] = field(default_factory=list)
-    encode_ms: list[float] = field(default_factory=list)
-    wire_ms: list[float] = field(default_factory=list)
-    decode_ms: list[float] = field(default_factory=list)
-    covered_ms: list[float] = field(default_factory=list)
-    sync_ms: list[float] = field(default_factory=list)
-    computed: list[Computed] = field(default_factory=list)
-    bytes_before: int = 0
-    bytes_after: int = 0
-
-    def add(
-        self,
-        times: StepTimes,
-        bytes_sent: int,
-        spans: StepSpans | None = None,
-        sync: SyncFigures | None = None,
-        bytes_pulled: int | None = None,
-    ) -> None:
-        """Take a step into account."""
-        self.times.append(times)
-        self.bytes_sent.append(bytes_sent)
-        if bytes_pulled is not None:
-            self.bytes_pulled.append(bytes_pulled)
-        if sync is not None:
-            self.bytes_before += sync.bytes_before
-            self.bytes_after += sync.bytes_after
-            parts = ("encode_ms", sync.encode_ms), ("wire_ms", sync.wire_ms), ("decode_ms", sync.decode_ms)
-            for key, value in (*parts, ("covered_ms", sync.sync_ms)):
-                if value is not None:
-                    getattr(self, key).append(value)
+    def add(self, record: StepRecord, spans: StepSpans | None = None) -> None:
+        """Take a step into account, with what ran in it where the model is cut into stages."""
+        for name, column in self._columns.items():
+            if (value := getattr(record, name)) is not None:
+                column.append(value)
         if spans is not None and spans.spans:
-            self.sync_ms.append(spans.sync_ms)
-            self.computed.append(spans.computed)
+            self._sync_ms.append(spans.sync_ms)
+            self._computed.append(spans.computed)
+
+    @property
+    def _parts(self) -> list[tuple[float, ...]]:
+        """The parts of each step."""
+        return list(zip(*(_steady(self._columns[key]) for key in STEP_PARTS), strict=True))
 
     def steps_per_second(self) -> float | None:
         """Steps over the time that they took; of steps that are not alike, as a median would not tell it."""
-        times = _steady(self.times)
-        total = sum(one.step_ms for one in times)
-        return 1e3 * len(times) / total if total > 0 else None
+        total = sum(map(sum, self._parts))
+        return 1e3 * len(self._parts) / total if total > 0 else None
 
     def mean_step(self) -> dict[str, float]:
         """What the summary says of steps that are not alike: means of their time and its parts."""
-        times = _steady(self.times)
-        if not times:
+        if not self._parts:
             return {}
-        parts = {key: statistics.fmean(getattr(one, key) for one in times) for key in STEP_PARTS}
-        return {key: round(value, 3) for key, value in {**parts, "step_ms_mean": sum(parts.values())}.items()}
+        means = dict(zip(STEP_PARTS, map(statistics.fmean, zip(*self._parts, strict=True)), strict=True))
+        return {key: round(value, 3) for key, value in {**means, "step_ms_mean": sum(means.values())}.items()}
 
     def share(self, ahead: float = 0.0) -> Share:
         """What this worker tells the others; without the first steps where there are others."""
         medians = {
-            key: (statistics.fmean if key == "bytes_sent" else statistics.median)(_steady(values))
+            key: (statistics.fmean if key == "bytes_sent" else statistics.median)(_steady(self._columns[key]))
             for key in MEDIANS
-            if (values := getattr(self, key))
+            if self._columns[key]
         }
-        times = _steady(self.times)
-        sync = _steady(self.sync_ms)
-        exposed = [one.exposed_sync_ms for one in times] if sync else []
-        moved = [one._replace(begin=one.begin - ahead, end=one.end - ahead) for one in _steady(self.computed)]
-        parts = step_shares([(one.compute_ms, one.exposed_sync_ms, one.data_ms) for one in times])
-        return Share(medians, parts, sum(sync), sum(exposed), moved, self.bytes_before, self.bytes_after)
+        return Share(
+            medians,
+            parts=step_shares(self._parts),
+            sync_ms=sum(_steady(self._sync_ms)),
+            exposed_ms=sum(_steady(self._columns["exposed_sync_ms"])) if self._sync_ms else 0.0,
+            computed=[one._replace(begin=one.begin - ahead, end=one.end - ahead) for one in _steady(self._computed)],
+            bytes_before=sum(self._columns["bytes_before"]),
+            bytes_after=sum(self._columns["bytes_after"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -191,8 +161,8 @@ class Share:
     sync_ms: float
     exposed_ms: float
     computed: list[Computed]
-    bytes_before: int = 0
-    bytes_after: int = 0
+    bytes_before: float = 0.0
+    bytes_after: float = 0.0
 
 
 def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms: float | None = None) -> dict[str, Any]:
@@ -202,7 +172,7 @@ def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms:
     for key in MEDIANS:
         known = [one.medians[key] for one in shares if key in one.medians]
         if known:
-            result[_TOLD_AS.get(key, key)] = round(statistics.mean(known), 3)
+            result[key] = round(statistics.mean(known), 3)
     if sent := sum(one.bytes_after for one in shares):
         result["compression_ratio"] = round(sum(one.bytes_before for one in shares) / sent, 3)
     bubbles = [

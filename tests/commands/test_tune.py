@@ -20,7 +20,7 @@ from hybridpar.partition.profile_cache import profile_key
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.planner.resolve import resolve
-from hybridpar.run.kernels import prepare_kernels
+from hybridpar.run.kernel_use import prepare_kernels
 from hybridpar.tvm_kernels import choice, optimize, search
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.shapes import Direction, Layout

@@ -25,7 +25,7 @@ from hybridpar.planner.fit import Need, held_bytes, memory_of
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.probes import Question
 from hybridpar.planner.trials import Trial
-from hybridpar.run import run as run_module
+from hybridpar.run import opening
 from hybridpar.train.trainer import open_trial
 from tests.allocated import counting
 from tests.planner.small import cluster
@@ -200,7 +200,7 @@ def test_a_batch_that_does_not_fit_at_once_is_reached_by_micro_batches(tmp_path,
         mock.patch.object(probes, "measure_cluster", return_value=small),
         mock.patch.object(probes, "usable_memory", return_value=small.hosts[0].memory),
         mock.patch.object(probes, "held_bytes", return_value=0),
-        mock.patch.object(run_module, "open_trial", opened),
+        mock.patch.object(opening, "open_trial", opened),
     ):
         assert train(tmp_path / "close", batch_size=64, fidelity="close", steps=2) == 0
         plan = read_plan(tmp_path / "close/plan.json")

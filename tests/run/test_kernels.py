@@ -14,8 +14,8 @@ from hybridpar.comm.world import World
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.plan import read_plan
-from hybridpar.run import kernels as kernels_of_run
-from hybridpar.run.kernels import prepare_kernels
+from hybridpar.run import kernel_use as kernels_of_run
+from hybridpar.run.kernel_use import prepare_kernels
 from hybridpar.tvm_kernels import choice, norm_swap
 from hybridpar.tvm_kernels.database import Database, append_records
 from hybridpar.tvm_kernels.operation import KernelKey

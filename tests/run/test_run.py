@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -14,9 +15,8 @@ from hybridpar import Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
 from hybridpar.observe import read_metrics
+from hybridpar.run import opening, served_trainer
 from hybridpar.run import run as run_module
-from hybridpar.run import served_trainer
-from hybridpar.run.run import Run
 from hybridpar.run.save_rule import SaveRule
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import latest_checkpoint, list_checkpoints
@@ -41,10 +41,11 @@ def straight(tmp_path_factory):
 
 def test_an_error_before_the_first_step_closes_the_trainer(tmp_path):
     problem = CheckpointError("a checkpoint that does not fit")
-    with mock.patch.object(Run, "_resume", side_effect=problem), mock.patch.object(Trainer, "close") as close:
+    ends = mock.patch.object(Trainer, "_end", autospec=True, side_effect=Trainer._end)
+    with mock.patch.object(opening, "resume", side_effect=problem), ends as end:
         with pytest.raises(CheckpointError):
             train(tmp_path / "run")
-    close.assert_called_once()
+    end.assert_called_once_with(mock.ANY, problem, whole=False)
 
 
 def test_who_cannot_recall_options_joins_as_the_others_are_asked_to(tmp_path, monkeypatch):
@@ -253,10 +254,8 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved
 
 
 def test_seconds_save_too(tmp_path, monkeypatch):
-    import hybridpar.run.run
-
     clock = iter(range(0, 100_000, 7))
-    monkeypatch.setattr(hybridpar.run.run.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     train(tmp_path, epochs=1, checkpoint_every="10s", keep=9)
     assert len(saved_steps(tmp_path)) >= 3
 

@@ -18,8 +18,7 @@ import torch
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
-from hybridpar.run import run as run_module
-from hybridpar.run import served_trainer
+from hybridpar.run import opening, served_trainer
 from hybridpar.run.served_trainer import ServedTrainer
 from hybridpar.server.process import find_process
 from hybridpar.server.serve import ShardServer
@@ -270,13 +269,13 @@ def test_who_replaces_worker_0_before_servers_have_weights_brings_those_that_are
     tmp_path, monkeypatch, replace_worker
 ):
     train(tmp_path / "source")
-    read, asked = run_module.start_from_weights, []
+    read, asked = opening.start_from_weights, []
 
     def start_from_weights(*given: Any) -> list[str]:
         asked.append(given)
         return read(*given) if len(asked) > 1 else []  # the worker that died did so at first
 
-    monkeypatch.setattr(run_module, "start_from_weights", start_from_weights)
+    monkeypatch.setattr(opening, "start_from_weights", start_from_weights)
     replace_worker()
     train(tmp_path / "run", sync="ps-async,servers=0", weights=str(tmp_path / "source"), freeze=("body.[01]",), steps=1)
     for name in ("body.0.weight", "body.1.weight"):

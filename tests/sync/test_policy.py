@@ -19,7 +19,7 @@ from hybridpar.pipeline import local_stage
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.step import whole_options
-from hybridpar.run.sync import table_csv, table_lines
+from hybridpar.run.wire_table import table_csv, table_lines
 from hybridpar.sync.compression import Decision
 from hybridpar.sync.compression_table import kind_of, layer_bytes
 from hybridpar.sync.options import SyncOptions

@@ -16,7 +16,7 @@ from hybridpar.errors import UsageError
 from hybridpar.optim.build import build_optimizer
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
-from hybridpar.run.plan import as_asked, sync_of
+from hybridpar.run.recorded_plan import as_asked, sync_of
 from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.outer import OuterEngine

@@ -1,4 +1,4 @@
-"""How far a run is, as its checkpoints say it: the place in the data, and the best result."""
+"""How far a run is, as its checkpoints say it: the position in the data, and the results of epochs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from hybridpar.run.timings import RunningMean
 POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
 
 
-#: Keys of `Standing.to_extra`.
+#: Keys of `RunState.to_extra`.
 _POSITION_KEYS = {"epoch", "epoch_step", "losses", "tested", "options"}
 
 
 @dataclass
-class Standing:
+class RunState:
     """How far a run is, as one worker knows it.
 
     Attributes:
-        directory: The run directory.
         epoch: The epoch that comes next, or is under way.
         epoch_step: Steps of it that are done.
         losses: The mean loss of these.
@@ -34,17 +33,11 @@ class Standing:
         resumed_from: Step that the run last went on from; None for a new one.
     """
 
-    directory: Path = field(default_factory=Path)
     epoch: int = 0
     epoch_step: int = 0
     losses: RunningMean = field(default_factory=RunningMean)
     tested: list[EpochRecord] = field(default_factory=list)
     resumed_from: int | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        """Directory of the checkpoints."""
-        return self.directory / "checkpoints"
 
     def to_extra(self, config: TrainConfig) -> dict[str, Any]:
         """What a checkpoint of a run holds besides the trainer's own state."""

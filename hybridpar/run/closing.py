@@ -1,4 +1,4 @@
-"""The figures of a run that has ended: measured by all workers, beside what was predicted, for summary and plan."""
+"""The end of a run: what all workers measured, beside what was predicted, in summary, plan and report."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hybridpar.config import TrainConfig
+import torch
+
 from hybridpar.errors import RunDirectoryError
 from hybridpar.machine.devices import machine_load
+from hybridpar.machine.launch import note_orderly_end
 from hybridpar.observe.files import replace_file
-from hybridpar.observe.records import EpochRecord, RunInfo
-from hybridpar.observe.summary import step_without_data_ms
+from hybridpar.observe.metrics import read_metrics
+from hybridpar.observe.summary import SUMMARY_FILE, read_summary, step_without_data_ms
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import Plan, StepFigures
-from hybridpar.run.best import MetricRule
-from hybridpar.run.plan import sync_of
+from hybridpar.run.part import Run
+from hybridpar.run.recorded_plan import sync_of
 from hybridpar.run.timings import Share, combine
-from hybridpar.train.checkpoint_files import list_checkpoints, step_of
-from hybridpar.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from hybridpar.run.batch_search import BatchSelector
 
 #: Figures of a plan, by the keys of the summary.
 _KEYS = ("bubble", "exposed_sync_ms", "bytes_sent_per_step", "peak_saved_bytes", "memory_bytes")
@@ -42,6 +39,61 @@ class WorkerFigures:
     share: Share
     saved_bytes: int | None
     memory_bytes: int | None
+
+
+def close_run(run: Run) -> None:
+    """Gather what all workers measured, write the summary, and print the report; a collective."""
+    trainer, world = run.trainer, run.world
+    saved = trainer.engine.pipeline.peak_saved_bytes if run.plan.is_staged else None
+    noted = WorkerFigures(run.timings.share(run.clock.ahead), saved, run.memory.peak_bytes())
+    answers = trainer.gather_in_the_end(noted)
+    of_parts = [part.summary(run) for part in run.parts]
+    if not world.is_main:
+        return
+    from hybridpar.observe.plots import draw_loss
+    from hybridpar.observe.report import print_report
+    from hybridpar.observe.summary import write_summary
+
+    directory = run.place.directory
+    summary = _summary(run)
+    whole = run.state.resumed_from is None  # else what all workers noted covers a part only
+    summary |= measured_fields(answers, run.plan.layout.ranks, step_ms=summary["step_ms_median"], whole=whole)
+    if run.plan.sync.outer is not None and (rate := run.timings.steps_per_second()) is not None:
+        summary["images_per_second"] = round(rate * run.config.samples_per_step, 3)  # few steps exchange anything
+        summary |= run.timings.mean_step()
+    for fields in of_parts:
+        summary |= fields
+    summary |= predicted_fields(run.plan.predicted)
+    of_trainer, pictures = trainer.summary(directory)
+    summary |= of_trainer
+    warnings = close_plan(run.plan, summary, directory / "plan.json") + run.warnings
+    if (drawn := draw_loss(directory, run.info)) is not None:
+        pictures.insert(0, drawn)
+    print_report(summary, [write_summary(directory, summary), *pictures, run.place.checkpoints, *run.written])
+    for warning in warnings:
+        print(f"warning: {warning}")
+    note_orderly_end()
+    if run.stopping:
+        print(f"stopped after step {trainer.steps_done}; the same command with --resume goes on from there")
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    """The summary, as far as options, metrics and checkpoints say it."""
+    from hybridpar.observe.summary import summarize
+
+    directory, shares = run.place.directory, run.samples.batches.shares
+    summary = summarize(
+        run.info,
+        read_metrics(directory),
+        seed=run.config.seed,
+        ended="interrupted" if run.stopping else "finished",
+        resumed_from=run.state.resumed_from,
+        versions={"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {},
+    )
+    if shares is not None:
+        summary["shares"] = ",".join(f"{share:g}" for share in shares)
+    summary["sync"] = sync_of(run.config, run.plan)
+    return summary
 
 
 def measured_fields(
@@ -66,17 +118,6 @@ def measured_fields(
         if len(known) == len(workers):
             fields["peak_saved_bytes" if key == "saved_bytes" else key] = max(known)
     return fields
-
-
-def best_fields(directory: Path, tested: Sequence[EpochRecord], rule: MetricRule) -> dict[str, Any]:
-    """What the summary says of the best checkpoint."""
-    best = next(iter(rule.best(tested)), None)
-    kept = [path for path in list_checkpoints(directory / "checkpoints") if best and step_of(path) == best.step]
-    if best is None or not kept:
-        return {}
-    place = kept[0].relative_to(directory).as_posix()
-    fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": rule.metric, "checkpoint": place}
-    return {"best": fields}
 
 
 def predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:
@@ -126,11 +167,17 @@ def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
     return warnings + problems
 
 
-def recipe_fields(
-    config: TrainConfig, trainer: Trainer, info: RunInfo, selector: BatchSelector | None
-) -> dict[str, Any]:
-    """What the summary says of recipes."""
-    return {
-        "sync": sync_of(config, trainer.plan),
-        "final_batch_size": info.batch_size if selector is None else selector.pace.batch_size,
-    }
+def say_finished(run: Run) -> int:
+    """Show the result that a finished run has; what it left behind stays as it is."""
+    if run.world.is_main and (result := read_summary(run.place.directory)) is not None:
+        longer = "--steps" if run.config.steps is not None else "--epochs"
+        done = f"has done all of its {run.total:,} steps"
+        if result["steps"] < run.total:
+            longer, done = "--stop-early", str(run.over)
+        run.progress.message(
+            f"nothing left to train: the run in {run.place.directory} {done}; a larger {longer} goes on"
+        )
+        from hybridpar.observe.report import print_report
+
+        print_report(result, [run.place.directory / SUMMARY_FILE, run.place.checkpoints])
+    return 0
