@@ -178,7 +178,7 @@ def kinds() -> list[Kind]:
 
 
 RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "nproc": 2, "mean": [0.1, 0.2, 0.3], "amp": "bf16",
-"keep": 3, "recompute": [1], "data_root": "data", "model_arg": ["a=1"], "plan": "auto"}, "images": {"class_names":
+"recompute": [1], "data_root": "data", "model_arg": ["a=1"], "plan": "auto"}, "images": {"class_names":
 ["a", "b"], "sample_shape": [3, 8, 8], "mean": [0.5, 0.5, 0.5], "std": [1, 1, 1], "test_size": 8, "whole": true,
 "multi_label": false}}"""
 

@@ -33,7 +33,7 @@ SHOWN = (
     *("compress", "sync"),
     *("amp", "memory_format", "kernels", "compile"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoint_every", "overwrite", "log"),
+    *("run_dir", "resume", "checkpoints", "overwrite", "log"),
     *("seed", "deterministic"),
 )
 
@@ -192,14 +192,12 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
 
 
 def check_names(command: TrainConfig, model: str) -> None:
-    """Check what can be known of names, codecs and save rules before there are workers; torch is imported for none.
+    """Check what can be known of names and codecs before there are workers; torch is imported for none.
 
     A codec with options, and a policy, is the exception: only the codec itself can check them.
     """
     from hybridpar.config.data import TORCHVISION_SETS, data_set_kind
     from hybridpar.models import check_model_name, parse_arguments
-    from hybridpar.run.best import keep_rule, stop_rule
-    from hybridpar.run.save_rule import SaveRule
 
     check_model_name(model)
     parse_arguments(command.model_arg)
@@ -218,8 +216,6 @@ def check_names(command: TrainConfig, model: str) -> None:
             if command.data == "folder"
             else "Name a table, as FILE.csv, or the directory that holds train.csv and test.csv.",
         )
-    SaveRule.parse(command.checkpoint_every)
-    keep_rule(command), stop_rule(command)
     if command.log:
         from hybridpar.observe.logger import logger_names
 

@@ -101,7 +101,7 @@ def features_of(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         "shares auto": (shares, config.shares.strip() == "auto"),
         "staged": (f"--stages {config.stages}", config.stages > 1),
         "steps": (f"--steps {config.steps}", config.steps is not None),
-        "stop early": ("--stop-early", config.stop_early is not None),
+        "stop early": (f"--checkpoints {config.checkpoints}", config.saving.stop is not None),
         "timeline": ("--timeline", config.timeline is not None),
         "weights": (f"--weights {config.weights}", config.weights is not None),
     }

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
+from hybridpar.config.checkpoints import Checkpoints, read_checkpoints
 from hybridpar.config.conflicts import check_conflicts, check_gradients, check_unequal
 from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Synthetic, data_set_kind, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
@@ -226,14 +227,10 @@ class RunConfig:
     """Go on from the last whole checkpoint of the run directory."""
     resume_from: Path | None = None
     """Start from this checkpoint (a step-N directory) of any run with the same model."""
-    checkpoint_every: str = "epoch,60s"
-    """When to save: `epoch`, a number of steps, seconds as `60s`, several joined by commas, or `never`."""
-    keep: Annotated[int, AT_LEAST_1] = 2
-    """Checkpoints to keep besides the best."""
-    keep_best: Annotated[str, tyro.conf.arg(metavar="[METRIC:]K")] = "1"
-    """Checkpoints of the K best epochs to keep, by `test_accuracy` or another figure, as in `test_loss:3`."""
-    stop_early: Annotated[str | None, tyro.conf.arg(metavar="[METRIC:]EPOCHS")] = None
-    """End the run after so many epochs without a better `test_accuracy`, or other figure, as in `test_loss:5`."""
+    checkpoints: Annotated[str, tyro.conf.arg(metavar="KEY=VALUE,...")] = "every=epoch/60s,keep=2"
+    """When to save: `every=epoch`, a number of steps, seconds as `60s`, several with / between them, or `never`; how
+    many of the last to keep (`keep`) and of the best (`best=3,by=test_loss`); with `stop=5` the run ends after so many
+    epochs without a better one."""
     overwrite: bool = False
     """Replace a finished run in the run directory."""
     log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
@@ -243,6 +240,11 @@ class RunConfig:
     """Write when everything ran in some steps, beside what was predicted, as a trace for Perfetto."""
     profile: bool = False
     """Write a trace of torch.profiler of some steps of every worker, for Perfetto, to profile/ in the run directory."""
+
+    @property
+    def saving(self) -> Checkpoints:
+        """What `checkpoints` stands for."""
+        return read_checkpoints(self.checkpoints)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +338,12 @@ class TrainConfig(
             Synthetic.read(self.data)
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
+        if self.saving.by.startswith("ema_") and self.model_ema is None:
+            raise UsageError(
+                f"--checkpoints {self.checkpoints} without --model-ema",
+                "There is no moving average to test.",
+                "Add for instance --model-ema 0.9998.",
+            )
         check_conflicts(self)
         if (servers := self.parameter_servers) is not None and self.nproc is not None:
             servers.split_count(self.nproc)

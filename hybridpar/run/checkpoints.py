@@ -1,4 +1,4 @@
-"""When a run saves: as `--checkpoint-every` says, and after a test that is among the best; and what it keeps."""
+"""When a run saves: as `--checkpoints` says, and after a test that is among the best; and what it keeps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.observe.records import EpochRecord, StepRecord
-from hybridpar.run.best import keep_rule
+from hybridpar.run.best import best_epochs
 from hybridpar.run.part import Part, Run
-from hybridpar.run.save_rule import SaveRule
 from hybridpar.run.step import Step
 from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints, step_of
 
@@ -19,7 +18,7 @@ class Checkpoints(Part):
     """Decides when to save, and which checkpoints stay."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config, self._rule, self._best = config, SaveRule.parse(config.checkpoint_every), keep_rule(config)
+        self._config, self._rule = config, config.saving
         self._step_before = 0
         self._last_time = time.monotonic()
 
@@ -48,8 +47,8 @@ class Checkpoints(Part):
 
     def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
         """Save after an epoch, or where it is the last one or among the best."""
-        wanted = last or end in self._best.best(run.state.tested) or run.over is not None
-        if self._rule.epoch or (self._rule != SaveRule() and wanted):
+        wanted = last or end in best_epochs(self._rule, run.state.tested) or run.over is not None
+        if "epoch" in self._rule.every or (not self._rule.never and wanted):
             self._save(run)
 
     def _save(self, run: Run) -> None:
@@ -59,15 +58,15 @@ class Checkpoints(Part):
     def saved(self, run: Run) -> None:
         """Delete those that are neither among the last nor among the best."""
         if run.world.is_main:
-            best = [end.step for end in self._best.best(run.state.tested)]
-            prune_checkpoints(run.place.checkpoints, self._config.keep, best)
+            best = [end.step for end in best_epochs(self._rule, run.state.tested)]
+            prune_checkpoints(run.place.checkpoints, self._rule.keep, best)
 
     def summary(self, run: Run) -> dict[str, Any]:
         """The best checkpoint, if it is there."""
-        best = next(iter(self._best.best(run.state.tested)), None)
+        best = next(iter(best_epochs(self._rule, run.state.tested)), None)
         saved = [path for path in list_checkpoints(run.place.checkpoints) if best and step_of(path) == best.step]
         if best is None or not saved:
             return {}
         path = saved[0].relative_to(run.place.directory).as_posix()
-        fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": self._best.metric}
+        fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": self._rule.by}
         return {"best": {**fields, "checkpoint": path}}

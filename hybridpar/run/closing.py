@@ -173,7 +173,7 @@ def say_finished(run: Run) -> int:
         longer = "--steps" if run.config.steps is not None else "--epochs"
         done = f"has done all of its {run.total:,} steps"
         if result["steps"] < run.total:
-            longer, done = "--stop-early", str(run.over)
+            longer, done = "stop= of --checkpoints", str(run.over)
         run.progress.message(
             f"nothing left to train: the run in {run.place.directory} {done}; a larger {longer} goes on"
         )

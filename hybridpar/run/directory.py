@@ -63,7 +63,7 @@ OPTIONS_OF_THE_COMMAND |= {"hosts", "device"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
 _NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline", "profile"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
-_AS_GIVEN = {"checkpoint_every", "keep", "timeout"}
+_AS_GIVEN = {"timeout"}
 
 _Config = TypeVar("_Config", bound=TrainConfig)
 

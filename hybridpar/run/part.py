@@ -18,7 +18,7 @@ from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
-from hybridpar.run.best import stop_rule
+from hybridpar.run.best import why_over
 from hybridpar.run.directory import RunPlace
 from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.run_trainer import RunTrainer
@@ -140,8 +140,7 @@ class Run:
     @property
     def over(self) -> str | None:
         """Why it is to end before its last epoch; None where it goes on."""
-        rule = stop_rule(self.config)
-        return None if rule is None else rule.over(self.state.tested)
+        return why_over(self.config.saving, self.state.tested)
 
     def note(self, records: Iterable[StepRecord]) -> None:
         """Take steps of the run into account."""

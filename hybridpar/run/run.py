@@ -22,7 +22,6 @@ from hybridpar.run.data import with_images_of_model
 from hybridpar.run.directory import before_the_start, recall_options
 from hybridpar.run.loop import train
 from hybridpar.run.opening import begin, open_run
-from hybridpar.run.save_rule import SaveRule
 from hybridpar.run.worker import tune_worker
 
 
@@ -40,7 +39,6 @@ def run_training(config: TrainConfig, model_name: str) -> int:
             raise
         # Raised once the workers have joined, as they were asked to: another host may have no such run.
         config, problem, changes = asked, error, ()
-    SaveRule.parse(config.checkpoint_every)
     with contextlib.ExitStack() as job:
         try:
             if config.parameter_servers is not None:

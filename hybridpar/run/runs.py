@@ -18,7 +18,7 @@ from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.summary import read_summary
 from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
-from hybridpar.run.best import keep_rule
+from hybridpar.run.best import best_epochs
 from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config, run_facts
 from hybridpar.train.checkpoint_files import delete_checkpoint, list_checkpoints, step_of
 
@@ -171,17 +171,17 @@ class Prunable:
 def prunable(run: PastRun, keep: int = 1) -> list[Prunable]:
     """The checkpoints of a run that are neither among the last nor among the best.
 
-    The best are those of the epochs that `--keep-best` of the run ranks first, and the one that its summary names.
+    The best are those of the epochs that `--checkpoints` of the run ranks first, and the one that its summary names.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}", "It must be at least 1: the last checkpoint is never deleted.")
     found = run.checkpoints
     steps = {step_of(path) for path in found[-keep:]}
     try:
-        rule = keep_rule(recorded_config(run.facts, run.directory))
-        best = [one.step for one in rule.best(run.table.epochs)]
+        rule = recorded_config(run.facts, run.directory).saving
     except (CheckpointError, UsageError):  # options of another version
-        best = [one.step for one in keep_rule(TrainConfig()).best(run.table.epochs)]
+        rule = TrainConfig().saving
+    best = [end.step for end in best_epochs(rule, run.table.epochs)]
     if run.summary is not None and run.summary["best"] is not None:
         best.append(run.summary["best"]["step"])
     for step in best:

@@ -138,8 +138,8 @@ def _checkpoint_of(path: Path) -> Path:
             raise
         raise CheckpointError(
             f"the run in {path} has no whole checkpoint",
-            "A checkpoint is saved after the first epoch, or as --checkpoint-every says.",
-            "Wait until there is one, or train without `--checkpoint-every never`.",
+            "A checkpoint is saved after the first epoch, or as --checkpoints says.",
+            "Wait until there is one, or train without `--checkpoints every=never`.",
         ) from error
 
 

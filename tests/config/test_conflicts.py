@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shares auto": {"shares": "auto"},
     "staged": {"stages": 2},
     "steps": {"steps": 9},
-    "stop early": {"stop_early": "3"},
+    "stop early": {"checkpoints": "stop=3"},
     "timeline": {"timeline": Path("t.json")},
     "weights": {"weights": "default"},
 }

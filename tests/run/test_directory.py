@@ -123,11 +123,11 @@ def test_a_resumed_run_takes_the_options_that_it_began_with():
     assert "steps 9" in line
 
 
-def test_what_a_run_saves_is_as_the_command_says_and_not_as_it_began():
-    began(checkpoint_every="never")
+def test_how_long_is_waited_is_as_the_command_says_and_not_as_it_began():
+    began(timeout=99.0)
     config, lines = recall()
-    assert config.checkpoint_every == TrainConfig.checkpoint_every
-    assert lines == ("resumed  checkpoint-every: never -> epoch,60s after step 7",)
+    assert config.timeout == TrainConfig.timeout
+    assert lines == ("resumed  timeout: 99.0 -> 120.0 after step 7",)
 
 
 def test_a_longer_run_is_not_ended_by_the_limit_of_the_one_before():

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hybridpar.run.save_rule import SaveRule
 
 from hybridpar import Trainer
 from hybridpar.config import TrainConfig
@@ -17,7 +18,6 @@ from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError,
 from hybridpar.observe import read_metrics
 from hybridpar.run import opening, served_trainer
 from hybridpar.run import run as run_module
-from hybridpar.run.save_rule import SaveRule
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import latest_checkpoint, list_checkpoints
 from tests.ranks import run_ranks
@@ -136,14 +136,14 @@ def test_ctrl_c_has_an_exit_code_of_its_own(tmp_path):
 
 
 def test_all_workers_stop_at_the_same_step_and_resume_bit_for_bit(tmp_path):
-    options = {"micro_batches": 2, "clip_grad": 0.5, "checkpoint_every": "never"}
-    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {**options, "checkpoint_every": "epoch"})
+    options = {"micro_batches": 2, "clip_grad": 0.5, "checkpoints": "every=never"}
+    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {**options, "checkpoints": "every=epoch"})
     codes = run_ranks(train_rank, 2, tmp_path / "resumed", "dropping", "TERM@1:9", options)
     assert codes[1] == 143
     stopped = check_run(tmp_path / "resumed", ended="interrupted")["steps"]
     assert 5 <= stopped <= 7
     assert saved_steps(tmp_path / "resumed") == [stopped]
-    options = {**options, "resume": True, "checkpoint_every": "epoch"}
+    options = {**options, "resume": True, "checkpoints": "every=epoch"}
     run_ranks(train_rank, 2, tmp_path / "resumed", "dropping", None, options)
     check_run(tmp_path / "resumed", steps=STEPS)
     assert_same_state(tmp_path / "straight", tmp_path / "resumed")
@@ -238,10 +238,10 @@ def test_other_save_rules_are_refused(text):
 
 @pytest.mark.parametrize(
     ("every", "keep", "saved"),
-    [("5", 2, {10, 12}), ("never", 2, set()), ("epoch", 1, {12}), ("1, 60s", 3, {10, 11, 12})],
+    [("5", 2, {10, 12}), ("never", 2, set()), ("epoch", 1, {12}), ("1/60s", 3, {10, 11, 12})],
 )
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved):
-    train(tmp_path, checkpoint_every=every, keep=keep)
+    train(tmp_path, checkpoints=f"every={every},keep={keep}")
     best = max(read_metrics(tmp_path).epochs, key=lambda epoch: (epoch.test_accuracy, -epoch.epoch)).step
     told = check_run(tmp_path)["best"]
     if every == "never":
@@ -256,7 +256,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved
 def test_seconds_save_too(tmp_path, monkeypatch):
     clock = iter(range(0, 100_000, 7))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    train(tmp_path, epochs=1, checkpoint_every="10s", keep=9)
+    train(tmp_path, epochs=1, checkpoints="every=10s,keep=9")
     assert len(saved_steps(tmp_path)) >= 3
 
 
@@ -265,7 +265,7 @@ def test_seconds_save_too(tmp_path, monkeypatch):
 
 def diverge(world, directory, options):
     with pytest.raises(TrainingError) as caught:
-        train(Path(directory), fault="NAN@1:5", checkpoint_every="1", **options)
+        train(Path(directory), fault="NAN@1:5", checkpoints="every=1", **options)
     return str(caught.value)
 
 
@@ -283,7 +283,7 @@ def test_three_bad_steps_end_the_run_on_all_workers_and_the_last_good_checkpoint
 
 def test_without_the_guard_no_bad_step_is_saved(tmp_path):
     with pytest.raises(TrainingError):
-        train(tmp_path, fault="NAN@0:5", checkpoint_every="1", guard=False, keep=1)
+        train(tmp_path, fault="NAN@0:5", checkpoints="every=1,keep=1", guard=False)
     newest = load_checkpoint(tmp_path)
     assert newest.step == 4
     assert all(torch.isfinite(value).all() for value in newest.model.values())
@@ -316,7 +316,7 @@ def test_a_request_that_fails_has_replaced_nothing(straight, tmp_path):
 def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
     with small_disk(tmp_path / "disk", kilobytes=600) as disk:
         with pytest.raises(RunDirectoryError) as caught:
-            train(disk / "run", epochs=500, checkpoint_every="1", keep=500, plan="none")
+            train(disk / "run", epochs=500, checkpoints="every=1,keep=500", plan="none")
         assert "full" in str(caught.value).lower()
         assert "resume" in caught.value.fix
         newest = latest_checkpoint(disk / "run" / "checkpoints")
@@ -325,7 +325,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
         for old in list_checkpoints(disk / "run" / "checkpoints")[:-1]:
             (old / "model.pt").unlink()
             (old / "training.pt").unlink()
-        assert train(disk / "run", steps=step + 2, resume=True, keep=1) == 0
+        assert train(disk / "run", steps=step + 2, resume=True, checkpoints="keep=1") == 0
         assert check_run(disk / "run", steps=step + 2)["resumed_from"] == step
 
 
