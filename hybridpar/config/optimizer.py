@@ -154,6 +154,8 @@ class OptimizerConfig:
     """Number of epochs."""
     steps: Annotated[int | None, AT_LEAST_1] = None
     """Stop after this many steps in all, whatever --epochs says."""
+    test_every: Annotated[int, AT_LEAST_1] = 1
+    """Epochs from one test of the model to the next; it is tested after the last one in any case."""
     optimizer: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "sgd"
     """sgd, adamw or another of torch.optim in lower case, or timm/NAME (lamb, lion, ...), with arguments, as
     `sgd:momentum=0.9,nesterov` or `adamw:betas=0.9/0.95`. For each: `decay_all`, `no_decay=*.pos_embed`,

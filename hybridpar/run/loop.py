@@ -21,6 +21,7 @@ from hybridpar.run.data import untested
 from hybridpar.run.part import Run
 from hybridpar.run.step import Step, measured_step
 from hybridpar.run.timings import RunningMean
+from hybridpar.train.evaluation import Evaluation
 from hybridpar.train.step_result import StepResult
 
 
@@ -63,7 +64,7 @@ def train_epochs(run: Run, stop: StopRequest) -> None:
             run.note(run.trainer.records(step.record, run.progress.warn))
             for part in run.parts:
                 part.step(run, step)
-        if run.stopping or (run.trainer.leads and test(run, epoch, began)):
+        if run.stopping or (run.trainer.leads and end_epoch(run, epoch, began)):
             break
     if run.stopping:
         run.save()
@@ -95,29 +96,40 @@ def train_steps(run: Run, epoch: int, batches: Iterator[Batch], stop: StopReques
         yield measured_step(result, data_ms, epoch, run.clock)
 
 
-def test(run: Run, epoch: int, began: float) -> bool:
-    """Test at the end of an epoch, or of the run within it; whether that was the last test."""
-    state, trainer, averaged = run.state, run.trainer, None
+def test(run: Run, epoch: int) -> tuple[Evaluation | None, Evaluation | None]:
+    """Test the model and its moving average after an epoch, as far as it is time and there are such."""
+    trainer, averaged = run.trainer, None
+    if (epoch + 1) % run.config.test_every and epoch < run.epochs - 1 and trainer.steps_done < run.total:
+        return None, None
     with run.clock.away(), outside("testing"):
         evaluation = trainer.evaluate(run.samples.test)
         if run.config.model_ema is not None:
             with trainer.averaged():
                 averaged = trainer.evaluate(run.samples.test)
+    if (news := untested(evaluation.samples, run.samples.test.total)) is not None:
+        run.progress.warn(news)
+    return evaluation, averaged
+
+
+def end_epoch(run: Run, epoch: int, began: float) -> bool:
+    """Test at the end of an epoch, or of the run within it; whether that was the last one."""
+    state, trainer = run.state, run.trainer
+    evaluation, averaged = test(run, epoch)
     last = epoch == run.epochs - 1
     if trainer.independent:  # the answer to a push may tell of steps past the end of an epoch
         last = trainer.steps_done >= run.total
         epoch, ended = (run.epochs if last else state.epoch) - 1, state.epoch > epoch
     elif ended := state.epoch_step >= run.samples.per_epoch:  # --steps may end within an epoch
         state.epoch, state.epoch_step = epoch + 1, 0
-    if ended:
+    if ended and evaluation is not None:
         trainer.note_metric(evaluation.accuracy)
     seconds, losses, state.losses = time.monotonic() - began, state.losses, RunningMean()
-    end = EpochRecord(epoch, trainer.steps_done, evaluation.accuracy, evaluation.loss, losses.value, seconds)
+    end = EpochRecord(epoch, trainer.steps_done, None, None, losses.value, seconds)
+    if evaluation is not None:
+        end = replace(end, test_accuracy=evaluation.accuracy, test_loss=evaluation.loss)
     if averaged is not None:
         end = replace(end, ema_test_accuracy=averaged.accuracy, ema_test_loss=averaged.loss)
     state.tested.append(end)
     for part in run.parts:
         part.epoch(run, end, last=last)
-    if (news := untested(evaluation.samples, run.samples.test.total)) is not None:
-        run.progress.warn(news)
     return last

@@ -39,6 +39,10 @@ def epochs_of(*accuracies: float, losses: tuple[float, ...] = ()) -> list[EpochR
         ("every=often", "60s"),
         ("every=epoch/never", "60s"),
         ("every=0", "60s"),
+        ("every=-5", "60s"),
+        ("every=0s", "60s"),
+        ("every=5 m", "60s"),
+        ("every=1.5s", "60s"),
     ],
 )
 def test_other_rules_are_refused(text, said):

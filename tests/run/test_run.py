@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hybridpar.run.save_rule import SaveRule
 
 from hybridpar import Trainer
 from hybridpar.config import TrainConfig
@@ -228,14 +227,6 @@ def test_a_scripts_checkpoint_has_no_place_in_the_data(tmp_path):
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("text", ["", "0", "-5", "0s", "epoch,never", "5 m", "1.5s"])
-def test_other_save_rules_are_refused(text):
-    with pytest.raises(UsageError) as caught:
-        SaveRule.parse(text)
-    assert repr(text) in caught.value.what
-    assert "60s" in caught.value.why
-
-
 @pytest.mark.parametrize(
     ("every", "keep", "saved"),
     [("5", 2, {10, 12}), ("never", 2, set()), ("epoch", 1, {12}), ("1/60s", 3, {10, 11, 12})],
@@ -251,6 +242,17 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved
         assert told["step"] == best
         assert (tmp_path / told["checkpoint"] / "model.pt").exists()
     assert set(saved_steps(tmp_path)) == saved
+
+
+def test_the_model_is_tested_every_so_many_epochs_and_after_the_last(tmp_path):
+    train(tmp_path, epochs=5, test_every=2, model_ema=0.9, checkpoints="every=epoch,keep=9")
+    epochs = read_metrics(tmp_path).epochs
+    assert [end.epoch for end in epochs if end.test_accuracy is not None] == [1, 3, 4]
+    assert [end.epoch for end in epochs if end.ema_test_loss is not None] == [1, 3, 4]
+    assert [end.epoch for end in epochs] == [0, 1, 2, 3, 4]
+    assert len(saved_steps(tmp_path)) == 5
+    train(tmp_path, epochs=6, test_every=9, resume=True)
+    assert [end.epoch for end in read_metrics(tmp_path).epochs if end.test_accuracy is not None] == [1, 3, 4, 5]
 
 
 def test_seconds_save_too(tmp_path, monkeypatch):
