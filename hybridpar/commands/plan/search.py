@@ -160,14 +160,16 @@ def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> Non
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("plan", overflow="fold")
-    for title in ("step ms", *PARTS.values(), "GB"):
+    shown = rows(answer)
+    scored = any(row.outcome is not None and row.outcome.score != row.outcome.step_ms for row in shown)
+    for title in ("step ms", *PARTS.values(), *["to the same loss ms"] * scored, "GB"):
         table.add_column(title, justify="right")
     table.add_column("verdict", overflow="fold")
-    for row in rows(answer):
+    for row in shown:
         if row.outcome is None or row.parts is None:
-            table.add_row(row.name, *["-"] * (len(PARTS) + 2), row.verdict)
+            table.add_row(row.name, *["-"] * (len(PARTS) + 2 + scored), row.verdict)
             continue
-        figures = [row.parts.step, *(getattr(row.parts, name) for name in PARTS)]
+        figures = [row.parts.step, *(getattr(row.parts, name) for name in PARTS), *[row.outcome.score] * scored]
         memory = f"{row.outcome.memory_bytes / 1e9:,.2f}"
         table.add_row(row.name, *(f"{value:,.1f}" for value in figures), memory, row.verdict)
     console.print(table)
