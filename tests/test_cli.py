@@ -101,7 +101,7 @@ def test_the_help_of_a_command_shows_no_default_that_says_nothing(capsys):
 
 def test_none_unsets_what_a_preset_sets():
     parse = find_command("train").parse
-    assert parse("train", ["m", "--weights", "none", "--drop_rate=none", "--compress", "none"]) == Train(model="m")
+    assert parse("train", ["m", "--weights", "none", "--drop=none", "--compress", "none"]) == Train(model="m")
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
@@ -133,7 +133,7 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
         (["resnet18", "--checkpoint-every", "often"], ["'often'", "60s"]),
         ([*SMALL_NET, "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),
         ([*SMALL_NET, "--batch-size", "8", "--micro-batches", "6"], ["Use --batch-size 12 or more"]),
-        (["mobilenet_v2", "--stem", "cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
+        (["mobilenet_v2", "--model-arg", "stem=cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
         (["resnet18", "--nesterov", "--momentum", "0"], ["--nesterov", "momentum"]),
     ],
 )

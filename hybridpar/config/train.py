@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Synthetic, data_set_kind, unless
+from hybridpar.config.data import DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.ranges import check_ranges, numbers_of
 from hybridpar.config.recipe import RATE, RecipeConfig, refuse
@@ -267,7 +267,6 @@ class TrainConfig(
     SyncConfig,
     PipelineConfig,
     OptimizerConfig,
-    AugmentConfig,
     DataConfig,
     ModelConfig,
 ):
@@ -310,8 +309,7 @@ class TrainConfig(
         """
         check_ranges(self)
         check_optimizer(self)
-        if data_set_kind(self.data) == "synthetic":
-            Synthetic.read(self.data)
+        _ = self.data_options, self.images, self.augmentation, self.mixing, self.drop_rates  # each is read, or refused
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
         check_conflicts(self)
@@ -361,7 +359,7 @@ class TrainConfig(
 
 #: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
 GROUPS: dict[str, tuple[type, ...]] = {
-    "Model and data": (ModelConfig, DataConfig, AugmentConfig),
+    "Model and data": (ModelConfig, DataConfig),
     "Optimisation": (OptimizerConfig,),
     "Parallelism": (PipelineConfig,),
     "Gradient exchange": (SyncConfig, RecipeConfig),

@@ -25,6 +25,7 @@ from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.config.data import without_download
 from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import CheckpointError, HybridparError
@@ -133,6 +134,7 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
                 with before_the_start():
                     progress.prepare("loading the data set and the model")
                     data = load_data(config, world)
+                    config = replace(config, data=without_download(config.data))  # it is there
                     run = Run(config, model_name, world, data, rule, progress, given, changes)
                 with run.trainer:
                     code = run.say_finished() if run.is_over else run.execute()
@@ -280,7 +282,7 @@ class Run(RunLog):
                     config.parts_per_step(plan.pipeline.micro_batches),
                 ),
                 idle=plan.sync.batch_norm != "sync",
-                in_pairs=config.mixes,
+                in_pairs=config.mixing.is_on,
                 wait=self.trainer.wait,
             )
         self.kernels = self._prepare_kernels(plan)

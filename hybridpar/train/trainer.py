@@ -157,7 +157,7 @@ class Trainer:
                 "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
                 "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
             )
-        if self.config.mixes and classes is None:
+        if self.config.mixing.is_on and classes is None:
             raise UsageError(
                 "a Trainer that mixes batches, without the number of classes",
                 "The targets of mixup and cutmix have a value for each class.",
@@ -199,7 +199,7 @@ class Trainer:
             self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
             if loss is None:
-                loss = OutputLoss(make_loss(self.config, several_labels=several_labels, mixed=self.config.mixes))
+                loss = OutputLoss(make_loss(self.config, several_labels=several_labels, mixed=self.config.mixing.is_on))
                 self._single_label = self.config.loss == "auto" and not several_labels
             self._loss = as_sum(loss)
             count = getattr(self._loss, "count", None)
@@ -209,7 +209,7 @@ class Trainer:
             self._plateau = Plateau(self.config.peak_lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
             self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
-            self._mixes, self._is_staged = self.config.mixes, self.plan.is_staged
+            self._mixes, self._is_staged = self.config.mixing.is_on, self.plan.is_staged
         except BaseException as error:
             self._put_back_threads()
             if self._owns_lanes:
@@ -428,7 +428,7 @@ class Trainer:
         epoch = (done if self.pace is None else self.pace.first_steps(done)) / self.steps_per_epoch
         assert self._classes is not None
         place = config.seed, done, epoch
-        return mix_step(placed, config, *place, classes=self._classes, smoothing=config.label_smoothing)
+        return mix_step(placed, config.mixing, *place, classes=self._classes, smoothing=config.label_smoothing)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self._channels_last and tensor.ndim == 4:

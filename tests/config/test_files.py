@@ -48,12 +48,13 @@ def test_a_message_about_a_wrong_option_does_not_name_the_model(words: list[str]
 def test_every_kind_of_value(tmp_path: Path) -> None:
     file = write(
         tmp_path,
-        'model = "resnet18"\nguard = false\nnesterov = true\ndownload = false\nbetas = [0.25, 0.5]\n'
+        'model = "resnet18"\nguard = false\nnesterov = true\nimage-size = 64\ndrop = 0.25\nbetas = [0.25, 0.5]\n'
         'sync = "outer:4,delay=2"\nmodel-ema = 0.99\n'
         'data-root = "/x y"\nclip-norm = 1\nplan = "none"\nweight-decay = -0.0\n',
     )
     train = parsed("--config", file)
-    assert (train.guard, train.nesterov, train.download, train.betas) == (False, True, False, (0.25, 0.5))
+    assert (train.guard, train.nesterov, train.betas) == (False, True, (0.25, 0.5))
+    assert (train.image_size, train.drop) == (64, 0.25)
     assert (train.sync, train.model_ema) == ("outer:4,delay=2", "0.99")
     assert (train.data_root, train.clip_norm, train.plan) == (Path("/x y"), 1.0, "none")
 
@@ -131,7 +132,7 @@ def test_rates_of_presets_are_those_of_their_sources(name: str, rates: dict[int,
         ("lr = 1.1.1\n", ("a.toml", "line 1")),
         ("lr = {a = 1}\n", ("unknown table [lr]",)),
         ("[optimisation]\nlr = {a = 1}\n", ("line 2", "lr cannot be a table")),
-        ("stem = 'imagnet'\n", ("line 1", "stem cannot be")),
+        ("loss = 'bcee'\n", ("line 1", "loss cannot be")),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, said: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ def test_ranges_are_of_options_and_allow_their_defaults():
     check_ranges(TrainConfig())
 
 
-@pytest.mark.parametrize("option", [{"lr": "abc"}, {"momentum": None, "scale": (1.0,)}, {"betas": 0.9}])
+@pytest.mark.parametrize("option", [{"lr": "abc"}, {"momentum": "x"}, {"betas": 0.9}])
 def test_a_value_of_another_type_is_refused(option):
     with pytest.raises(UsageError, match="It must be"):
         check_ranges(TrainConfig(**option))

@@ -30,7 +30,6 @@ WRONG = [
     ("bucket_mb", 0.0),
     ("timeout", 0.0),
     ("keep", 0),
-    ("image_size", 4),
     ("loader_workers", -1),
 ]
 
