@@ -101,8 +101,8 @@ def test_the_help_of_a_command_shows_no_default_that_says_nothing(capsys):
 
 def test_none_unsets_what_a_preset_sets():
     parse = find_command("train").parse
-    assert parse("train", ["m", "--weights", "none", "--drop_rate=none", "--compress", "none"]) == Train(
-        model="m", given=frozenset({"weights", "drop_rate", "compress"})
+    assert parse("train", ["m", "--weights", "none", "--drop=none", "--compress", "none"]) == Train(
+        model="m", given=frozenset({"weights", "drop", "compress"})
     )
 
 
@@ -132,10 +132,10 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
         (["tests.small_nets:plane"], ["no factory 'plane'", "Did you mean plain"]),
         (["tests.small_nets:broken"], ["tests.small_nets:broken failed: IndexError", 'nets.py", line', "--debug"]),
         (["resnet18", "--lr=-1"], ["--lr is -1.0", "greater than 0"]),
-        (["resnet18", "--checkpoints", "every=often"], ["every=often", "60s"]),
+        (["resnet18", "--checkpoints", "often"], ["--checkpoints often", "60s"]),
         ([*SMALL_NET, "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),
         ([*SMALL_NET, "--batch-size", "8", "--micro-batches", "6"], ["Use --batch-size 12 or more"]),
-        (["mobilenet_v2", "--stem", "cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
+        (["mobilenet_v2", "--model-arg", "stem=cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
         (["resnet18", "--optimizer", "sgd:nesterov,momentum=0"], ["sgd:nesterov,momentum=0", "needs momentum"]),
     ],
 )
@@ -185,7 +185,7 @@ def photos(tmp_path):
 
 def test_a_killed_loader_process_of_the_only_worker_exits_with_1_and_resumes(call, tmp_path, photos, monkeypatch):
     arguments = small_arguments(tmp_path / "run", "--data=folder", f"--data-root={photos}", "--batch-size=2")
-    arguments += ["--loader-workers=1", "--checkpoints=every=1"]
+    arguments += ["--loader-workers=1", "--checkpoints=1"]
     step, others = Trainer.step, multiprocessing.active_children()
 
     def killing(trainer, *given, **options):

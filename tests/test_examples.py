@@ -18,6 +18,7 @@ from PIL import Image
 
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train, check_names
+from hybridpar.config.data import images_over
 from hybridpar.observe import plots, read_metrics
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.run.run import run_training
@@ -166,7 +167,8 @@ def test_recipes_train(path: Path, flowers: Path, tmp_path: Path, monkeypatch: p
     there = read_recipe(path, f"--data-root={flowers}")
     check_names(there, there.model)  # its data may not be on this machine
     size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 40
-    small = ["--batch-size=8", f"--image-size={size}", f"--test-image-size={size}", "--steps=2", "--loader-workers=0"]
+    images = images_over(as_published.image_size, f"{size},test={size}")
+    small = ["--batch-size=8", f"--image-size={images}", "--steps=2", "--loader-workers=0"]
     alone = ["--plan=none", "--nproc=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]
     model = [LIGHT[path.stem]] if path.stem in LIGHT else []
     options = read_recipe(path, *small, *alone, *model, "--data=folder", f"--data-root={flowers}")

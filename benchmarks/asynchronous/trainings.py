@@ -87,7 +87,7 @@ def train(way: str, seed: int, arguments: Sequence[str]) -> dict[str, Any]:
     workers, own = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         command = ["hybridpar", "train", *arguments, "--nproc", str(workers), *own, "--seed", str(seed)]
-        options = ["--run-dir", folder, "--overwrite", "--checkpoints", "every=never"]
+        options = ["--run-dir", folder, "--overwrite", "--checkpoints", "never"]
         done = subprocess.run([sys.executable, "-m", *command, *options], capture_output=True, text=True, check=False)
         if done.returncode:
             raise HybridparError(f"{' '.join(command)} ended with {done.returncode}", done.stderr.strip()[-2000:])

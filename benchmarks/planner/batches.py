@@ -52,7 +52,7 @@ class Job:
                     self.model,
                     *words,
                     f"--run-dir={folder}/run",
-                    "--checkpoints=every=never",
+                    "--checkpoints=never",
                 ],
                 env={**os.environ, "HYBRIDPAR_CACHE": f"{folder}/cache"},
                 preexec_fn=lambda: procs.write_text(str(os.getpid())),

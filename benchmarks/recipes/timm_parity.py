@@ -46,14 +46,14 @@ IMAGES, TESTED = 200, 16
 
 #: Both recipes on small images and batches, in float32, with rates by step, so that they run on a laptop.
 SMALL = (
-    "--batch-size 16 --image-size 64 --test-image-size 96 --epochs 5 --plan none --amp none "
+    "--batch-size 16 --image-size 64,test=96 --epochs 5 --plan none --amp none "
     "--lr-schedule cosine:min=1e-6,warmup_lr=1e-5"
 )
 
 RECIPES = {
     "a3": f"timm/resnet18 --preset a3 {SMALL} --lr 7e-4",
     "ema": f"timm/resnet18 {SMALL} --optimizer adamw --lr 1e-4 --weight-decay 0.05 --loss ce:smoothing=0.1 "
-    "--augment timm/rand-m9-mstd0.5-inc1 --mixup 0.2 --cutmix 1.0 "
+    "--augment timm:rand-m9-mstd0.5-inc1 --mix mixup=0.2,cutmix=1 "
     "--model-ema 0.99,warmup",
 }
 
@@ -90,8 +90,8 @@ def batches_of(options: TrainConfig, steps: int) -> tuple[list[tuple[Tensor, Ten
         workers=1,
         micro_batches=1,
         loader_workers=0,
-        in_pairs=options.mixes,
-        repeats=options.repeats,
+        in_pairs=options.mixing.is_on,
+        repeats=options.augmentation.repeats,
     )
     made: list[tuple[Tensor, Tensor]] = []
     for epoch in range(options.epochs):
@@ -134,7 +134,12 @@ def timms(
         t_in_epochs=False,
     )
     asked = options.criterion
-    mixup = Mixup(options.mixup, options.cutmix, switch_prob=0.5, label_smoothing=asked.smoothing, num_classes=classes)
+    mixup = Mixup(
+        *(options.mixing.mixup, options.mixing.cutmix),
+        switch_prob=0.5,
+        label_smoothing=asked.smoothing,
+        num_classes=classes,
+    )
     loss_fn: nn.Module = SoftTargetCrossEntropy()
     if isinstance(asked, Binary) and not isinstance(asked, Automatic):
         loss_fn = BinaryCrossEntropy(target_threshold=asked.threshold)
@@ -178,7 +183,7 @@ def recorded_draw(options: TrainConfig, step: int, size: Any) -> tuple[float, bo
         return box_around(own, row, column, size)
 
     with mock.patch.object(module, "box_around", note):
-        draw = draw_mix(options, options.seed, step, tuple(size))
+        draw = draw_mix(options.mixing, options.seed, step, tuple(size))
     return seen[0] if seen else (draw.own, False, ())
 
 

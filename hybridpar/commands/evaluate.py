@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from hybridpar.commands import register_command
+from hybridpar.config import TrainConfig
 from hybridpar.config.trained import RunArgument, TrainedOptions
 from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, note_orderly_end, prepare_worker
@@ -44,10 +45,11 @@ class Evaluate(TrainedOptions):
     force: bool = False
     """Replace such files that are there."""
 
-    def changes(self) -> dict[str, Any]:
-        """What is otherwise than in the run, by names of options of `hybridpar train`."""
-        own = {name: getattr(self, name) for name in ("batch_size", "loader_workers", "amp")}
-        return {**super().changes(), **{name: value for name, value in own.items() if value is not None}}
+    def changed(self, config: TrainConfig) -> TrainConfig:
+        """The options of a run, or those by default, with what is otherwise."""
+        options = {name: getattr(self, name) for name in ("batch_size", "loader_workers", "amp")}
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(super().changed(config), **given)
 
 
 @register_command(

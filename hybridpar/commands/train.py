@@ -27,7 +27,7 @@ from hybridpar.registry import Registry, names_in_source
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
     *("config", "preset"),
-    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment", "mixup"),
+    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment", "mix"),
     *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_grad"),
     *("nproc", "stages", "replicas", "micro_batches", "schedule"),
     *("compress", "sync"),
@@ -196,7 +196,7 @@ def check_names(command: TrainConfig, model: str) -> None:
 
     A codec with options, and a policy, is the exception: only the codec itself can check them.
     """
-    from hybridpar.config.data import TORCHVISION_SETS, data_set_kind
+    from hybridpar.config.data import TORCHVISION_SETS, data_name, data_set_kind
     from hybridpar.models import check_model_name, parse_arguments
 
     check_model_name(model)
@@ -208,12 +208,13 @@ def check_names(command: TrainConfig, model: str) -> None:
             check_file(Path(command.weights))
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     is_here = not isinstance(command, NodeOptions) or command.hosts is None
-    if command.data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
+    data = data_name(command.data)
+    if data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
         raise UsageError(
             f"--data-root {command.data_root}: there is no such folder",
-            f"--data {command.data} reads the images there.",
+            f"--data {data} reads the images there.",
             "Name the directory that holds train/CLASS/ and test/CLASS/ (or val/CLASS/)."
-            if command.data == "folder"
+            if data == "folder"
             else "Name a table, as FILE.csv, or the directory that holds train.csv and test.csv.",
         )
     if command.log:

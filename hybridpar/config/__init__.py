@@ -3,12 +3,11 @@
 They are frozen dataclasses: Python users fill them in, and the command line is made from them.
 """
 
-from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig
+from hybridpar.config.data import DataConfig, ModelConfig
 from hybridpar.config.optimizer import OptimizerConfig
 from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig
 
 __all__ = [
-    "AugmentConfig",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",

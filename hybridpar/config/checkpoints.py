@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from hybridpar.errors import check
-from hybridpar.spec import AT_LEAST_1, read_fields
+from hybridpar.spec import AT_LEAST_1, UNNAMED, read_fields
 
 #: A figure of an epoch that can be followed.
 Metric = Literal["test_accuracy", "test_loss", "train_loss", "ema_test_accuracy", "ema_test_loss"]
@@ -16,7 +16,7 @@ Metric = Literal["test_accuracy", "test_loss", "train_loss", "ema_test_accuracy"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """`every=epoch/60s,keep=2,best=3,by=test_loss,stop=5`: when a run saves, and what stays.
+    """`epoch/60s,keep=2,best=3,by=test_loss,stop=5`: when a run saves, and what stays.
 
     Attributes:
         every: `epoch`, a number of steps as `200`, seconds as `60s`, or several of these; or `never`.
@@ -26,7 +26,7 @@ class Checkpoints:
         stop: End the run after so many epochs without a better one; None: never.
     """
 
-    every: tuple[str, ...] = ("epoch", "60s")
+    every: Annotated[tuple[str, ...], UNNAMED] = ("epoch", "60s")
     keep: Annotated[int, AT_LEAST_1] = 2
     best: Annotated[int, AT_LEAST_1] = 1
     by: Metric = "test_accuracy"
@@ -36,9 +36,9 @@ class Checkpoints:
         is_known = all(re.fullmatch(r"epoch|[1-9]\d*s?", part) for part in self.every) or self.never
         check(
             is_known,
-            f"--checkpoints every={'/'.join(self.every)}",
+            f"--checkpoints {'/'.join(self.every)}",
             "It must be epoch, a number of steps as 200, seconds as 60s, several of these parted by /, or never.",
-            "Write for instance --checkpoints every=epoch/60s.",
+            "Write for instance --checkpoints epoch/60s.",
         )
 
     @property

@@ -15,9 +15,8 @@ import tyro
 
 from hybridpar.config.checkpoints import Checkpoints, read_checkpoints
 from hybridpar.config.conflicts import check_conflicts, check_gradients, check_unequal
-from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Synthetic, data_set_kind, unless
+from hybridpar.config.data import DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
-from hybridpar.config.ranges import check_ranges, numbers_of
 from hybridpar.config.rates import read_rate
 from hybridpar.config.sync import ONEBIT_RATE, AllReduce, Exchange, Local, OneBit, Outer, ParameterServers, read_sync
 from hybridpar.errors import UsageError
@@ -122,7 +121,7 @@ class PipelineConfig:
         Raises:
             UsageError: It is neither a word nor a list of numbers, or they sum to nothing.
         """
-        shares = numbers_of(self.shares)
+        shares = _numbers(self.shares)
         if shares is not None and not (sum(shares) > 0 and all(0 <= share < math.inf for share in shares)):
             raise UsageError(
                 f"--shares is {self.shares}",
@@ -227,8 +226,8 @@ class RunConfig:
     """Go on from the last whole checkpoint of the run directory."""
     resume_from: Path | None = None
     """Start from this checkpoint (a step-N directory) of any run with the same model."""
-    checkpoints: Annotated[str, tyro.conf.arg(metavar="KEY=VALUE,...")] = "every=epoch/60s,keep=2"
-    """When to save: `every=epoch`, a number of steps, seconds as `60s`, several with / between them, or `never`; how
+    checkpoints: Annotated[str, tyro.conf.arg(metavar="[WHEN][,KEY=VALUE,...]")] = "epoch/60s,keep=2"
+    """When to save: `epoch`, a number of steps, seconds as `60s`, several with / between them, or `never`; how
     many of the last to keep (`keep`) and of the best (`best=3,by=test_loss`); with `stop=5` the run ends after so many
     epochs without a better one."""
     overwrite: bool = False
@@ -275,7 +274,6 @@ class TrainConfig(
     SyncConfig,
     PipelineConfig,
     OptimizerConfig,
-    AugmentConfig,
     DataConfig,
     ModelConfig,
 ):
@@ -332,10 +330,8 @@ class TrainConfig(
             UsageError: A value is out of range, with the rule it breaks.
         """
         check_rules(self)
-        check_ranges(self)
         check_optimizer(self)
-        if data_set_kind(self.data) == "synthetic":
-            Synthetic.read(self.data)
+        _ = self.data_options, self.images, self.augmentation, self.mixing, self.drop_rates  # each is read, or refused
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
         if self.saving.by.startswith("ema_") and self.model_ema is None:
@@ -373,9 +369,20 @@ class TrainConfig(
         return self.shares.strip() == "equal" and not (self.cuda_graph or self.select_batch)
 
 
+def _numbers(text: str) -> tuple[float, ...] | None:
+    """The numbers of an option such as `1,2`; None for `equal` and `auto`, and empty for anything else."""
+    said = text.strip()
+    if said in ("equal", "auto"):
+        return None
+    try:
+        return tuple(map(float, said.split(",")))
+    except ValueError:
+        return ()
+
+
 #: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
 GROUPS: dict[str, tuple[type, ...]] = {
-    "Model and data": (ModelConfig, DataConfig, AugmentConfig),
+    "Model and data": (ModelConfig, DataConfig),
     "Optimisation": (OptimizerConfig,),
     "Parallelism": (PipelineConfig,),
     "Gradient exchange": (SyncConfig,),

@@ -40,7 +40,7 @@ def _caltech101(config: DataConfig) -> ImageData:
     """
     root = config.data_root.resolve()
     directory = root / "caltech101" / "101_ObjectCategories"
-    if config.download:
+    if config.data_options.download:
         with one_download("caltech101", root):
             torchvision.datasets.Caltech101(root, download=True)
     if not directory.is_dir():
@@ -60,7 +60,7 @@ def _caltech101(config: DataConfig) -> ImageData:
         raise DataError(
             f"the class {names[int(sizes.argmin())]!r} of caltech101 has 1 image in {directory}",
             "A class needs one image for training and one for testing.",
-            f"Remove {directory} and run again with --download.",
+            f"Remove {directory} and run again with --data caltech101,download.",
         )
     train_counts = [min(CALTECH101_TRAIN_PER_CLASS, int(size) - 1) for size in sizes]
     chosen = split_by_class(np.array(labels), train_counts, FIXED_SEED)

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from hybridpar.config import DataConfig
+from hybridpar.config.data import HubOptions, data_name, samples_of
 from hybridpar.data.decode import open_image
 from hybridpar.data.downloads import one_download
 from hybridpar.data.file_sets import some
@@ -50,13 +51,13 @@ class HubImages(DecodedImages):
 def _hub(config: DataConfig) -> ImageData:
     """NAME as `datasets.load_dataset` takes it, with a configuration behind a colon: `hf/org/name:config`.
 
-    Where --data-root holds what `save_to_disk` wrote, that is read; else the hub's cache, and with --download the hub
+    Where --data-root holds what `save_to_disk` wrote, that is read; else the hub's cache, and with `download` the hub
     itself. `hf/webdataset` reads the tar shards in --data-root, train*.tar and test*.tar. The column of images is found
     by its type, that of labels by its type or as `label`. Without a test part, 80 % of the images of each class are for
     training, always the same ones.
     """
-    name = config.data.removeprefix("hf/")
-    if not name or name == config.data:
+    name = data_name(config.data).removeprefix("hf/")
+    if name in ("", "hf"):
         raise UsageError(f"--data {config.data}", "The name of the data set follows: hf/NAME.", "Use --data hf/NAME.")
     ignored: list[str] = []
     parts = _parts(name, config, ignored)
@@ -71,7 +72,7 @@ def _hub(config: DataConfig) -> ImageData:
         targets = [targets[0][indices] for indices in chosen]
     labelled = list(zip(raw, targets, strict=True))
     return decoded_data(
-        config.data,
+        samples_of(config.data),
         names,
         config,
         lambda use: [HubImages(part, image, found, **use) for part, found in labelled],
@@ -89,18 +90,19 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
             fix="Install it: pip install 'hybridpar[hf]'",
         ) from error
     root = config.data_root.resolve()
-    hub, _, configuration = name.partition(":")
+    options = config.data_options
+    assert isinstance(options, HubOptions)
     try:
         if any((root / file).is_file() for file in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(str(root))
         elif name == "webdataset":
             found = _shards(root)
-        elif config.download:
-            with one_download(hub.replace("/", "--"), root):
-                found = datasets.load_dataset(hub, configuration or None)
+        elif options.download:
+            with one_download(name.replace("/", "--"), root):
+                found = datasets.load_dataset(name, options.configuration)
         else:
             found = datasets.load_dataset(
-                hub, configuration or None, download_config=datasets.DownloadConfig(local_files_only=True)
+                name, options.configuration, download_config=datasets.DownloadConfig(local_files_only=True)
             )
     except DataError:
         raise
@@ -108,7 +110,7 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
         raise DataError(
             f"cannot load {config.data}: {' '.join(str(error).split()) or type(error).__name__}",
             "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it.",
-            "Run again with --download, or name the directory of a copy with --data-root.",
+            f"Run again with --data {samples_of(config.data)},download, or name a copy with --data-root.",
         ) from error
     if not isinstance(found, dict):
         return [found]

@@ -115,7 +115,7 @@ def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) 
     size = facts.test_size
     _, prepare = imagenet_transforms(size, config, facts.mean)
     if facts.whole:
-        mode = interpolation_of(config.interpolation or DEFAULT_INTERPOLATION)
+        mode = interpolation_of(config.images.interpolation or DEFAULT_INTERPOLATION)
         prepare = v2.Compose([v2.Resize(size, mode, antialias=True), v2.CenterCrop(size), v2.PILToTensor()])
     names = [os.path.abspath(file) for file in files]
     source = FileImages(Path("/"), names, range(len(files)), augment=prepare, prepare=prepare)

@@ -43,7 +43,7 @@ def _digits(config: DataConfig) -> ImageData:
     Split into 1,437 training and 360 test images, each digit in proportion, always in the same way. Writers are not
     known, so the same hand may be in both parts. Digits are shifted in training but never mirrored.
     """
-    size = config.image_size or 32
+    size = config.images.size or 32
     images, labels = digit_images(size)
     train, test = split_by_class(labels, proportional_counts(np.bincount(labels), DIGITS_TRAIN), FIXED_SEED)
     return in_memory(
@@ -118,7 +118,7 @@ def _cifar(
     """Krizhevsky 2009. Torchvision checks the MD5 of every file before it unpickles it."""
     root = config.data_root.resolve()
     try:
-        if config.download:
+        if config.data_options.download:
             with one_download(name, root):
                 cifar(root, download=True)
         parts = [cifar(root, train=train) for train in (True, False)]
@@ -133,7 +133,7 @@ def _cifar(
         )
         for part in parts
     ]
-    return in_memory(name, tuple(parts[0].classes), *sources, size=config.image_size or 32, statistics=statistics)
+    return in_memory(name, tuple(parts[0].classes), *sources, size=config.images.size or 32, statistics=statistics)
 
 
 def _cifar_problem(name: str, cifar: type[torchvision.datasets.CIFAR10], root: Path) -> DataError:
@@ -141,7 +141,7 @@ def _cifar_problem(name: str, cifar: type[torchvision.datasets.CIFAR10], root: P
     if not folder.is_dir():
         return DataError(f"{name} is not there: no directory {folder}", fix=download_fix(f"{cifar.base_folder}/"))
     # Torchvision downloads nothing while it finds the image files whole, so what is left must go first.
-    again = f"Remove {folder}, then run again with --download."
+    again = f"Remove {folder}, then run again with --data {name},download."
     for file, md5 in [*cifar.train_list, *cifar.test_list, (cifar.meta["filename"], cifar.meta["md5"])]:
         if not (folder / file).is_file():
             return DataError(f"{name} is not complete: no file {folder / file}", fix=again)
@@ -159,7 +159,8 @@ def _synthetic(config: DataConfig) -> ImageData:
 
     The same whatever --seed says.
     """
-    size, spec = config.image_size or 32, Synthetic.read(config.data)
+    size, spec = config.images.size or 32, config.data_options
+    assert isinstance(spec, Synthetic)
     generator = torch.Generator().manual_seed(FIXED_SEED)
     coarse = torch.rand(spec.classes, 3, 4, 4, generator=generator)
     smooth = functional.interpolate(coarse, (size, size), mode="bilinear", align_corners=False)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridpar.config.data import AugmentConfig
+from hybridpar.config.data import Mixing
 from hybridpar.data.sampling import Draw, counter_hash
 
 
@@ -53,11 +53,11 @@ class MixDraw(NamedTuple):
     box: Box | None = None
 
 
-def draw_mix(config: AugmentConfig, seed: int, step: int, size: tuple[int, int]) -> MixDraw:
+def draw_mix(mixing: Mixing, seed: int, step: int, size: tuple[int, int]) -> MixDraw:
     """The draw of a global batch.
 
     Args:
-        config: `mixup`, `cutmix`, `mix_prob`, `mix_switch`.
+        mixing: How much, how often, and which of the two.
         seed: Seed of the run.
         step: Number of the step, from 0.
         size: Height and width of the images.
@@ -69,10 +69,10 @@ def draw_mix(config: AugmentConfig, seed: int, step: int, size: tuple[int, int])
     """
     key = counter_hash(seed, step, Draw.MIX, np.arange(2))
     random = np.random.Generator(np.random.Philox(key=key))
-    if not config.mixes or random.random() >= config.mix_prob:
+    if not mixing.is_on or random.random() >= mixing.prob:
         return MixDraw()
-    cuts = config.cutmix > 0 and (config.mixup <= 0 or random.random() < config.mix_switch)
-    alpha = config.cutmix if cuts else config.mixup
+    cuts = mixing.cutmix > 0 and (mixing.mixup <= 0 or random.random() < mixing.switch)
+    alpha = mixing.cutmix if cuts else mixing.mixup
     own = float(random.beta(alpha, alpha))
     if not cuts:
         return MixDraw(own)
@@ -125,7 +125,7 @@ def mix(
 
 def mix_step(
     micro_batches: Sequence[tuple[Tensor, Tensor]],
-    config: AugmentConfig,
+    mixing: Mixing,
     seed: int,
     step: int,
     epoch: float,
@@ -137,9 +137,9 @@ def mix_step(
     draw = MixDraw()
     if not micro_batches:
         return []
-    if not config.mix_off_epoch or epoch < config.mix_off_epoch:
+    if not mixing.off or epoch < mixing.off:
         height, width = micro_batches[0][0].shape[-2:]
-        draw = draw_mix(config, seed, step, (height, width))
+        draw = draw_mix(mixing, seed, step, (height, width))
     return [mix(images, targets, draw, classes=classes, smoothing=smoothing) for images, targets in micro_batches]
 
 

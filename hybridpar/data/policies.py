@@ -16,21 +16,12 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from hybridpar.config.data import AugmentConfig
+from hybridpar.config.data import Augmentation, AugMix, AutoAugment, Images, RandAugment, TimmAugment, TrivialAugment
 from hybridpar.data.decode import RandomCrop
 from hybridpar.errors import UsageError, not_installed, shortened
 
 #: How images are resized where neither options nor the weights say it.
 DEFAULT_INTERPOLATION = "bilinear"
-
-#: What stands before a policy of timm.
-TIMM = "timm/"
-
-_AUTO = {
-    "imagenet": v2.AutoAugmentPolicy.IMAGENET,
-    "cifar10": v2.AutoAugmentPolicy.CIFAR10,
-    "svhn": v2.AutoAugmentPolicy.SVHN,
-}
 
 
 def interpolation_of(name: str) -> InterpolationMode:
@@ -38,51 +29,50 @@ def interpolation_of(name: str) -> InterpolationMode:
     return InterpolationMode[name.upper()]
 
 
-def random_crop(size: int, config: AugmentConfig) -> RandomCrop:
+def random_crop(size: int, augmentation: Augmentation, images: Images) -> RandomCrop:
     """A random area at a random aspect ratio, resized (Szegedy et al. 2015)."""
-    name = config.train_interpolation or config.interpolation or DEFAULT_INTERPOLATION
-    return RandomCrop(size, scale=config.scale, ratio=config.ratio, interpolation=name)
+    name = images.train_interpolation or images.interpolation or DEFAULT_INTERPOLATION
+    return RandomCrop(size, scale=augmentation.scale, ratio=augmentation.ratio, interpolation=name)
 
 
 def random_changes(
-    config: AugmentConfig,
+    augmentation: Augmentation,
+    images: Images,
     flip: float,
     size: int,
     mean: Sequence[float],
-    modes: Sequence[str] = ("nearest", "bilinear", "bicubic"),
 ) -> list[Any]:
     """What is done to an image after the crop: mirroring, a policy, colours."""
-    flip = flip if config.hflip is None else config.hflip
+    flip = flip if augmentation.hflip is None else augmentation.hflip
     changes: list[Any] = [v2.RandomHorizontalFlip(flip)] if flip else []
-    if config.vflip:
-        changes.append(v2.RandomVerticalFlip(config.vflip))
-    name, _, arguments = config.augment.partition(":")
-    asked = config.interpolation or DEFAULT_INTERPOLATION
-    mode = interpolation_of(asked if asked in modes else modes[-1])
-    if config.augment.startswith(TIMM):
-        changes.append(TimmPolicy(config.augment.removeprefix(TIMM), size, mean))
-    elif name == "ra":
-        operations, magnitude = map(int, (arguments or "2,9").split(","))
-        changes.append(v2.RandAugment(operations, magnitude, interpolation=mode))
-    elif name == "ta":
-        changes.append(v2.TrivialAugmentWide(interpolation=mode))
-    elif name == "aa":
-        changes.append(v2.AutoAugment(_AUTO[arguments or "imagenet"], interpolation=mode))
-    elif name == "augmix":
-        changes.append(v2.AugMix(interpolation=mode))
-    if config.color_jitter:
-        changes.append(v2.ColorJitter(*(config.color_jitter,) * 3))
+    if augmentation.vflip:
+        changes.append(v2.RandomVerticalFlip(augmentation.vflip))
+    # Policies take no other ones for bytes.
+    mode = interpolation_of("nearest" if images.interpolation == "nearest" else DEFAULT_INTERPOLATION)
+    match augmentation:
+        case TimmAugment(spec=spec):
+            changes.append(TimmPolicy(spec, size, mean))
+        case RandAugment(n=operations, m=magnitude):
+            changes.append(v2.RandAugment(operations, magnitude, interpolation=mode))
+        case TrivialAugment():
+            changes.append(v2.TrivialAugmentWide(interpolation=mode))
+        case AutoAugment(set=learned_on):
+            changes.append(v2.AutoAugment(v2.AutoAugmentPolicy(learned_on), interpolation=mode))
+        case AugMix():
+            changes.append(v2.AugMix(interpolation=mode))
+    if augmentation.color_jitter:
+        changes.append(v2.ColorJitter(*(augmentation.color_jitter,) * 3))
     return changes
 
 
-def random_erasing(config: AugmentConfig, mean: Sequence[float]) -> list[v2.Transform]:
+def random_erasing(augmentation: Augmentation, mean: Sequence[float]) -> list[v2.Transform]:
     """Erasing of a rectangle, which gets the mean colour (Zhong et al. 2020); empty where it is off.
 
     Noise is not for bytes, and comes later: see `hybridpar.data.erasing`.
     """
-    if not config.random_erasing or config.erase_mode != "const":
+    if not augmentation.erase or augmentation.erase_mode != "const":
         return []
-    return [v2.RandomErasing(config.random_erasing, value=[round(255 * one) for one in mean])]
+    return [v2.RandomErasing(augmentation.erase, value=[round(255 * one) for one in mean])]
 
 
 class TimmPolicy:
@@ -95,7 +85,7 @@ class TimmPolicy:
         try:
             module = importlib.import_module("timm.data.auto_augment")
         except ImportError as error:
-            raise not_installed(f"the policy timm/{shortened(spec)} comes with timm", "timm") from error
+            raise not_installed(f"the policy timm:{shortened(spec)} comes with timm", "timm") from error
         colour = tuple(min(255, round(255 * one)) for one in mean)
         moved: dict[str, Any] = {"translate_const": int(size * 0.45)}
         make = module.auto_augment_transform

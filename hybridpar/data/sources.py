@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import USUAL_SIZE, AugmentConfig, data_set_kind
+from hybridpar.config.data import USUAL_SIZE, Augmentation, Images, data_set_kind
 from hybridpar.data.augment import shift_and_flip
 from hybridpar.data.decode import decode, open_image
 from hybridpar.data.erasing import Erased, NoiseErasing
@@ -346,14 +346,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def imagenet_transforms(
-    size: int, config: object = None, mean: Sequence[float] = IMAGENET_MEAN, *, flip: bool = True
+    size: int, config: DataConfig, mean: Sequence[float] = IMAGENET_MEAN, *, flip: bool = True
 ) -> tuple[v2.Compose, v2.Compose]:
     """The usual augmentation and test preparation of ImageNet models (Szegedy et al. 2015; He et al. 2016)."""
-    options = config if isinstance(config, AugmentConfig) else AugmentConfig()
-    changes = random_changes(options, 0.5 if flip else 0.0, size, mean, ("nearest", "bilinear"))
-    augment = v2.Compose([random_crop(size, options), *changes, *random_erasing(options, mean)])
-    mode = interpolation_of(options.interpolation or DEFAULT_INTERPOLATION)
-    resize = v2.Resize(round(size / (options.crop_ratio or CROP_RATIO)), mode, antialias=True)
+    augmentation, images = config.augmentation, config.images
+    changes = random_changes(augmentation, images, 0.5 if flip else 0.0, size, mean)
+    augment = v2.Compose([random_crop(size, augmentation, images), *changes, *random_erasing(augmentation, mean)])
+    mode = interpolation_of(images.interpolation or DEFAULT_INTERPOLATION)
+    resize = v2.Resize(round(size / (images.crop or CROP_RATIO)), mode, antialias=True)
     prepare = v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
     return augment, prepare
 
@@ -374,21 +374,21 @@ class Decoding(TypedDict):
 
 def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
     """What the options say of images that are decoded."""
-    mean = config.mean or IMAGENET_MEAN
+    mean = config.images.mean or IMAGENET_MEAN
     augment, prepare = imagenet_transforms(size, config, mean, flip=flip)
-    if config.test_image_size is not None:
-        _, prepare = imagenet_transforms(config.test_image_size, config, mean)
-    return {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
+    if config.images.test is not None:
+        _, prepare = imagenet_transforms(config.images.test, config, mean)
+    return {"augment": augment, "prepare": prepare, "strict": config.data_options.bad == "error"}
 
 
-def augment_in_memory(data: ImageData, config: AugmentConfig) -> None:
+def augment_in_memory(data: ImageData, augmentation: Augmentation, images: Images) -> None:
     """Let the training images of a data set in memory be changed as options say, after they were shifted."""
     source = data.train
     if not isinstance(source, MemoryImages):
         return
-    source.flip = source.flip and config.hflip is None  # else the probability that is given is used
-    changes = random_changes(config, 0.0, data.sample_shape[-1], data.mean, ("nearest", "bilinear"))
-    changes += random_erasing(config, data.mean)
+    source.flip = source.flip and augmentation.hflip is None  # else the probability that is given is used
+    changes = random_changes(augmentation, images, 0.0, data.sample_shape[-1], data.mean)
+    changes += random_erasing(augmentation, data.mean)
     source.augment = v2.Compose(changes) if changes else None
 
 
@@ -442,7 +442,7 @@ def decoded_data(
     **more: Any,
 ) -> ImageData:
     """A data set whose images are decoded when they are asked for."""
-    size = config.image_size or size
+    size = config.images.size or size
     train, test = parts(decoding(config, size, flip=flip))
     return ImageData(
         name=name, class_names=tuple(class_names), sample_shape=(3, size, size), train=train, test=test, **more
@@ -474,13 +474,13 @@ def load_dataset(config: DataConfig) -> ImageData:
                 "The files of a run and its reports are UTF-8, and name classes and directory.",
                 "Rename it, for instance with convmv.",
             )
-    data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
-    if isinstance(config, AugmentConfig):
-        augment_in_memory(data, config)
-        if config.random_erasing and config.erase_mode != "const":
-            erasing = NoiseErasing(config.random_erasing, config.erase_mode == "pixel", data.sample_shape)
-            data = replace(data, erasing=erasing)
-    return data if config.test_image_size is None else replace(data, test_size=config.test_image_size)
+    augmentation, images = config.augmentation, config.images
+    data = replace(data, mean=images.mean or data.mean, std=images.std or data.std, test_size=images.test)
+    augment_in_memory(data, augmentation, images)
+    if augmentation.erase and augmentation.erase_mode != "const":
+        erasing = NoiseErasing(augmentation.erase, augmentation.erase_mode == "pixel", data.sample_shape)
+        data = replace(data, erasing=erasing)
+    return data
 
 
 def describe_data(data: ImageData) -> str:

@@ -91,7 +91,7 @@ def _load(name: str, config: DataConfig) -> ImageData:
             if pixels is not None
         ]
         statistics = measured_statistics(whole[0][torch.from_numpy(indices[0][:_MEASURED])])
-        return in_memory(name, names, *sources, size=config.image_size or made.size, statistics=statistics)
+        return in_memory(name, names, *sources, size=config.images.size or made.size, statistics=statistics)
     chosen = list(zip(parts, labels, indices, strict=True))
     return decoded_data(
         name, names, config, lambda use: [_decoded(*part, use) for part in chosen], size=made.size, flip=made.flip
@@ -101,10 +101,10 @@ def _load(name: str, config: DataConfig) -> ImageData:
 def _part(name: str, made: TorchvisionSet, arguments: dict[str, Any], config: DataConfig) -> Any:
     """One part of a data set, downloaded where that is wanted."""
     root = config.data_root.resolve()
-    if not config.download and not root.is_dir():  # torchvision would make it
+    if not config.data_options.download and not root.is_dir():  # torchvision would make it
         raise DataError(f"{name} is not there: no directory {root}", fix=download_fix("its files"))
     cls = getattr(torchvision.datasets, made.cls)
-    for package in made.needs.split() if config.download or made.needs != "gdown" else ():
+    for package in made.needs.split() if config.data_options.download or made.needs != "gdown" else ():
         try:
             importlib.import_module(package)
         except ImportError as error:
@@ -114,14 +114,14 @@ def _part(name: str, made: TorchvisionSet, arguments: dict[str, Any], config: Da
             ) from error
     try:
         if not made.downloads:
-            if config.download:
+            if config.data_options.download:
                 raise DataError(
                     f"torchvision cannot download {name}",
                     f"How its files are laid out is told at torchvision.datasets.{made.cls}.",
-                    "Leave out --download, and name the directory that holds them with --data-root.",
+                    "Leave out `download`, and name the directory that holds them with --data-root.",
                 )
             return cls(root, **arguments)
-        if config.download:
+        if config.data_options.download:
             with one_download(name, root):
                 return cls(root, download=True, **arguments)
         return cls(root, download=False, **arguments)

@@ -53,7 +53,11 @@ def build_torchvision_model(name: str, classes: int, args: Mapping[str, object])
     if name in ("googlenet", "inception_v3"):
         # Auxiliary heads return a tuple in training; torchvision's own initialisation takes a minute.
         options.update(aux_logits=False, init_weights=False)
-    options |= _translated(name, kind, args)
+    arguments = dict(args)
+    stem = arguments.pop("stem", "imagenet")
+    if stem not in ("imagenet", "cifar"):
+        raise UsageError(f"--model-arg stem={stem}", "It must be imagenet or cifar.")
+    options |= _translated(name, kind, arguments)
     path_rate: object = None
     try:
         model = torchvision.models.get_model(name, weights=None, **options)
@@ -69,6 +73,8 @@ def build_torchvision_model(name: str, classes: int, args: Mapping[str, object])
     if path_rate is not None:
         _set_path_rate(model, float(str(path_rate)))
     assert isinstance(model, nn.Module)
+    if stem == "cifar":
+        _use_cifar_stem(model, name)
     return model
 
 
@@ -95,7 +101,7 @@ def _set_path_rate(model: nn.Module, rate: float) -> None:
         layer.p *= rate / largest
 
 
-def use_cifar_stem(model: nn.Module, name: str) -> None:
+def _use_cifar_stem(model: nn.Module, name: str) -> None:
     """Replace a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution."""
     import torchvision
     from torch import nn
@@ -103,7 +109,9 @@ def use_cifar_stem(model: nn.Module, name: str) -> None:
     stem, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
     if not isinstance(model, torchvision.models.ResNet) or not isinstance(stem, nn.Conv2d) or pool is None:
         raise UsageError(
-            f"--stem cifar does not fit {name}", "Only ResNets have the stem that it replaces.", "Leave --stem away."
+            f"--model-arg stem=cifar does not fit {name}",
+            "Only ResNets have the stem that it replaces.",
+            "Leave it out.",
         )
     model.conv1 = nn.Conv2d(3, stem.out_channels, kernel_size=3, stride=1, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")

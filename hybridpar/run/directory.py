@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from hybridpar.config import TrainConfig
+from hybridpar.config.data import data_name, images_over, read_images, samples_of
 from hybridpar.config.files import config_text
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import first_problem, read_json
@@ -50,16 +51,14 @@ _OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "flight", "profile")
 #: Options that a resumed run must have as it began, and why.
 _SAMPLES = "A resumed run goes on at the same place in the same order of samples."
 _FIXED = {
-    **dict.fromkeys(("data", "batch_size", "seed", "image_size"), _SAMPLES),
+    **dict.fromkeys(("data", "batch_size", "seed"), _SAMPLES),
+    "image_size": "The model has seen images of this size, and of these statistics.",
     "optimizer": "The checkpoint holds the state of the other optimizer.",
-    "stem": "The checkpoint holds the weights of the other stem.",
-    **dict.fromkeys(("mean", "std"), "The model has seen images of these statistics."),
     "weights": "The run has weights of its own by now; those that it started from are not read again.",
     "model_arg": "The checkpoint holds the weights of a model built with these.",
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
-OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
-OPTIONS_OF_THE_COMMAND |= {"hosts", "device"}
+OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "hosts", "device"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
 _NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline", "profile"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
@@ -180,6 +179,8 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
         name, now = field.name, getattr(config, field.name)
         if name not in began or _plain(now) == began[name]:
             continue
+        if name == "data" and samples_of(str(now)) == samples_of(str(began[name])):
+            continue
         option, before = f"--{name.replace('_', '-')}", _text(began[name])
         is_left = config.given is not None and name not in named and name not in _AS_GIVEN
         if is_left or (name == "batch_size" and now == "auto"):  # which the run has chosen
@@ -187,16 +188,27 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
             if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
                 taken[name] = _typed(began[name], hints[name])
                 recalled.append(f"{option[2:]} {before}")
-        elif name in _FIXED:
+            continue
+        is_fixed = name in _FIXED
+        if name == "image_size":  # what is not named of it is as it was
+            now = taken[name] = images_over(began[name], now)
+            is_fixed = _seen(now) != _seen(began[name])
+        if is_fixed:
             raise UsageError(
                 f"{option} is {_text(now)}, and the run in {directory} began with {before}",
                 _FIXED[name],
                 f"Leave {option} away, or start a new run.",
             )
-        elif name not in OPTIONS_OF_THE_COMMAND:
+        if name not in OPTIONS_OF_THE_COMMAND and _text(now) != before:
             changed.append(f"resumed  {option[2:]}: {before} -> {_text(now)} after step {step_of(checkpoint)}")
     lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
     return dataclasses.replace(config, **taken), (*lines, *changed)
+
+
+def _seen(image_size: int | str | None) -> tuple[Any, ...]:
+    """What the images of a run cannot change."""
+    images = read_images(image_size)
+    return images.size, images.mean, images.std
 
 
 def recorded_batch(place: RunPlace) -> int | None:
@@ -255,7 +267,7 @@ def plain_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _base(config: TrainConfig, model: str) -> Path:
-    return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(config.data.partition(':')[0])}"
+    return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(data_name(config.data))}"
 
 
 def resumed_directory(config: TrainConfig, model: str) -> Path:
@@ -266,7 +278,7 @@ def resumed_directory(config: TrainConfig, model: str) -> Path:
     for directory in _family(base):
         began = read_facts(directory).get("options")
         # The first run with the data set hf/foo-2 has the name of the second with hf/foo.
-        alike = not isinstance(began, dict) or began.get("data") == config.data
+        alike = not isinstance(began, dict) or samples_of(str(began.get("data"))) == samples_of(config.data)
         if alike and latest_checkpoint(directory / "checkpoints"):
             return directory
     return base

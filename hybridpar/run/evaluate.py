@@ -53,7 +53,7 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
             device=world.device,
             channels_last=config.uses_channels_last,
         )
-        loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixes))
+        loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixing.is_on))
         notes = _Notes(data.classes, several=data.multi_label or config.loss == "bce")
         with Counter("images", batches.samples, shown=world.is_main) as counter, autocast(config.amp, world.device):
 

@@ -21,6 +21,7 @@ from torch import nn
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.config.data import without_download
 from hybridpar.data import ImageData, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import CheckpointError
@@ -76,6 +77,7 @@ def open_run(
     """Open all that a run needs, its trainer last."""
     progress.prepare("loading the data set and the model")
     data = load_data(config, world)
+    config = replace(config, data=without_download(config.data))  # it is there
     model, said = open_model(config, model_name, data, world)
     data_line = world.from_main(lambda: describe_data(data))
     place = find_place_together(config, model_name, world)
@@ -283,7 +285,11 @@ def open_parts(run: Run) -> list[Part]:
         parts.append(BatchSelector(trainer, config, run.samples))
     if config.shares.strip() == "auto" and run.samples.replicas > 1:
         micro_batches = config.parts_per_step(plan.pipeline.micro_batches)
-        rules: dict[str, Any] = {"idle": plan.sync.batch_norm != "sync", "in_pairs": config.mixes, "wait": trainer.wait}
+        rules: dict[str, Any] = {
+            "idle": plan.sync.batch_norm != "sync",
+            "in_pairs": config.mixing.is_on,
+            "wait": trainer.wait,
+        }
         parts.append(ShareTuner(run.world, plan.layout.ranks, config.samples_per_step, micro_batches, **rules))
     return [*parts, Checkpoints(config)]  # a checkpoint has what the other parts made of the step
 

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.config import TrainConfig
+from hybridpar.config.data import samples_of
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.records import EpochRecord
 from hybridpar.run.timings import RunningMean
-
-#: Options that decide which samples a step sees; a resumed run must not change them.
-POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
-
 
 #: Keys of `RunState.to_extra`.
 _POSITION_KEYS = {"epoch", "epoch_step", "losses", "tested", "options"}
@@ -46,7 +43,7 @@ class RunState:
             "epoch_step": self.epoch_step,
             "losses": astuple(self.losses),
             "tested": plain_tests(self.tested),
-            "options": {option: getattr(config, option) for option in POSITION_OPTIONS},
+            "options": _decisive(config),
         }
 
     def go_on_from(self, extra: Mapping[str, Any], config: TrainConfig, checkpoint: Path) -> None:
@@ -57,8 +54,8 @@ class RunState:
                 "Only a checkpoint of `hybridpar train` does; one that a script saved with Trainer.save does not.",
                 "Go on from it in the script, with Trainer.load.",
             )
-        for option in POSITION_OPTIONS:
-            saved, now = extra["options"].get(option), getattr(config, option)
+        for option, now in _decisive(config).items():
+            saved = extra["options"].get(option)
             if saved != now:
                 name = "--" + option.replace("_", "-")
                 raise UsageError(
@@ -68,6 +65,16 @@ class RunState:
                 )
         self.epoch, self.epoch_step = int(extra["epoch"]), int(extra["epoch_step"])
         self.losses, self.tested = RunningMean(*extra["losses"]), read_tests(extra["tested"])
+
+
+def _decisive(config: TrainConfig) -> dict[str, Any]:
+    """What decides which samples a step sees; a resumed run must not change it."""
+    return {
+        "data": samples_of(config.data),
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "image_size": config.images.size,
+    }
 
 
 def plain_tests(tested: Iterable[EpochRecord]) -> list[list[float | None]]:

@@ -69,10 +69,9 @@ class Trained:
 
 def find_trained(source: str, options: TrainedOptions) -> Trained:
     """Find the model that options name, without importing torch."""
-    changes = options.changes()
     path = Path(source)
     if not path.is_dir():
-        return _in_file(source, options, changes)
+        return _in_file(source, options)
     checkpoint = _checkpoint_of(path)
     # RUN/checkpoints/step-N
     run = next((one for one in (path, *checkpoint.absolute().parents[:2]) if (one / RUN_FILE).is_file()), None)
@@ -84,13 +83,13 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
         )
     average = _takes_average(options, checkpoint)
     if run is None:
-        config, name, images = TrainConfig(**changes), str(options.model), None
+        config, name, images = options.changed(TrainConfig()), str(options.model), None
     else:
         facts = read_facts(run)
         if options.model is not None and options.data is not None and "options" not in facts:
             facts = {"model": options.model, "options": {}}
-        # Files are there since the run; a plan is for training.
-        config = replace(recorded_config(facts, run), download=False, plan="none", **changes, **_as_planned(run))
+        config = options.changed(recorded_config(facts, run))
+        config = replace(config, plan="none", **_as_planned(run))  # a plan is for training
         name = options.model or str(facts["model"])
         images = facts.get("images")
     config.check()
@@ -99,7 +98,7 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
     return Trained(config, name, source, checkpoint, average, images, finished)
 
 
-def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> Trained:
+def _in_file(source: str, options: TrainedOptions) -> Trained:
     """A model whose weights are in a file, or published."""
     there, by_name = Path(source).exists(), options.model is not None and not is_file(source)
     if not there and not by_name and not Path(source).suffix:
@@ -123,7 +122,7 @@ def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> T
             "Only checkpoints hold the moving average beside the weights.",
             "Leave it out, or name a run directory.",
         )
-    config, name = TrainConfig(weights=source, **changes), str(options.model)
+    config, name = options.changed(TrainConfig(weights=source)), str(options.model)
     config.check()
     check_model_name(name)
     return Trained(config, name, source)
@@ -139,7 +138,7 @@ def _checkpoint_of(path: Path) -> Path:
         raise CheckpointError(
             f"the run in {path} has no whole checkpoint",
             "A checkpoint is saved after the first epoch, or as --checkpoints says.",
-            "Wait until there is one, or train without `--checkpoints every=never`.",
+            "Wait until there is one, or train without `--checkpoints never`.",
         ) from error
 
 
@@ -226,7 +225,7 @@ def _load_into(
             f"the checkpoint {trained.checkpoint} is not of {trained.name} with {classes:,} classes: "
             f"{shortened(problem)}",
             "Names and shapes of all parameters and buffers must be equal.",
-            "Leave out --model, --model-arg, --stem and --data, which the run knows.",
+            "Leave out --model, --model-arg and --data, which the run knows.",
         ) from error
 
 

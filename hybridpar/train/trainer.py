@@ -27,7 +27,6 @@ from hybridpar.comm.world import GOOD_ORDER, World
 from hybridpar.config import TrainConfig
 from hybridpar.config.conflicts import check_gradients, whole_model_option
 from hybridpar.config.optimizer import Automatic
-from hybridpar.config.ranges import check_ranges
 from hybridpar.config.rates import OnPlateau
 from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
 from hybridpar.lanes import Lanes
@@ -48,6 +47,7 @@ from hybridpar.pipeline.step import StepRequest
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
+from hybridpar.spec import check_rules
 from hybridpar.sync.compression import settle_codecs
 from hybridpar.train.checkpoint import (
     CheckpointData,
@@ -158,7 +158,7 @@ class Trainer:
                 "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
                 "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
             )
-        if self.config.mixes and classes is None:
+        if self.config.mixing.is_on and classes is None:
             raise UsageError(
                 "a Trainer that mixes batches, without the number of classes",
                 "The targets of mixup and cutmix have a value for each class.",
@@ -178,7 +178,7 @@ class Trainer:
         self._deferred = model if isinstance(model, DeferredModel) else None
         model = model.module if isinstance(model, DeferredModel) else model
         try:
-            check_ranges(self.config)
+            check_rules(self.config)
             check_gradients(self.config)
             if self._deferred is not None and (option := whole_model_option(self.config)):
                 raise refuse("a DeferredModel", option, "With it every worker holds the whole model.")
@@ -200,7 +200,7 @@ class Trainer:
             self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
             if loss is None:
-                loss = OutputLoss(make_loss(self.config, several_labels=several_labels, mixed=self.config.mixes))
+                loss = OutputLoss(make_loss(self.config, several_labels=several_labels, mixed=self.config.mixing.is_on))
                 self._single_label = isinstance(self.config.criterion, Automatic) and not several_labels
             self._loss = as_sum(loss)
             count = getattr(self._loss, "count", None)
@@ -210,7 +210,7 @@ class Trainer:
             self._plateau = Plateau(self.config.peak_lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
             self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
-            self._mixes, self._is_staged = self.config.mixes, self.plan.is_staged
+            self._mixes, self._is_staged = self.config.mixing.is_on, self.plan.is_staged
         except BaseException as error:
             self._put_back_threads()
             if self._owns_lanes:
@@ -429,7 +429,7 @@ class Trainer:
         epoch = (done if self.pace is None else self.pace.first_steps(done)) / self.steps_per_epoch
         assert self._classes is not None
         place = config.seed, done, epoch
-        return mix_step(placed, config, *place, classes=self._classes, smoothing=config.criterion.smoothing)
+        return mix_step(placed, config.mixing, *place, classes=self._classes, smoothing=config.criterion.smoothing)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self._channels_last and tensor.ndim == 4:

@@ -45,12 +45,13 @@ def test_a_typed_model_wins_over_the_file_s(tmp_path: Path) -> None:
 def test_every_kind_of_value(tmp_path: Path) -> None:
     file = write(
         tmp_path,
-        'model = "resnet18"\nguard = false\ncompile = true\ndownload = false\nscale = [0.25, 0.5]\n'
+        'model = "resnet18"\nguard = false\ncompile = true\nimage-size = 64\ndrop = 0.25\nrecompute = [1, 2]\n'
         'sync = "outer:4,delay=2"\nmodel-ema = 0.99\n'
         'data-root = "/x y"\nclip-grad = 1\nplan = "none"\nweight-decay = -0.0\n',
     )
     train = parsed("--config", file)
-    assert (train.guard, train.compile, train.download, train.scale) == (False, True, False, (0.25, 0.5))
+    assert (train.guard, train.compile, train.recompute) == (False, True, (1, 2))
+    assert (train.image_size, train.drop) == (64, 0.25)
     assert (train.sync, train.model_ema) == ("outer:4,delay=2", 0.99)
     assert (train.data_root, train.clip_grad, train.plan) == (Path("/x y"), 1.0, "none")
 
@@ -136,7 +137,7 @@ def test_rates_of_presets_are_those_of_their_sources(name: str, rates: dict[int,
         ("lr = 1.1.1\n", ("a.toml", "line 1")),
         ("lr = {a = 1}\n", ("unknown table [lr]",)),
         ("[optimisation]\nlr = {a = 1}\n", ("line 2", "lr cannot be a table")),
-        ("stem = 'imagnet'\n", ("line 1", "stem cannot be")),
+        ("loss = 'bcee'\n", ("line 1", "loss cannot be")),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, said: tuple[str, ...]) -> None:

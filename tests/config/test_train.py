@@ -17,7 +17,6 @@ WRONG = [
     ("micro_batches", 0),
     ("weight_decay", -1e-4),
     ("timeout", 0.0),
-    ("image_size", 4),
     ("loader_workers", -1),
 ]
 

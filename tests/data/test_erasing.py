@@ -46,7 +46,7 @@ def test_images_are_erased_as_timm_does_it(mode):
 
 
 def test_every_layout_sees_the_same_noise():
-    config = TrainConfig(data="synthetic:samples=40", random_erasing=0.5, erase_mode="pixel")
+    config = TrainConfig(data="synthetic:samples=40", augment="erase=0.5,erase_mode=pixel")
     data = load_dataset(config)
     for repeats in (1, 2):
         whole = read_steps(data, 1, 1, batch_size=8, repeats=repeats)
@@ -61,12 +61,12 @@ def test_every_layout_sees_the_same_noise():
 
 
 def test_loader_processes_draw_the_same_noise():
-    options = {"data": "photos", "image_size": 16, "random_erasing": 0.5}
-    data = load_dataset(TrainConfig(erase_mode="pixel", **options))
+    options = {"data": "photos", "image_size": 16}
+    data = load_dataset(TrainConfig(augment="erase=0.5,erase_mode=pixel", **options))
     shares = [train_batches(data, batch_size=8, loader_workers=count).epoch(0) for count in (0, 1)]
     first, second = (next(share).micro_batches[0][0].clone() for share in shares)
     assert torch.equal(first, second)
-    const = load_dataset(TrainConfig(**options))
+    const = load_dataset(TrainConfig(augment="erase=0.5", **options))
     other = next(train_batches(const, batch_size=8).epoch(0))
     assert not torch.equal(first, other.micro_batches[0][0])
     for share in shares:

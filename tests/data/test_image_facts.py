@@ -34,9 +34,9 @@ def as_tested(data):
     return torch.cat([images for images, _ in TestBatches(data, batch_size=2, rank=0, workers=1, loader_workers=0)])
 
 
-@pytest.mark.parametrize("options", [{}, {"test_image_size": 24, "crop_ratio": 0.5}, {"interpolation": "bicubic"}])
+@pytest.mark.parametrize("options", ["", ",test=24,crop=0.5", ",interpolation=bicubic"])
 def test_files_become_what_the_test_set_is_made_of(photos, options):
-    config = TrainConfig(data="folder", data_root=photos, image_size=32, mean=(0.1, 0.2, 0.3), **options)
+    config = TrainConfig(data="folder", data_root=photos, image_size=f"32,mean=0.1/0.2/0.3{options}")
     data = load_dataset(config)
     named = named_images(find_images([photos / "test"]), ImageFacts.of(data), config)
     assert torch.equal(as_tested(named), as_tested(data))

@@ -31,21 +31,21 @@ def picture(side=40):
 
 
 OWN = [
-    ({"augment": "ra:2,7"}, [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
-    ({"augment": "ta", "hflip": 0.0}, [v2.TrivialAugmentWide(interpolation=LINEAR)]),
-    ({"augment": "aa"}, [v2.RandomHorizontalFlip(), v2.AutoAugment(interpolation=LINEAR)]),
-    ({"augment": "augmix"}, [v2.RandomHorizontalFlip(), v2.AugMix(interpolation=LINEAR)]),
+    ("ra,n=2,m=7", [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
+    ("ta,hflip=0", [v2.TrivialAugmentWide(interpolation=LINEAR)]),
+    ("aa", [v2.RandomHorizontalFlip(), v2.AutoAugment(interpolation=LINEAR)]),
+    ("augmix", [v2.RandomHorizontalFlip(), v2.AugMix(interpolation=LINEAR)]),
     (
-        {"hflip": 0.3, "vflip": 0.5, "color_jitter": 0.4},
+        "hflip=0.3,vflip=0.5,color_jitter=0.4",
         [v2.RandomHorizontalFlip(0.3), v2.RandomVerticalFlip(0.5), v2.ColorJitter(0.4, 0.4, 0.4)],
     ),
 ]
 
 
-@pytest.mark.parametrize(("options", "changes"), OWN, ids=["ra", "ta", "aa", "augmix", "flips"])
+@pytest.mark.parametrize(("policy", "changes"), OWN, ids=["ra", "ta", "aa", "augmix", "flips"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_training_transforms_are_torchvisions(options, changes, seed):
-    config = TrainConfig(scale=(0.3, 0.9), ratio=(0.5, 2.0), random_erasing=0.5, **options)
+def test_training_transforms_are_torchvisions(policy, changes, seed):
+    config = TrainConfig(augment=f"{policy},scale=0.3/0.9,ratio=0.5/2,erase=0.5")
     reference = v2.Compose(
         [
             RandomCrop(24, scale=(0.3, 0.9), ratio=(0.5, 2.0)),
@@ -62,14 +62,14 @@ def test_training_transforms_are_torchvisions(options, changes, seed):
 
 
 def test_test_images_are_cut_out_by_the_crop_ratio():
-    _, mine = imagenet_transforms(24, TrainConfig(crop_ratio=0.9, interpolation="bicubic"), MEAN)
+    _, mine = imagenet_transforms(24, TrainConfig(image_size="crop=0.9,interpolation=bicubic"), MEAN)
     reference = v2.Compose([v2.Resize(27, CUBIC, antialias=True), v2.CenterCrop(24), v2.PILToTensor()])
     assert torch.equal(mine(picture()), reference(picture()))
 
 
 @pytest.mark.parametrize("name", ["photos", "digits"])
 def test_test_images_may_have_another_size(name):
-    data = load_dataset(TrainConfig(data=name, image_size=16, test_image_size=24))
+    data = load_dataset(TrainConfig(data=name, image_size="16,test=24"))
     train = train_batches(data, batch_size=8)
     assert next(train.epoch(0)).micro_batches[0][0].shape[-2:] == (16, 16)
     assert next(iter(TestBatches(data, batch_size=4, rank=0, workers=1, loader_workers=0)))[0].shape[-2:] == (24, 24)
@@ -104,8 +104,8 @@ def test_a_policy_of_timm_is_seeded_by_torch_and_leaves_the_other_generators_alo
 
 def test_what_timm_does_not_know_is_one_error():
     with pytest.raises(UsageError, match="does not know the policy"):
-        imagenet_transforms(24, TrainConfig(augment="timm/nonsense"), MEAN)
-    with pytest.raises(UsageError, match="--augment is rand"):
+        imagenet_transforms(24, TrainConfig(augment="timm:nonsense"), MEAN)
+    with pytest.raises(UsageError, match="--augment rand"):
         TrainConfig(augment="rand").check()
 
 
@@ -114,7 +114,7 @@ def synthetic(**options):
 
 
 def test_images_in_memory_are_changed_alike_whoever_asks():
-    config = synthetic(augment="ra:2,9", random_erasing=0.5, vflip=0.5)
+    config = synthetic(augment="ra,erase=0.5,vflip=0.5")
     source = load_dataset(config).train
     torch.manual_seed(1)
     state = torch.get_rng_state()

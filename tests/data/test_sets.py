@@ -98,7 +98,7 @@ def test_damaged_cifar_names_the_file_and_is_never_unpickled(cifar, damaged, tmp
     with pytest.raises(DataError, match="damaged") as caught:
         load_dataset(DataConfig(data=name, data_root=root))
     assert str(file) in caught.value.what
-    assert "--download" in caught.value.fix
+    assert ",download" in caught.value.fix
     assert not exploded.exists()
     pickle.loads(file.read_bytes())
     assert exploded.exists(), "the file would have done harm"
@@ -112,7 +112,7 @@ def test_download_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets.caltech, "download_and_extract_archive", unreachable)
     for name in ("cifar10", "caltech101"):
         with pytest.raises(DataError, match="no route to host") as caught:
-            load_dataset(DataConfig(data=name, data_root=tmp_path / name, download=True))
+            load_dataset(DataConfig(data=f"{name},download", data_root=tmp_path / name))
         assert str(tmp_path / name) in caught.value.what
 
 
@@ -126,7 +126,7 @@ def test_download_puts_the_files_into_the_data_root(cifar, tmp_path, monkeypatch
         folder.rename(Path(download_root) / folder.name)
 
     monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", transfer)
-    assert len(load_dataset(DataConfig(data=name, data_root=root, download=True)).test) == 12
+    assert len(load_dataset(DataConfig(data=f"{name},download", data_root=root)).test) == 12
 
 
 def save_image(path: Path, mode: str = "RGB", size: tuple[int, int] = (20, 16)) -> None:
@@ -266,7 +266,7 @@ def test_folder_ignores_what_is_hidden_or_no_image_and_says_so(folder):
 def test_a_bad_image_ends_the_run_where_that_is_asked_for(folder):
     path = folder / "train" / "dog" / "1.png"
     path.write_bytes(path.read_bytes()[:-40])
-    data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=16, bad_images="error"))
+    data = load_dataset(DataConfig(data="folder,bad=error", data_root=folder, image_size=16))
     with pytest.raises(DataError, match=r"dog/1\.png"):
         data.train.load_readable(np.array([4]), AugmentKey(0, 0), torch.device("cpu"))
 

@@ -93,9 +93,9 @@ def test_missing_files_are_one_error(name: str, tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             load_dataset(DataConfig(data=name, data_root=root))
         assert str(root) in caught.value.what
-        assert "--download" in caught.value.fix
+        assert ",download" in caught.value.fix
 
 
 def test_what_torchvision_cannot_download_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="torchvision cannot download stanfordcars"):
-        load_dataset(DataConfig(data="stanfordcars", data_root=tmp_path, download=True))
+        load_dataset(DataConfig(data="stanfordcars,download", data_root=tmp_path))

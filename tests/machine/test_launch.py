@@ -95,7 +95,7 @@ def shared_memory() -> set[str]:
 
 
 #: Without a plan, so that it computes the same bits as a short run, which is not planned.
-ENDLESS = ("--epochs=100000", "--lr-schedule=constant:warmup=0", "--checkpoints=every=never", "--plan=none")
+ENDLESS = ("--epochs=100000", "--lr-schedule=constant:warmup=0", "--checkpoints=never", "--plan=none")
 
 
 # ------------------------------------------------------------------------------------------------------ whole jobs
@@ -103,9 +103,7 @@ ENDLESS = ("--epochs=100000", "--lr-schedule=constant:warmup=0", "--checkpoints=
 
 def test_a_worker_killed_in_mid_step_costs_nothing_but_time(start, tmp_path):
     before = shared_memory()
-    arguments = small_arguments(
-        tmp_path / "job", "--checkpoints=every=4", "--nproc=2", model="tests.small_nets:dropping"
-    )
+    arguments = small_arguments(tmp_path / "job", "--checkpoints=4", "--nproc=2", model="tests.small_nets:dropping")
     # The ninth forward pass is in step 9, after the checkpoint of step 8.
     code, output, error = start(arguments, SMALL_NET_FAULT="KILL@1:9").finish()
     assert code == 0, error

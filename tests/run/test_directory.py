@@ -139,14 +139,30 @@ def test_a_longer_run_is_not_ended_by_the_limit_of_the_one_before():
     ("options", "said"),
     [
         ({"batch_size": 32}, "--batch-size is 32, and the run in mine began with 64"),
-        ({"stem": "cifar"}, "--stem is cifar"),
+        ({"model_arg": ("stem=cifar",)}, "--model-arg is stem=cifar"),
+        ({"image_size": 48}, "--image-size is 48,crop=0.9, and the run in mine began with 64,crop=0.9"),
         ({"model": "resnet34"}, "is of resnet18, not of resnet34"),
     ],
 )
 def test_what_a_resumed_run_cannot_change_is_refused(options, said):
-    began()
+    began(image_size="64,crop=0.9")
     with pytest.raises(UsageError, match=said):
         recall(set(options), **options)
+
+
+@pytest.mark.parametrize(
+    ("began_with", "now", "then", "lines"),
+    [
+        ({"image_size": "64,crop=0.9"}, {"image_size": 64}, "64,crop=0.9", 0),
+        ({"image_size": "64,crop=0.9"}, {"image_size": "test=96"}, "64,test=96,crop=0.9", 1),
+        ({"data": "cifar10"}, {"data": "cifar10,download"}, "cifar10,download", 0),
+    ],
+)
+def test_what_is_left_out_of_a_named_option_is_as_the_run_began(began_with, now, then, lines):
+    began(**began_with)
+    config, said = recall(set(now), **now)
+    assert [getattr(config, name) for name in now] == [then]
+    assert len(said) == lines
 
 
 @pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 1)])

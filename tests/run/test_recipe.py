@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.runs import assert_same_state, saved_state, train, train_rank
 
 #: Twelve steps an epoch of batches of 8.
-SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoints": "every=epoch,keep=9", "lr": 0.02}
+SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoints": "epoch,keep=9", "lr": 0.02}
 
 
 def summary_of(run_dir):

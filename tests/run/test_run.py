@@ -135,14 +135,14 @@ def test_ctrl_c_has_an_exit_code_of_its_own(tmp_path):
 
 
 def test_all_workers_stop_at_the_same_step_and_resume_bit_for_bit(tmp_path):
-    options = {"micro_batches": 2, "clip_grad": 0.5, "checkpoints": "every=never"}
-    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {**options, "checkpoints": "every=epoch"})
+    options = {"micro_batches": 2, "clip_grad": 0.5, "checkpoints": "never"}
+    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {**options, "checkpoints": "epoch"})
     codes = run_ranks(train_rank, 2, tmp_path / "resumed", "dropping", "TERM@1:9", options)
     assert codes[1] == 143
     stopped = check_run(tmp_path / "resumed", ended="interrupted")["steps"]
     assert 5 <= stopped <= 7
     assert saved_steps(tmp_path / "resumed") == [stopped]
-    options = {**options, "resume": True, "checkpoints": "every=epoch"}
+    options = {**options, "resume": True, "checkpoints": "epoch"}
     run_ranks(train_rank, 2, tmp_path / "resumed", "dropping", None, options)
     check_run(tmp_path / "resumed", steps=STEPS)
     assert_same_state(tmp_path / "straight", tmp_path / "resumed")
@@ -232,7 +232,7 @@ def test_a_scripts_checkpoint_has_no_place_in_the_data(tmp_path):
     [("5", 2, {10, 12}), ("never", 2, set()), ("epoch", 1, {12}), ("1/60s", 3, {10, 11, 12})],
 )
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved):
-    train(tmp_path, checkpoints=f"every={every},keep={keep}")
+    train(tmp_path, checkpoints=f"{every},keep={keep}")
     best = max(read_metrics(tmp_path).epochs, key=lambda epoch: (epoch.test_accuracy, -epoch.epoch)).step
     told = check_run(tmp_path)["best"]
     if every == "never":
@@ -245,7 +245,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved
 
 
 def test_the_model_is_tested_every_so_many_epochs_and_after_the_last(tmp_path):
-    train(tmp_path, epochs=5, test_every=2, model_ema=0.9, checkpoints="every=epoch,keep=9")
+    train(tmp_path, epochs=5, test_every=2, model_ema=0.9, checkpoints="epoch,keep=9")
     epochs = read_metrics(tmp_path).epochs
     assert [end.epoch for end in epochs if end.test_accuracy is not None] == [1, 3, 4]
     assert [end.epoch for end in epochs if end.ema_test_loss is not None] == [1, 3, 4]
@@ -258,7 +258,7 @@ def test_the_model_is_tested_every_so_many_epochs_and_after_the_last(tmp_path):
 def test_seconds_save_too(tmp_path, monkeypatch):
     clock = iter(range(0, 100_000, 7))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    train(tmp_path, epochs=1, checkpoints="every=10s,keep=9")
+    train(tmp_path, epochs=1, checkpoints="10s,keep=9")
     assert len(saved_steps(tmp_path)) >= 3
 
 
@@ -267,7 +267,7 @@ def test_seconds_save_too(tmp_path, monkeypatch):
 
 def diverge(world, directory, options):
     with pytest.raises(TrainingError) as caught:
-        train(Path(directory), fault="NAN@1:5", checkpoints="every=1", **options)
+        train(Path(directory), fault="NAN@1:5", checkpoints="1", **options)
     return str(caught.value)
 
 
@@ -285,7 +285,7 @@ def test_three_bad_steps_end_the_run_on_all_workers_and_the_last_good_checkpoint
 
 def test_without_the_guard_no_bad_step_is_saved(tmp_path):
     with pytest.raises(TrainingError):
-        train(tmp_path, fault="NAN@0:5", checkpoints="every=1,keep=1", guard=False)
+        train(tmp_path, fault="NAN@0:5", checkpoints="1,keep=1", guard=False)
     newest = load_checkpoint(tmp_path)
     assert newest.step == 4
     assert all(torch.isfinite(value).all() for value in newest.model.values())
@@ -318,7 +318,7 @@ def test_a_request_that_fails_has_replaced_nothing(straight, tmp_path):
 def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
     with small_disk(tmp_path / "disk", kilobytes=600) as disk:
         with pytest.raises(RunDirectoryError) as caught:
-            train(disk / "run", epochs=500, checkpoints="every=1,keep=500", plan="none")
+            train(disk / "run", epochs=500, checkpoints="1,keep=500", plan="none")
         assert "full" in str(caught.value).lower()
         assert "resume" in caught.value.fix
         newest = latest_checkpoint(disk / "run" / "checkpoints")

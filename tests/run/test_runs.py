@@ -51,7 +51,7 @@ def test_what_differs_and_what_runs_came_to(runs):
     both = find_runs([runs])
     assert differing_options([one.options for one in both]) == {
         "lr": [0.05, 0.01],
-        "checkpoints": ["every=epoch/60s,keep=2", "keep=9,best=1,by=train_loss"],
+        "checkpoints": ["epoch/60s,keep=2", "keep=9,best=1,by=train_loss"],
     }
     for run in both:
         summary = json.loads((run.directory / "summary.json").read_text())

@@ -73,7 +73,7 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
 
 def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
     train(tmp_path / "source")
-    options = {"weights": str(tmp_path / "source"), "freeze": ("body.[01]",), "steps": 2, "checkpoints": "every=2"}
+    options = {"weights": str(tmp_path / "source"), "freeze": ("body.[01]",), "steps": 2, "checkpoints": "2"}
     options |= {"optimizer": "sgd:layer_decay=0.5,head_lr=2", "shares": "1,3"}
     run(tmp_path / "served", 3, sync="ps", **options)
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
@@ -182,7 +182,7 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
 
 
 def test_an_asynchronous_run_in_figures(tmp_path):
-    run(tmp_path / "run", 3, sync="ps-async,staleness=inverse,pull=fp16", checkpoints="every=4", model_ema="0.9998")
+    run(tmp_path / "run", 3, sync="ps-async,staleness=inverse,pull=fp16", checkpoints="4", model_ema="0.9998")
     summary = check_run(tmp_path / "run", steps=12)
     assert all(one.ema_test_loss is not None for one in read_metrics(tmp_path / "run").epochs)
     assert average(tmp_path / "run")
@@ -220,7 +220,7 @@ def test_kill_9_of_a_worker_leaves_the_others_training(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_died_is_replaced(tmp_path, rank):
-    options = {"sync": "ps-async", "checkpoints": "every=5", "epochs": 500, "model_ema": "0.9"}
+    options = {"sync": "ps-async", "checkpoints": "5", "epochs": 500, "model_ema": "0.9"}
 
     def ages() -> list[float]:
         return list(read_metrics(tmp_path / "run").steps["staleness"])
@@ -253,7 +253,7 @@ def replace_worker(monkeypatch) -> Callable[[], None]:
 
 
 def test_who_replaces_worker_0_before_servers_have_weights_goes_on_from_the_checkpoint(tmp_path, replace_worker):
-    options = {"sync": "ps-async,servers=0", "checkpoints": "every=epoch"}
+    options = {"sync": "ps-async,servers=0", "checkpoints": "epoch"}
     train(tmp_path / "run", **options)
     shutil.copytree(tmp_path / "run", tmp_path / "replaced")
     train(tmp_path / "run", **options, epochs=3, resume=True)
@@ -283,7 +283,7 @@ def test_who_replaces_worker_0_before_servers_have_weights_brings_those_that_are
 
 
 def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):
-    options = {"sync": "ps-async,servers=1", "checkpoints": "every=2", "timeout": 10}
+    options = {"sync": "ps-async,servers=1", "checkpoints": "2", "timeout": 10}
     with job(3, tmp_path / "run", **options, epochs=500) as answers:
         server = pids(answers, 3)[2]
         eventually(lambda: saved(tmp_path / "run"))
@@ -307,6 +307,6 @@ def test_a_signal_saves_and_ends_all_workers(tmp_path):
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_told(tmp_path):
-    run(tmp_path / "run", 2, sync="ps-async", steps=4, fault="NAN@0:3", checkpoints="every=never")
+    run(tmp_path / "run", 2, sync="ps-async", steps=4, fault="NAN@0:3", checkpoints="never")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["skipped_steps"] == 2

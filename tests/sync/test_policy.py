@@ -223,7 +223,7 @@ def test_the_table_fits_a_narrow_terminal_and_leaves_nothing_out_of_its_sums():
 
 
 def test_a_run_tells_what_travels_and_leaves_it_behind(tmp_path, capfd):
-    options = {"nproc": 2, "compress": "onebit", "epochs": 1, "checkpoints": "every=never"}
+    options = {"nproc": 2, "compress": "onebit", "epochs": 1, "checkpoints": "never"}
     assert run_ranks(train_rank, 2, tmp_path / "run", "plain", None, options) == [0, 0]
     summary = check_run(tmp_path / "run")
     assert summary["codec"] == "onebit"

@@ -144,7 +144,7 @@ def test_three_workers_with_unequal_samples_are_weighed_by_them():
 def test_kill_9_in_mid_interval_and_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     options = {"sync": "outer:4,opt=nesterov", "compress": "onebit:least=1", "plan": "none"}
     assert run_ranks(train_run, 2, tmp_path / "whole", "dropping", None, options) == [0, 0]
-    more = {"checkpoints": "every=3", "timeout": 20}
+    more = {"checkpoints": "3", "timeout": 20}
     with job(2, tmp_path / "run", model="dropping", fault="KILL@1:6", **options, **more) as answers:
         assert "SyncError" in ends(answers, 1)[0]
     assert load_checkpoint(tmp_path / "run").step == 3
