@@ -27,14 +27,14 @@ from hybridpar.registry import Registry, names_in_source
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
     *("config", "preset"),
-    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment", "mix"),
-    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_grad"),
-    *("nproc", "stages", "replicas", "micro_batches", "schedule"),
+    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment"),
+    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule"),
+    *("nproc", "stages", "replicas", "micro_batches"),
     *("compress", "sync"),
-    *("amp", "memory_format", "kernels", "compile"),
+    *("amp", "kernels"),
     *("plan", "fidelity"),
     *("run_dir", "resume", "checkpoints", "overwrite", "log"),
-    *("seed", "deterministic"),
+    "seed",
 )
 
 

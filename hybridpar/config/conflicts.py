@@ -1,113 +1,20 @@
-"""Pairs of options that contradict each other, as one table of features; a `Trainer` checks a part of it, too."""
+"""Features of a run that contradict each other, as tables of pairs; `TrainConfig.features` says which a run has."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
-from hybridpar.config.sync import Local, read_sync
 from hybridpar.errors import refuse
 
-if TYPE_CHECKING:
-    from hybridpar.config.train import TrainConfig
 
-
-def check_conflicts(config: TrainConfig) -> None:
-    """Check that no two options contradict each other.
-
-    Raises:
-        UsageError: Two do; it names both.
-    """
-    _refuse(config, CONFLICTS)
-
-
-def check_gradients(config: TrainConfig) -> None:
-    """Check the pairs that change what becomes of gradients, of which a `Trainer` of any optimizer knows.
-
-    Raises:
-        UsageError: Two contradict each other; it names both.
-    """
-    _refuse(config, GRADIENT_CONFLICTS)
-
-
-def whole_model_option(config: TrainConfig) -> str | None:
-    """An option with which every worker of a pipeline holds the whole model; None where there is none."""
-    features = features_of(config)
-    return next((text for text, given in map(features.__getitem__, NEED_WHOLE_MODEL) if given), None)
-
-
-def check_unequal(config: TrainConfig) -> None:
-    """Refuse what needs replicas of equal numbers of workers.
-
-    Raises:
-        UsageError: Such an option is given.
-    """
-    features = features_of(config)
-    for name, why in NEED_EQUAL_REPLICAS.items():
-        text, given = features[name]
-        if given:
-            raise refuse(text, "replicas of different numbers of workers", why)
-
-
-def _refuse(config: TrainConfig, conflicts: tuple[tuple[str, str, str], ...]) -> None:
-    features = features_of(config)
-    for one, other, why in conflicts:
+def refuse_pairs(features: Mapping[str, tuple[str, bool]], pairs: Iterable[tuple[str, str, str]]) -> None:
+    """Refuse the first pair of features that a run has both of; the error names both as users type them."""
+    for one, other, why in pairs:
         if features[one][1] and features[other][1]:
             raise refuse(features[one][0], features[other][0], why)
 
 
-def features_of(config: TrainConfig) -> dict[str, tuple[str, bool]]:
-    """What the tables below name: an option as users type it, and whether it is given."""
-    kron = config.optim.name.startswith("timm/kron")
-    sync, optimizer, shares = f"--sync {config.sync}", f"--optimizer {config.optimizer}", f"--shares {config.shares}"
-    coded = sync if config.is_onebit else f"--compress {config.compress}"
-    another_codec = config.compress.strip() != "none" and not config.compress.startswith("onebit_sgd")
-    return {
-        "adafactor on servers": (
-            f"{optimizer} --memory-format channels_last",
-            "adafactor" in config.optim.name and config.uses_channels_last,
-        ),
-        "another codec": (f"--compress {config.compress}", another_codec),
-        "batch auto": ("--batch-size auto", config.batch_size == "auto"),
-        "batch norm sync": ("--batch-norm sync", config.batch_norm == "sync"),
-        "codec": (coded, config.may_compress(config.compress)),
-        "codec auto": ("--compress auto", config.chooses),
-        "compile": ("--compile", config.compile),
-        "cuda graph": ("--cuda-graph", config.cuda_graph),
-        "ema": (f"--model-ema {config.model_ema}", config.model_ema is not None),
-        "fp16": ("--amp fp16", config.amp == "fp16"),
-        "half": (sync, config.late == "half"),
-        "placed": (f"--placement {config.placement}", config.layout is not None),
-        "kernels": (f"--kernels {config.kernels}", config.uses_kernels),
-        "kron": (optimizer, kron),
-        "late": (sync, config.late != "off"),
-        "local": (sync, type(read_sync(config.sync)) is Local),
-        "nesterov": (optimizer, bool(config.optim.arguments.get("nesterov"))),
-        "no guard": ("--no-guard", not config.guard),
-        "no share": (shares, 0 in (config.share_list or ())),
-        "not sgd": (optimizer, config.optim.name != "sgd"),
-        "outer": (sync, config.outer is not None),
-        "plan file": (f"--plan {config.plan}", config.plan_file is not None),
-        "profile": ("--profile", config.profile),
-        "recipe": (sync, config.is_onebit),
-        "replicas without stages": (
-            f"--replicas {config.replicas}",
-            config.replicas is not None and not config.is_staged,
-        ),
-        "resume from": (f"--resume-from {config.resume_from}", config.resume_from is not None),
-        "select batch": (f"--select-batch {config.select_batch}", bool(config.select_batch)),
-        "servers": (sync, config.parameter_servers is not None),
-        "shard optimizer": ("--shard-optimizer", config.shard_optimizer),
-        "shares": (shares, config.shares.strip() != "equal"),
-        "shares auto": (shares, config.shares.strip() == "auto"),
-        "staged": (f"--stages {config.stages}", config.stages > 1),
-        "steps": (f"--steps {config.steps}", config.steps is not None),
-        "stop early": (f"--checkpoints {config.checkpoints}", config.saving.stop is not None),
-        "timeline": ("--timeline", config.timeline is not None),
-        "weights": (f"--weights {config.weights}", config.weights is not None),
-    }
-
-
-#: Options, as named by `features_of`, with which every worker of a pipeline holds the whole model.
+#: Options, as named by `TrainConfig.features`, with which every worker of a pipeline holds the whole model.
 NEED_WHOLE_MODEL = (
     "kernels", "select batch", "outer", "codec auto", "late", "cuda graph", "recipe", "placed",
 )  # fmt: skip

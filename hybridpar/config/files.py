@@ -46,12 +46,7 @@ class FileOptions:
 
 
 def read_sources(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The values in the presets and files that a command line names, and its other words.
-
-    Raises:
-        UsageError: A file cannot be read, or sets something that is no option, or to no value of it.
-        SystemExit: The presets were asked for, and printed.
-    """
+    """The values in the presets and files that a command line names, and its other words."""
     values: dict[str, dict[str, Any]] = {"--preset": {}, "--config": {}}
     rest: list[str] = []
     left = iter(words)

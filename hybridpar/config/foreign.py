@@ -146,11 +146,7 @@ FOREIGN: dict[str, dict[str, str]] = {
 
 
 def check_foreign(words: Sequence[str], options: type) -> None:
-    """Refuse an option by another trainer's name, and say what to write.
-
-    Raises:
-        UsageError: A word is such a name, and not the name of an option here.
-    """
+    """Refuse an option by another trainer's name, and say what to write."""
     ours = {field.name.replace("_", "-") for field in fields(options)}
     names = {name: (who, text) for who, rows in FOREIGN.items() for key, text in rows.items() for name in key.split()}
     for word, following in zip(words, [*words[1:], ""], strict=False):

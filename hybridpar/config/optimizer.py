@@ -224,11 +224,7 @@ class OptimizerConfig:
 
 @functools.cache
 def read_optimizer(text: str) -> Optimizer:
-    """What a value of `--optimizer` stands for.
-
-    Raises:
-        UsageError: There is no optimizer of that name, or a key has no value that can be read.
-    """
+    """What a value of `--optimizer` stands for."""
     name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
     label, keys = f"--optimizer {shortened(text)}", fields_of(Groups)
     given = split_fields(label, "".join(rest), flags=None)

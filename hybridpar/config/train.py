@@ -14,12 +14,18 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from hybridpar.config.checkpoints import Checkpoints, read_checkpoints
-from hybridpar.config.conflicts import check_conflicts, check_gradients, check_unequal
+from hybridpar.config.conflicts import (
+    CONFLICTS,
+    GRADIENT_CONFLICTS,
+    NEED_EQUAL_REPLICAS,
+    NEED_WHOLE_MODEL,
+    refuse_pairs,
+)
 from hybridpar.config.data import DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.rates import read_rate
 from hybridpar.config.sync import ONEBIT_RATE, AllReduce, Exchange, Local, OneBit, Outer, ParameterServers, read_sync
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, refuse
 from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.spec import AT_LEAST_1, POSITIVE, check_rules
@@ -340,7 +346,7 @@ class TrainConfig(
                 "There is no moving average to test.",
                 "Add for instance --model-ema 0.9998.",
             )
-        check_conflicts(self)
+        self.check_conflicts()
         if (servers := self.parameter_servers) is not None and self.nproc is not None:
             servers.split_count(self.nproc)
         for option, named in (("--overwrite", self.overwrite), ("--resume-from", self.resume_from is not None)):
@@ -352,18 +358,92 @@ class TrainConfig(
                     "Leave out one of them.",
                 )
         if self.layout is not None:
-            check_unequal(self)
+            self.check_unequal()
         if self.optim.arguments.get("nesterov") and self.momentum == 0:
             raise UsageError(
                 f"--optimizer {self.optimizer}", "Nesterov's method needs momentum.", "Write sgd:momentum=0.9,nesterov."
             )
-        check_gradients(self)
+        self.check_gradients()
+
+    @property
+    def features(self) -> dict[str, tuple[str, bool]]:
+        """What the tables of conflicts name: an option as users type it, and whether it is given."""
+        kron = self.optim.name.startswith("timm/kron")
+        sync, optimizer, shares = f"--sync {self.sync}", f"--optimizer {self.optimizer}", f"--shares {self.shares}"
+        coded = sync if self.is_onebit else f"--compress {self.compress}"
+        another_codec = self.compress.strip() != "none" and not self.compress.startswith("onebit_sgd")
+        return {
+            "adafactor on servers": (
+                f"{optimizer} --memory-format channels_last",
+                "adafactor" in self.optim.name and self.uses_channels_last,
+            ),
+            "another codec": (f"--compress {self.compress}", another_codec),
+            "batch auto": ("--batch-size auto", self.batch_size == "auto"),
+            "batch norm sync": ("--batch-norm sync", self.batch_norm == "sync"),
+            "codec": (coded, self.may_compress(self.compress)),
+            "codec auto": ("--compress auto", self.chooses),
+            "compile": ("--compile", self.compile),
+            "cuda graph": ("--cuda-graph", self.cuda_graph),
+            "ema": (f"--model-ema {self.model_ema}", self.model_ema is not None),
+            "fp16": ("--amp fp16", self.amp == "fp16"),
+            "half": (sync, self.late == "half"),
+            "placed": (f"--placement {self.placement}", self.layout is not None),
+            "kernels": (f"--kernels {self.kernels}", self.uses_kernels),
+            "kron": (optimizer, kron),
+            "late": (sync, self.late != "off"),
+            "local": (sync, type(read_sync(self.sync)) is Local),
+            "nesterov": (optimizer, bool(self.optim.arguments.get("nesterov"))),
+            "no guard": ("--no-guard", not self.guard),
+            "no share": (shares, 0 in (self.share_list or ())),
+            "not sgd": (optimizer, self.optim.name != "sgd"),
+            "outer": (sync, self.outer is not None),
+            "plan file": (f"--plan {self.plan}", self.plan_file is not None),
+            "profile": ("--profile", self.profile),
+            "recipe": (sync, self.is_onebit),
+            "replicas without stages": (
+                f"--replicas {self.replicas}",
+                self.replicas is not None and not self.is_staged,
+            ),
+            "resume from": (f"--resume-from {self.resume_from}", self.resume_from is not None),
+            "select batch": (f"--select-batch {self.select_batch}", bool(self.select_batch)),
+            "servers": (sync, self.parameter_servers is not None),
+            "shard optimizer": ("--shard-optimizer", self.shard_optimizer),
+            "shares": (shares, self.shares.strip() != "equal"),
+            "shares auto": (shares, self.shares.strip() == "auto"),
+            "staged": (f"--stages {self.stages}", self.stages > 1),
+            "steps": (f"--steps {self.steps}", self.steps is not None),
+            "stop early": (f"--checkpoints {self.checkpoints}", self.saving.stop is not None),
+            "timeline": ("--timeline", self.timeline is not None),
+            "weights": (f"--weights {self.weights}", self.weights is not None),
+        }
+
+    @property
+    def needs_whole(self) -> str | None:
+        """An option with which every worker of a pipeline holds the whole model; None where there is none."""
+        features = self.features
+        return next((text for text, given in map(features.__getitem__, NEED_WHOLE_MODEL) if given), None)
+
+    def check_conflicts(self) -> None:
+        """Refuse two options that contradict each other."""
+        refuse_pairs(self.features, CONFLICTS)
+
+    def check_gradients(self) -> None:
+        """Refuse two options on gradients that contradict each other; they are all that a `Trainer` knows of."""
+        refuse_pairs(self.features, GRADIENT_CONFLICTS)
+
+    def check_unequal(self) -> None:
+        """Refuse what needs replicas of equal numbers of workers."""
+        features = self.features
+        for name, why in NEED_EQUAL_REPLICAS.items():
+            text, given = features[name]
+            if given:
+                raise refuse(text, "replicas of different numbers of workers", why)
 
     @property
     def may_be_unequal(self) -> bool:
         """Whether replicas of a plan may differ in their parts of a batch, and in their numbers of workers."""
         try:
-            check_unequal(self)
+            self.check_unequal()
         except UsageError:
             return False
         return self.shares.strip() == "equal" and not (self.cuda_graph or self.select_batch)

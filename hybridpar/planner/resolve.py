@@ -15,7 +15,6 @@ import torch
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.config.conflicts import check_conflicts, check_unequal
 from hybridpar.errors import PlanError, UsageError, refuse
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.plan import (
@@ -59,10 +58,10 @@ def resolve(
         if "kernels" in decided and config.uses_kernels:
             left -= {"memory_format"}  # that of the kernels
         config = replace(config, **{name: plan.compute.options[name] for name in left})
-        check_conflicts(config)
+        config.check_conflicts()
     layout, sync = _layout(config, workers, plan, decided), resolve_sync(config, plan, decided)
     if not layout.is_equal:
-        check_unequal(replace(config, shard_optimizer=sync.shard_optimizer, batch_norm=sync.batch_norm))
+        replace(config, shard_optimizer=sync.shard_optimizer, batch_norm=sync.batch_norm).check_unequal()
     shares = plan.placement.shares if plan is not None and plan.placement is not None else None
     if shares is not None and ("shares" in decided or len(shares) != layout.replicas):
         shares = None

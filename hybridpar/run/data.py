@@ -12,7 +12,6 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.config.conflicts import whole_model_option
 from hybridpar.config.data import Interpolation, images_over, is_of_any_size
 from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
@@ -194,7 +193,7 @@ def make_deferred(
     config: TrainConfig, name: str, data: ImageData, world: World
 ) -> tuple[DeferredModel | None, str | None]:
     """The model of a run in a pipeline over several workers, each of which is to hold its own stages only."""
-    if world.size == 1 or not config.is_staged or whole_model_option(config):
+    if world.size == 1 or not config.is_staged or config.needs_whole:
         return None, None
     try:
         deferred = DeferredModel(lambda: configured_model(config, name, data.classes))

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map_only
 from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.world import GOOD_ORDER, World
 from hybridpar.config import TrainConfig
-from hybridpar.config.conflicts import check_gradients, whole_model_option
 from hybridpar.config.optimizer import Automatic
 from hybridpar.config.rates import OnPlateau
 from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
@@ -179,8 +178,8 @@ class Trainer:
         model = model.module if isinstance(model, DeferredModel) else model
         try:
             check_rules(self.config)
-            check_gradients(self.config)
-            if self._deferred is not None and (option := whole_model_option(self.config)):
+            self.config.check_gradients()
+            if self._deferred is not None and (option := self.config.needs_whole):
                 raise refuse("a DeferredModel", option, "With it every worker holds the whole model.")
             freeze(model, self.config.freeze)
             if self.config.batch_norm == "frozen":

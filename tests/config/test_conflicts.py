@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.conflicts import CONFLICTS, GRADIENT_CONFLICTS, NEED_EQUAL_REPLICAS, features_of
+from hybridpar.config.conflicts import CONFLICTS, GRADIENT_CONFLICTS, NEED_EQUAL_REPLICAS
 from hybridpar.errors import UsageError
 
 #: Options with which a run has a feature, and no other that it does not need.
@@ -56,11 +56,11 @@ PAIRS = {frozenset(pair[:2]): pair for pair in (*CONFLICTS, *GRADIENT_CONFLICTS)
 
 
 def test_the_table_knows_every_feature_and_each_pair_once():
-    assert OPTIONS.keys() == features_of(TrainConfig()).keys()
+    assert OPTIONS.keys() == TrainConfig().features.keys()
     assert len(PAIRS) == len(CONFLICTS) + len(GRADIENT_CONFLICTS)
     for feature, options in OPTIONS.items():
-        assert features_of(TrainConfig(**options))[feature][1], feature
-        assert not features_of(TrainConfig())[feature][1], feature
+        assert TrainConfig(**options).features[feature][1], feature
+        assert not TrainConfig().features[feature][1], feature
 
 
 @pytest.mark.parametrize("pair", list(combinations(OPTIONS, 2)), ids="+".join)
@@ -69,7 +69,7 @@ def test_a_pair_is_refused_if_the_table_has_it(pair: tuple[str, str]) -> None:
     if OPTIONS[one].keys() & OPTIONS[other].keys():
         return  # the same option says both, so only one of them can be given
     config = TrainConfig(**OPTIONS[one], **OPTIONS[other])
-    features = features_of(config)
+    features = config.features
     given = {name for name, (_, is_given) in features.items() if is_given}
     refused = [row[:2] for key, row in PAIRS.items() if key <= given]
     refused += [(name, name) for name in NEED_EQUAL_REPLICAS if {"placed", name} <= given]

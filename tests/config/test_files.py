@@ -137,7 +137,7 @@ def test_rates_of_presets_are_those_of_their_sources(name: str, rates: dict[int,
         ("lr = 1.1.1\n", ("a.toml", "line 1")),
         ("lr = {a = 1}\n", ("unknown table [lr]",)),
         ("[optimisation]\nlr = {a = 1}\n", ("line 2", "lr cannot be a table")),
-        ("loss = 'bcee'\n", ("line 1", "loss cannot be")),
+        ("amp = 'bf15'\n", ("line 1", "amp cannot be")),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, said: tuple[str, ...]) -> None:
