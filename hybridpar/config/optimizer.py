@@ -94,7 +94,7 @@ class OptimizerConfig:
     """What --clip-norm limits: the global `norm`, each `value`, or the norm of a unit's gradient by that of its weights
     (`agc`)."""
     model_ema: Annotated[str | None, tyro.conf.arg(metavar="DECAY[,KEY=VALUE,...]")] = None
-    """Keep an exponential moving average of parameters and buffers; it is tested too, and saved as model_ema.pt.
+    """Keep an exponential moving average of parameters and buffers; it is tested too, and saved beside the model.
     `0.9998`: what a step keeps of it; `0.9998,warmup`: that grows from 0; `0.9998,every=N`: updated every N steps."""
     select_batch: int = 0
     """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as

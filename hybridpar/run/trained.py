@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import TrainConfig
 from hybridpar.config.trained import TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
+from hybridpar.formats.tensor_files import shards_of
 from hybridpar.models import check_model_name, parse_arguments
 from hybridpar.models.weight_files import check_file, is_file
 from hybridpar.observe.summary import SUMMARY_FILE
@@ -20,10 +19,9 @@ from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
 from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, step_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from hybridpar.data.image_facts import ImageFacts
-    from hybridpar.models.deferred import DeferredModel
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def _checkpoint_of(path: Path) -> Path:
 
 def _takes_average(options: TrainedOptions, checkpoint: Path) -> bool:
     """Whether the moving average is wanted, and there is one."""
-    has = "model_ema.pt" in read_manifest(checkpoint)["files"]
+    has = bool(shards_of("model_ema", read_manifest(checkpoint)["files"]))
     if options.weights == "ema" and not has:
         raise UsageError(
             f"--weights ema: {checkpoint} has no moving average",
@@ -165,61 +163,30 @@ def _as_planned(run: Path) -> dict[str, Any]:
 
 
 def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> tuple[Trained, nn.Module]:
-    """Build the model with its weights.
-
-    Weights in a file are memory-mapped: the model takes no memory for them beyond pages of the file, which the system
-    may drop and read again. Where the model cannot be built on the meta device, and for published weights, they are
-    read.
-    """
-    from hybridpar.models.deferred import CannotDeferError, DeferredModel
+    """Build the model with its weights; a checkpoint that was deleted meanwhile gives way to the newest one."""
+    from hybridpar.models import load_weights
     from hybridpar.train.checkpoint import load_model_state
 
-    state = None
-    if trained.checkpoint is not None:
-        try:
-            state = load_model_state(trained.checkpoint, average=trained.average)
-        except CheckpointError:
-            newest = _checkpoint_of(Path(trained.source))
-            if newest == trained.checkpoint:
-                raise
-            return load_trained(replace(trained, checkpoint=newest), classes, channels_last=channels_last)
-    if state is not None or is_file(trained.source):
-        # NotImplementedError: a kind of tensor that has no storage, or a module that reads what has no values.
-        with contextlib.suppress(CannotDeferError, NotImplementedError):
-            deferred = DeferredModel(lambda: build_trained(trained, classes, channels_last=channels_last))
-            _load_into(deferred, trained, state, classes)
-            return trained, deferred.started()
     model = build_trained(trained, classes, channels_last=channels_last)
-    _load_into(model, trained, state, classes)
-    return trained, model
-
-
-def _load_into(
-    model: nn.Module | DeferredModel, trained: Trained, state: dict[str, Tensor] | None, classes: int
-) -> None:
-    """Give a model its weights: the state dict of its checkpoint, else those that are named."""
-    from hybridpar.models import load_weights
-    from hybridpar.models.deferred import DeferredModel
-
-    if state is None:
-        args = parse_arguments(trained.config.model_arg)
-        report = load_weights(model, trained.source, name=trained.name, args=args)
+    if trained.checkpoint is None:
+        report = load_weights(model, trained.source, name=trained.name, args=parse_arguments(trained.config.model_arg))
         if report.new:
             raise UsageError(
                 f"the weights {shortened(report)}",
                 "A model that is used as it is must have all of its weights.",
                 "Name the model and the data that they were trained with.",
             )
-        return
-    kept = {id(tensor): tensor for tensor in state.values()}
+        return trained, model
     try:
-        if isinstance(model, DeferredModel):
-            # Into what it is given torch writes that it assigns, and a state dict that has this is always assigned.
-            model.start_from(lambda module: module.load_state_dict(copy.deepcopy(state, {**kept}), assign=True))
-        else:
-            model.load_state_dict(state)
-    except NotImplementedError:
-        raise
+        state = load_model_state(trained.checkpoint, average=trained.average)
+    except CheckpointError:
+        newest = _checkpoint_of(Path(trained.source))
+        if newest == trained.checkpoint:
+            raise
+        trained = replace(trained, checkpoint=newest)
+        state = load_model_state(newest, average=trained.average)
+    try:
+        model.load_state_dict(state)
     except RuntimeError as error:
         problem = " ".join(str(error).partition("\n")[2].split())
         raise CheckpointError(
@@ -228,6 +195,7 @@ def _load_into(
             "Names and shapes of all parameters and buffers must be equal.",
             "Leave out --model, --model-arg, --stem and --data, which the run knows.",
         ) from error
+    return trained, model
 
 
 def build_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> nn.Module:

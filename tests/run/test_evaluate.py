@@ -98,7 +98,7 @@ def test_a_checkpoint_can_be_named_from_anywhere(run_dir, monkeypatch):
 
 
 def test_a_file_of_weights_needs_model_and_data(run_dir):
-    file = str(latest_checkpoint(run_dir / "checkpoints") / "model.pt")
+    file = str(latest_checkpoint(run_dir / "checkpoints") / "model.safetensors")
     with pytest.raises(UsageError, match="without --model"):
         find_trained(file, TrainedOptions())
     with pytest.raises(UsageError, match="without --data"):
