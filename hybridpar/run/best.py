@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, nearest
 from hybridpar.observe.records import EpochRecord
+from hybridpar.train.checkpoint_files import list_checkpoints, step_of
 
 #: Figures of an epoch that can be followed; True where the larger is the better.
 METRICS = {
@@ -77,6 +79,17 @@ class MetricRule:
         """The figure of an epoch."""
         found: float | None = getattr(record, self.metric)
         return found
+
+
+def best_checkpoint(run: Path, tested: Sequence[EpochRecord], rule: MetricRule) -> tuple[EpochRecord, Path] | None:
+    """The best epoch of a run of which there is a checkpoint; with parameter servers that may come some steps later."""
+    checkpoints, ends = list_checkpoints(run / "checkpoints"), [one.step for one in tested]
+    for record in rule.ranked(tested):
+        next_end = min((step for step in ends if step > record.step), default=math.inf)
+        for path in checkpoints:
+            if record.step <= step_of(path) < next_end:
+                return record, path
+    return None
 
 
 def keep_rule(config: TrainConfig) -> MetricRule:

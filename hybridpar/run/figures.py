@@ -16,10 +16,9 @@ from hybridpar.observe.records import EpochRecord, RunInfo
 from hybridpar.observe.summary import step_without_data_ms
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import Plan, StepFigures
-from hybridpar.run.best import MetricRule
+from hybridpar.run.best import MetricRule, best_checkpoint
 from hybridpar.run.plan import sync_of
 from hybridpar.run.timings import Share, combine
-from hybridpar.train.checkpoint_files import list_checkpoints, step_of
 from hybridpar.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -70,11 +69,11 @@ def measured_fields(
 
 def best_fields(directory: Path, tested: Sequence[EpochRecord], rule: MetricRule) -> dict[str, Any]:
     """What the summary says of the best checkpoint."""
-    best = next(iter(rule.best(tested)), None)
-    kept = [path for path in list_checkpoints(directory / "checkpoints") if best and step_of(path) == best.step]
-    if best is None or not kept:
+    found = best_checkpoint(directory, tested, rule)
+    if found is None:
         return {}
-    place = kept[0].relative_to(directory).as_posix()
+    best, path = found
+    place = path.relative_to(directory).as_posix()
     fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": rule.metric, "checkpoint": place}
     return {"best": fields}
 

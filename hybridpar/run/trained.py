@@ -13,8 +13,10 @@ from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
 from hybridpar.formats.tensor_files import shards_of
 from hybridpar.models import check_model_name, parse_arguments
 from hybridpar.models.weight_files import check_file, is_file
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.summary import SUMMARY_FILE
 from hybridpar.plan import read_plan
+from hybridpar.run.best import MetricRule, best_checkpoint, keep_rule
 from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
 from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, step_of
 
@@ -33,6 +35,7 @@ class Trained:
         name: What the user calls the model.
         source: The run directory, the checkpoint or the weights, as they were named.
         checkpoint: The checkpoint of a run; None for weights that are not in one.
+        why: Why it is this one, in a few words.
         average: Whether its weights are those of the moving average.
         images: What `run.json` says of images; None where it says nothing.
         finished: Whether the run has a report.
@@ -42,6 +45,7 @@ class Trained:
     name: str
     source: str
     checkpoint: Path | None = None
+    why: str = ""
     average: bool = False
     images: Mapping[str, Any] | None = None
     finished: bool = True
@@ -60,14 +64,16 @@ class Trained:
         """The model in one line."""
         if self.checkpoint is None:
             return f"{self.name} with the weights {self.source}"
-        kind = "moving average" if self.average else "weights"
-        text = f"{self.name}, {kind} of step {self.step:,}: {self.checkpoint}"
-        return text if self.finished else f"{text} (the last whole checkpoint; the run has no report yet)"
+        kind, stem = ("moving average", "model_ema") if self.average else ("weights", "model")
+        names = shards_of(stem, read_manifest(self.checkpoint)["files"])
+        files = self.checkpoint / (names[0] if len(names) == 1 else f"{stem}.safetensors.index.json")
+        text = f"{self.name}, {kind} of step {self.step:,}{self.why}: {files}"
+        return text if self.finished else f"{text} (the run has no report yet)"
 
 
 def find_trained(source: str, options: TrainedOptions) -> Trained:
     """Find the model that options name, without importing torch."""
-    changes = options.changes()
+    changes, (which, kind) = options.changes(), _chosen(options.weights)
     path = Path(source)
     if not path.is_dir():
         return _in_file(source, options, changes)
@@ -80,7 +86,7 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
             "A run says of which model its weights are, and which data it was trained on.",
             "Name the model with --model and the data with --data.",
         )
-    average = _takes_average(options, checkpoint)
+    why = ""
     if run is None:
         config, name, images = TrainConfig(**changes), str(options.model), None
     else:
@@ -88,13 +94,41 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
         if options.model is not None and options.data is not None and "options" not in facts:
             facts = {"model": options.model, "options": {}}
         # Files are there since the run; a plan is for training.
-        config = replace(recorded_config(facts, run), download=False, plan="none", **changes, **_as_planned(run))
+        recorded = recorded_config(facts, run)
+        if not (path / "manifest.json").is_file():
+            checkpoint, why = _of_run(run, keep_rule(recorded), checkpoint, which)
+        elif which is not None:
+            raise UsageError(
+                f"--weights {options.weights} with the checkpoint {path}",
+                "Of a run there may be several checkpoints, and this is one.",
+                f"Name the run, {run}, or leave out `{which}`.",
+            )
+        config = replace(recorded, download=False, plan="none", **changes, **_as_planned(run))
         name = options.model or str(facts["model"])
         images = facts.get("images")
     config.check()
     check_model_name(name)
     finished = run is None or (run / SUMMARY_FILE).exists()
-    return Trained(config, name, source, checkpoint, average, images, finished)
+    return Trained(config, name, source, checkpoint, why, _takes_average(kind, checkpoint), images, finished)
+
+
+def _chosen(text: str | None) -> tuple[str | None, str | None]:
+    """Which checkpoint of a run, and which of its weights, `--weights` names; None where it does not say."""
+    words = [] if text is None else [word.strip() for word in text.split(",")]
+    which, kind = ([word for word in words if word in choices] for choices in (("best", "last"), ("ema", "raw")))
+    if len(which) + len(kind) != len(words) or max(len(which), len(kind)) > 1:
+        raise UsageError(
+            f"--weights {shortened(text)}",
+            "It names a checkpoint of the run (`best` or `last`), which of its weights (`ema` or `raw`), or both.",
+            "Write for instance --weights last, or --weights last,raw.",
+        )
+    return next(iter(which), None), next(iter(kind), None)
+
+
+def _of_run(run: Path, rule: MetricRule, last: Path, which: str | None) -> tuple[Path, str]:
+    """The checkpoint of a run that is wanted, and why it is that."""
+    found = None if which == "last" else best_checkpoint(run, read_metrics(run).epochs, rule)
+    return (last, ", the last") if found is None else (found[1], f", the best by {rule.metric}")
 
 
 def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> Trained:
@@ -118,7 +152,7 @@ def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> T
     if options.weights is not None:
         raise UsageError(
             f"--weights {options.weights} with the weights {shortened(source)}",
-            "Only checkpoints hold the moving average beside the weights.",
+            "It chooses among the checkpoints of a run, and what they hold.",
             "Leave it out, or name a run directory.",
         )
     config, name = TrainConfig(weights=source, **changes), str(options.model)
@@ -141,16 +175,16 @@ def _checkpoint_of(path: Path) -> Path:
         ) from error
 
 
-def _takes_average(options: TrainedOptions, checkpoint: Path) -> bool:
+def _takes_average(kind: str | None, checkpoint: Path) -> bool:
     """Whether the moving average is wanted, and there is one."""
     has = bool(shards_of("model_ema", read_manifest(checkpoint)["files"]))
-    if options.weights == "ema" and not has:
+    if kind == "ema" and not has:
         raise UsageError(
             f"--weights ema: {checkpoint} has no moving average",
             "It is kept by a run with --model-ema.",
             "Leave out --weights.",
         )
-    return has and options.weights != "raw"
+    return has and kind != "raw"
 
 
 def _as_planned(run: Path) -> dict[str, Any]:
@@ -183,7 +217,7 @@ def load_trained(trained: Trained, classes: int, *, channels_last: bool = False)
         newest = _checkpoint_of(Path(trained.source))
         if newest == trained.checkpoint:
             raise
-        trained = replace(trained, checkpoint=newest)
+        trained = replace(trained, checkpoint=newest, why=", the last")
         state = load_model_state(newest, average=trained.average)
     try:
         model.load_state_dict(state)

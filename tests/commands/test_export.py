@@ -78,7 +78,7 @@ def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):
     ("name", "words", "told"),
     [
         ("net.pt", [], "ends in .pt2"),
-        ("net.pt2", ["--images", "nowhere"], "there is no nowhere"),
+        ("net.pt2", ["--images", "nowhere"], "not one image can be read"),
         ("net.pt2", ["--model", "nothing"], "unknown model"),
     ],
 )
