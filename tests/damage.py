@@ -318,13 +318,13 @@ class Checkpoints:
         if name == "manifest.json":
             self._write({name: damaged(data, chance)})
             return
-        if chance.random() < 0.7:
+        if name.endswith(".pt") and chance.random() < 0.7:
             data = _with_pickle(data, lambda inner: _damaged_pickle(inner, chance))
         else:
             data = damaged(data, chance)
         manifest = json.loads(self._good["manifest.json"])
         if chance.random() < 0.95:
-            manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            manifest["files"][name] = hashlib.sha256(data).hexdigest()
         self._write({name: data, "manifest.json": json.dumps(manifest).encode()})
 
     def read(self) -> None:

@@ -240,14 +240,14 @@ def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
     code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest}", "--optimizer=adamw"))
     assert code == 2
     assert_one_error(error, "state of SGD, this run uses AdamW")
-    code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest / 'model.pt'}"))
+    code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest / 'model.safetensors'}"))
     assert code == 2
     assert_one_error(error, "is not a checkpoint", "step-N")
-    content = (newest / "model.pt").read_bytes()
-    (newest / "model.pt").write_bytes(content[:-10])
+    content = (newest / "model.safetensors").read_bytes()
+    (newest / "model.safetensors").write_bytes(content[:-10])
     code, error = call(*small_arguments(tmp_path / "run", "--resume"))
     assert code == 2
-    assert_one_error(error, str(newest / "model.pt"), "is damaged", "--resume-from")
+    assert_one_error(error, str(newest / "model.safetensors"), "is damaged", "--resume-from")
     code, error = call(*small_arguments(tmp_path / "empty", "--resume"))
     assert code == 2
     assert_one_error(error, "nothing to resume")

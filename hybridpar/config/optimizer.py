@@ -175,7 +175,7 @@ class OptimizerConfig:
     """Clip gradients to this global norm; with `mode=value` each value; with `mode=agc` the norm of a unit's gradient
     over that of its weights."""
     model_ema: Annotated[float | str | None, tyro.conf.arg(metavar="DECAY[,KEY=VALUE,...]")] = None
-    """Keep an exponential moving average of parameters and buffers; it is tested too, and saved.
+    """Keep an exponential moving average of parameters and buffers; it is tested too, and saved beside the model.
     `0.9998`: what a step keeps of it; `0.9998,warmup`: that grows from 0; `0.9998,every=N`: updated every N steps."""
     select_batch: Annotated[int, AT_LEAST_0] = 0
     """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as

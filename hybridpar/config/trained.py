@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from hybridpar.config.data import images_over
 from hybridpar.config.train import TrainConfig
-
-Weights = Literal["ema", "raw"]
 
 #: The argument without a flag of these commands: `run: RunArgument`.
 RunArgument = Annotated[
@@ -19,8 +17,8 @@ RunArgument = Annotated[
     tyro.conf.Positional,
     tyro.conf.arg(
         metavar="RUN",
-        help="A run directory, of which the last checkpoint is taken; a checkpoint (step-N); or weights as "
-        "`train --weights` takes them, with --model and --data.",
+        help="A run directory; a checkpoint in it (step-N); or weights as `train --weights` takes them, with --model "
+        "and --data.",
     ),
 ]
 
@@ -29,9 +27,9 @@ RunArgument = Annotated[
 class TrainedOptions:
     """Model and data: which weights of a run, and what is not as the run's own options say."""
 
-    weights: Weights | None = None
-    """Weights of a checkpoint: the moving average of --model-ema (`ema`), or those that were trained (`raw`); default:
-    ema where the run keeps one."""
+    weights: Annotated[str | None, tyro.conf.arg(metavar="[best|last][,ema|,raw]")] = None
+    """Those of the best epoch of the run by --keep-best, or of its last checkpoint; and of these the moving average of
+    --model-ema, or what was trained. Default: best, and ema where the run keeps one."""
     model: str | None = None
     """Model that the weights are of; default: that of the run."""
     model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

@@ -78,12 +78,10 @@ class ImageFacts:
 
 
 def find_images(named: Sequence[Path]) -> list[Path]:
-    """The image files that a user names."""
+    """The image files that a user names; one that is not there is left to be found unreadable."""
     found: list[Path] = []
     for one in named:
         if not one.is_dir():
-            if not one.exists():
-                raise UsageError(f"there is no {one}", "Name image files, or folders that hold some.")
             found.append(one)
             continue
         inside: list[Path] = []

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from hybridpar.errors import ExportError, UsageError, cannot_write, shortened
 from hybridpar.formats.output_files import written_aside
-from hybridpar.models.deferred import is_deferred, like_tensor, saved_tensors, storage_of
+from hybridpar.formats.tensor_files import read_tensors, write_tensors
 from hybridpar.models.outputs import main_output
 from hybridpar.models.state import twin_of
 from hybridpar.models.state_dicts import tensors_of
-from hybridpar.models.weight_files import map_safetensors
 
 Format = Literal["torch-export", "onnx", "safetensors"]
 
@@ -41,7 +40,7 @@ TOLERANCE = 1e-5
 FACTS = "hybridpar.json"
 
 #: Packages that a format needs, and the extra of hybridpar with them.
-_NEEDS = {"onnx": (("onnx", "onnxscript", "onnxruntime"), "onnx"), "safetensors": (("safetensors",), "safetensors")}
+_NEEDS = {"onnx": (("onnx", "onnxscript", "onnxruntime"), "onnx")}
 
 
 @dataclass(frozen=True)
@@ -166,16 +165,7 @@ def _write_onnx(model: nn.Module, images: Tensor, file: Path, facts: str) -> Non
 
 
 def _write_safetensors(model: nn.Module, images: Tensor, file: Path, facts: str) -> None:
-    from safetensors.torch import save_file
-
-    state: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors_of(model).items():
-        # Each by itself: the format has no views, and tensors of tied layers are written twice.
-        shares = storage_of(tensor) in storages
-        storages.add(storage_of(tensor))
-        state[name] = tensor.clone().contiguous() if shares else tensor.contiguous()
-    save_file(state, file, metadata={"format": "pt", "hybridpar": facts})
+    write_tensors(file, tensors_of(model), {"hybridpar": facts})
 
 
 _WRITERS: dict[str, Callable[[nn.Module, Tensor, Path, str], None]] = {
@@ -198,17 +188,12 @@ def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
 
 
 def _load_safetensors(model: nn.Module, file: Path) -> Callable[[Tensor], Tensor]:
-    """The model with the weights of the file, memory-mapped, and with none of its own."""
-    state = map_safetensors(file)
-    empty: dict[int, Any] = {id(one): like_tensor(one, one.detach().to("meta")) for one in saved_tensors(model)}
-    other = twin_of(model, empty)
-    other.load_state_dict(state, strict=False, assign=True)  # extra states are the copy's
-    if is_deferred(other):  # a module takes them in a way of its own
-        other = twin_of(model)
-        with torch.no_grad():
-            for tensor in saved_tensors(other):
-                tensor.zero_()
-        other.load_state_dict(state, strict=False)
+    """The model with the weights of the file, and with none of its own."""
+    other = twin_of(model)
+    with torch.no_grad():
+        for tensor in tensors_of(other).values():
+            tensor.zero_()
+    other.load_state_dict(read_tensors(file), strict=False)  # extra states are the copy's
     return lambda images: main_output(other(images))
 
 

@@ -269,7 +269,7 @@ def load_optimizer_state(
         raise CheckpointError(
             f"the checkpoint holds the state of {saved['kind']}, this run uses {kind}",
             "Optimizer state is of use to the same kind of optimizer only.",
-            f"Resume with {saved['kind']}, or start a new run from the checkpoint's model.pt.",
+            f"Resume with {saved['kind']}, or start a new run with the checkpoint as --weights.",
         )
     by_name = dict(model.named_parameters())
     counting_on_device = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from hybridpar.config.checkpoints import Checkpoints
 from hybridpar.observe.records import EpochRecord
+from hybridpar.train.checkpoint_files import list_checkpoints, step_of
 
 
 def ranked(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
@@ -19,6 +21,17 @@ def ranked(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord
 def best_epochs(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
     """The epochs whose checkpoints stay for being the best."""
     return ranked(rule, tested)[: rule.best]
+
+
+def best_checkpoint(run: Path, tested: Sequence[EpochRecord], rule: Checkpoints) -> tuple[EpochRecord, Path] | None:
+    """The best epoch of a run of which there is a checkpoint; with parameter servers that may come some steps later."""
+    checkpoints, ends = list_checkpoints(run / "checkpoints"), [end.step for end in tested]
+    for record in ranked(rule, tested):
+        next_end = min((step for step in ends if step > record.step), default=math.inf)
+        for path in checkpoints:
+            if record.step <= step_of(path) < next_end:
+                return record, path
+    return None
 
 
 def why_over(rule: Checkpoints, tested: Sequence[EpochRecord]) -> str | None:

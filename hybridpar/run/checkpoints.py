@@ -8,10 +8,10 @@ from typing import Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.observe.records import EpochRecord, StepRecord
-from hybridpar.run.best import best_epochs
+from hybridpar.run.best import best_checkpoint, best_epochs
 from hybridpar.run.part import Part, Run
 from hybridpar.run.step import Step
-from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints, step_of
+from hybridpar.train.checkpoint_files import prune_checkpoints
 
 
 class Checkpoints(Part):
@@ -63,10 +63,9 @@ class Checkpoints(Part):
 
     def summary(self, run: Run) -> dict[str, Any]:
         """The best checkpoint, if it is there."""
-        best = next(iter(best_epochs(self._rule, run.state.tested)), None)
-        saved = [path for path in list_checkpoints(run.place.checkpoints) if best and step_of(path) == best.step]
-        if best is None or not saved:
+        if (found := best_checkpoint(run.place.directory, run.state.tested, self._rule)) is None:
             return {}
-        path = saved[0].relative_to(run.place.directory).as_posix()
+        best, saved = found
+        path = saved.relative_to(run.place.directory).as_posix()
         fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": self._rule.by}
         return {"best": {**fields, "checkpoint": path}}

@@ -61,7 +61,7 @@ class RunState:
                 raise UsageError(
                     f"the checkpoint was made with {name} {saved}, this run has {now}",
                     "A resumed run goes on at the same place in the same order of samples.",
-                    f"Resume with {name} {saved}; for another start, load the checkpoint's model.pt in a script.",
+                    f"Resume with {name} {saved}; for another start, name the checkpoint with --weights.",
                 )
         self.epoch, self.epoch_step = int(extra["epoch"]), int(extra["epoch_step"])
         self.losses, self.tested = RunningMean(*extra["losses"]), read_tests(extra["tested"])

@@ -12,7 +12,7 @@ from typing import Any
 from hybridpar.errors import CheckpointError
 from hybridpar.formats.file_reader import read_json
 
-CHECKPOINT_VERSION = 3
+CHECKPOINT_VERSION = 4
 _WHOLE = re.compile(r"^step-(\d+)(\.replaced)?$")
 
 #: Keys of a manifest and their types.
@@ -89,7 +89,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is of checkpoint version {version}",
             f"This hybridpar reads version {CHECKPOINT_VERSION}.",
-            "Load its model.pt with torch.load, or use the hybridpar that wrote it.",
+            "Load its weights in a script, or use the hybridpar that wrote it.",
         )
     if version != CHECKPOINT_VERSION or not all(isinstance(manifest.get(key), kind) for key, kind in _MANIFEST.items()):
         raise CheckpointError(f"{path} has no readable manifest.json", why, fix)

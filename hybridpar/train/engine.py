@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hybridpar.comm.replicate import average_buffers
@@ -406,14 +405,19 @@ class Engine:
 
     # ------------------------------------------------------------------- state
 
-    def model_state(self) -> dict[str, Tensor]:
-        """The whole model as a checkpoint has it; `synchronize_buffers` makes it whole."""
-        return dict(self.model.state_dict())
+    def model_state(self) -> dict[str, Any]:
+        """What this worker holds of the model, as a checkpoint has it; `synchronize_buffers` makes it whole."""
+        return self.held_state()
 
     @property
     def in_parts(self) -> bool:
         """Whether no worker holds all of the model, or all of the optimizer's state."""
         return self.own_only or (self.plan.sync.shard_optimizer and self.pipeline.replicas > 1)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether checkpoints have what this worker trains: of equal replicas they have the first."""
+        return self.plan.sync.shard_optimizer or self.plan.layout.replica_of(self._world.job_rank) == 0
 
     @property
     def stepped(self) -> set[str]:
@@ -465,24 +469,11 @@ class Engine:
             scale.load_state_dict(state)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """State of all stages' optimizers by parameter name, on rank 0; a collective.
-
-        Where it is `in_parts` the tensors of other workers are on the meta device.
-        """
+        """State of this worker's optimizers by parameter name."""
         self.pipeline.wait()
-        mine = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
-        given = tree_map_only(Tensor, lambda one: one.to("meta"), mine) if self.in_parts else mine
-        sharded = self.plan.sync.shard_optimizer
-        parts = (
-            self._world.gather_on_main(given, range(self._world.size))
-            if sharded
-            else self.pipeline.gather_on_main(given)
-        )
-        if parts is not None and self.in_parts:
-            parts[0] = mine
-        states = [state for part in parts or [mine] for state in part]
+        states = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
         return {
-            "kind": states[0]["kind"] if states else "none",
+            "kind": states[0]["kind"],
             "groups": [group for state in states for group in state["groups"]],
             "state": {name: values for state in states for name, values in state["state"].items()},
         }

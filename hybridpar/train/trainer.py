@@ -11,7 +11,6 @@ import copy
 import logging
 import sys
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.world import GOOD_ORDER, World
@@ -36,7 +34,7 @@ from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.models.user_models import article
-from hybridpar.optim.build import expand, make_optimizer, optimizer_state
+from hybridpar.optim.build import expand, make_optimizer
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import as_sum, ignored_label, make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
@@ -48,14 +46,8 @@ from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.spec import check_rules
 from hybridpar.sync.compression import settle_codecs
-from hybridpar.train.checkpoint import (
-    CheckpointData,
-    Held,
-    load_checkpoint,
-    require_model,
-    save_checkpoint,
-    usable,
-)
+from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint, usable
+from hybridpar.train.checkpoint_files import resolve_checkpoint
 from hybridpar.train.engine import Engine, EngineParts
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
@@ -585,36 +577,19 @@ class Trainer:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
         self._recover()
-        self.engine.synchronize_buffers()
+        engine = self.engine
+        engine.synchronize_buffers()
         training = self._training_state() | {"extra": dict(extra or {})}
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
-        local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
-        average = self.engine.average_state()
-        if self.engine.in_parts:
-            return self._save_in_parts(Path(directory), training, local, average)
-        model = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), self.engine.model_state())
+        local = {"random": random_state(self.world.device), "sync": engine.state_dict()}
+        model, average = engine.model_state(), engine.average_state()
+        if not self.world.is_main:
+            training = {"optimizer": training["optimizer"]} if engine.is_saved and training["optimizer"] else {}
+        if not (engine.is_saved if engine.own_only else self.world.is_main):
+            model, average = {}, None
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(Path(directory), data, self.world)
-
-    def _save_in_parts(
-        self, directory: Path, training: dict[str, Any], local: dict[str, Any], average: dict[str, Tensor] | None
-    ) -> Path:
-        """The same where no worker holds everything: rank 0 knows of all tensors, and is given one at a time."""
-        engine, counts = self.engine, self.engine.pipeline.replica == 0
-        sharded = self.plan.sync.shard_optimizer
-        model = dict(engine.model.state_dict())
-        held = engine.held_state()
-        state = [optimizer_state(optimizer, engine.model)["state"] for optimizer in engine.optimizers]
-        mine = {"optimizer": {"state": dict(ChainMap(*state))}} if counts or sharded else {}
-        shares: dict[str, Any] = {"training.pt": training if self.world.is_main else mine}
-        if engine.own_only:
-            shares["model.pt"] = held if counts else {}
-        if average is not None and engine.own_only:
-            shares["model_ema.pt"] = average if counts else {}
-            average = {name: average[name] if name in average else tensor.to("meta") for name, tensor in model.items()}
-        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
-        return save_checkpoint(directory, data, self.world, shares)
 
     def _training_state(self) -> dict[str, Any]:
         training = {"optimizer": self.engine.optimizer_state()}
@@ -646,14 +621,12 @@ class Trainer:
         """
         engine = self.engine
         engine.wait()
-        held = None
-        if engine.own_only:
-            held = Held(self.fingerprint, engine.stepped, engine.held_state(), engine.kept_averages())
-        elif engine.in_parts:
-            held = Held(self.fingerprint, engine.stepped)
-        data = load_checkpoint(Path(path), self.world.rank, held)
-        require_model(Path(path), data, self.fingerprint, self.model)
-        with usable(Path(path)):
+        path = resolve_checkpoint(Path(path))
+        require_model(path, self.fingerprint, self.model)
+        held = engine.held_state().keys() if engine.own_only else None
+        stepped = engine.stepped if engine.in_parts else None
+        data = load_checkpoint(path, self.world.rank, held=held, stepped=stepped)
+        with usable(path):
             load_values(self.model, data.model)
             if not engine.own_only:
                 self.model.load_state_dict(data.model)  # which modules may have hooks for

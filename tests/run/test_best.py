@@ -11,10 +11,12 @@ import pytest
 from hybridpar import Evaluation, Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.config.checkpoints import Checkpoints
+from hybridpar.config.trained import TrainedOptions
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.observe.records import EpochRecord
 from hybridpar.run.best import best_epochs
+from hybridpar.run.trained import find_trained
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
@@ -82,6 +84,29 @@ def test_checkpoints_of_the_best_epochs_stay(accuracies, tmp_path, best, kept):
     told = check_run(tmp_path)["best"]
     assert told["step"] == (6 if "loss" in best else 12)
     assert told["metric"] == ("test_loss" if "loss" in best else "test_accuracy")
+
+
+def test_a_trained_model_is_that_of_the_best_epoch_unless_another_is_asked_for(accuracies, tmp_path):
+    train(tmp_path, epochs=3, checkpoints="keep=1")
+    for weights, step, said in (
+        (None, 12, "weights of step 12, the best by test_accuracy: "),
+        ("best,raw", 12, "step-12/model.safetensors"),
+        ("last", 18, "weights of step 18, the last: "),
+        ("last, raw", 18, "step-18/model.safetensors"),
+    ):
+        trained = find_trained(str(tmp_path), TrainedOptions(weights=weights))
+        assert trained.step == step
+        assert said in str(trained)
+    step = str(tmp_path / "checkpoints" / "step-18")
+    assert find_trained(step, TrainedOptions()).step == 18
+    for source, weights, said in (
+        (step, "best", "with the checkpoint"),
+        (str(tmp_path), "best,last", "or both"),
+        (str(tmp_path), "first", "or both"),
+        (str(tmp_path), "last,ema", "no moving average"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            find_trained(source, TrainedOptions(weights=weights))
 
 
 def test_a_run_stops_early_also_after_it_was_resumed(accuracies, tmp_path, capsys):

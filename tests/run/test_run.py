@@ -240,7 +240,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved
     else:
         saved = {*saved, best}
         assert told["step"] == best
-        assert (tmp_path / told["checkpoint"] / "model.pt").exists()
+        assert (tmp_path / told["checkpoint"] / "model.safetensors").exists()
     assert set(saved_steps(tmp_path)) == saved
 
 
@@ -325,8 +325,8 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
         step = load_checkpoint(newest).step
         assert step > 1
         for old in list_checkpoints(disk / "run" / "checkpoints")[:-1]:
-            (old / "model.pt").unlink()
-            (old / "training.pt").unlink()
+            (old / "model.safetensors").unlink()
+            (old / "training-0.pt").unlink()
         assert train(disk / "run", steps=step + 2, resume=True, checkpoints="keep=1") == 0
         assert check_run(disk / "run", steps=step + 2)["resumed_from"] == step
 

@@ -21,6 +21,7 @@ from hybridpar.models.state_dicts import copy_of
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.space import Space
+from hybridpar.train.checkpoint import load_model_state
 from tests.planner.small import inputs
 from tests.ranks import run_ranks
 
@@ -113,7 +114,7 @@ def test_extra_states_are_saved_averaged_and_of_worker_0(workers, options, defer
         assert [one["used"] for one in averaged] == [4, 4]
         assert loaded == saved
         plain = make_net("limits")
-        plain.load_state_dict(torch.load(Path(path) / "model.pt", weights_only=True))
+        plain.load_state_dict(load_model_state(Path(path)))
         assert [plain[2].state, plain[5].state] == saved
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -186,7 +187,7 @@ def _compare(world, options):
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
     _resume({"sync": "local:3,warm=2"}, at, tmp_path)
-    model = torch.load(tmp_path / f"step-{at}" / "model.pt", weights_only=True)
+    model = load_file(tmp_path / f"step-{at}" / "model.safetensors")
     if at == 4:  # on their own since step 2, so the file has what both had then
         last = run({"sync": "local:3,warm=2"}, 2, norm=True)[0]
         assert same([model[name] for name, _ in make_net(True).named_parameters()], last["weights"])
@@ -219,8 +220,8 @@ def _resume(options, at, tmp_path, steps=7):
 def test_on_another_number_of_workers_momentum_stays_and_they_begin_at_the_last_exchange(tmp_path):
     options = {"sync": "outer:3,opt=nesterov,momentum=0.5"}
     run(options, 4, save=(str(tmp_path), 4))
-    saved = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)["outer"]
-    model = torch.load(tmp_path / "step-4" / "model.pt", weights_only=True)
+    saved = torch.load(tmp_path / "step-4" / "training-0.pt", weights_only=True)["outer"]
+    model = load_file(tmp_path / "step-4" / "model.safetensors")
     assert saved["round"] == [3, 6, False]
     for last, momentum in run_ranks(_loaded, 3, options, tmp_path):
         assert all(torch.equal(momentum[name], value) for name, value in saved["momentum"].items())

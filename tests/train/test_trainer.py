@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybridpar import Trainer
@@ -454,7 +455,7 @@ def test_a_trained_model_is_a_plain_model_again(tmp_path):
     trainer.close()  # once more
     assert type(trainer.model.body[1]) is nn.BatchNorm2d
     fresh = make_model(seed=3)
-    fresh.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+    fresh.load_state_dict(load_file(path / "model.safetensors"))
     assert_equal(fresh, trainer.model)
 
 
