@@ -42,7 +42,9 @@ def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
 
 
 def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(batch_search, "search_batch_size", lambda *_, **__: BatchChoice(16, (TriedSize(16, 1.0, True),)))
+    monkeypatch.setattr(
+        batch_search, "search_batch_size", lambda *_, **__: BatchChoice(16, (TriedSize(16, 1.0, True),))
+    )
     train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant", "warmup_epochs": 0.0})
     summary = summary_of(tmp_path / "run")
     assert (summary["batch_size"], summary["final_batch_size"], summary["epochs"]) == (8, 16, 3)

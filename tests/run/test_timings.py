@@ -17,6 +17,7 @@ from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import simulate
 from hybridpar.schedule.spans import Span, StepSpans
 
+
 def step(origin, *spans):
     """A step from (queue, action, start, end); times in milliseconds, the origin in seconds."""
     return StepSpans(origin, tuple(Span(0, queue, 0, parse_action(text), a, b) for queue, text, a, b in spans))
