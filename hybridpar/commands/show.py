@@ -109,7 +109,7 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
         for line in plan_lines(plan):
             console.print(line, highlight=False)
     best = (run.summary or {}).get("best") or {}
-    label = str(best.get("metric", "test_accuracy")).replace("_", " ")
+    label = str(best.get("metric", "")).replace("_", " ")
     for number, path in enumerate(run.checkpoints):
         said = f" (best {label})" * (path.relative_to(directory).as_posix() == best.get("checkpoint"))
         console.print(f"{'' if number else 'checkpoints':11}  {path}{said}", highlight=False, soft_wrap=True)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hybridpar.observe.records import StepRecord as StepRecord
     from hybridpar.observe.report import print_report as print_report
     from hybridpar.observe.summary import summarize as summarize
-    from hybridpar.observe.summary import summary_schema as summary_schema
     from hybridpar.observe.summary import validate_summary as validate_summary
     from hybridpar.observe.summary import write_summary as write_summary
     from hybridpar.observe.timeline import Timeline as Timeline

@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.observe.files import replace_file, run_directory_error
-from hybridpar.observe.records import EpochRecord, StepRecord
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, Figure, StepRecord
 
 #: Name of the file in the run directory.
 METRICS_FILE = "metrics.jsonl"
@@ -32,29 +32,8 @@ _LONGEST_LINE = 1 << 20
 #: What a step's line holds of each layer, in the few steps in which it is measured.
 _BY_LAYER = "residual_norms"
 
-#: Columns of a step's line that hold numbers; `skipped` is 0 or 1 in a table.
-STEP_COLUMNS = tuple(
-    column
-    for field in fields(StepRecord)
-    if field.name != _BY_LAYER
-    for column in ((field.name, "images_per_second") if field.name == "samples" else (field.name,))
-)
-
-#: Columns that are written with all digits. Others are times, to the microsecond: finer digits are noise.
-_EXACT = {"loss", "lr", "grad_norm", "residual_norm"}
-
-
-#: What an epoch has only where it was evaluated.
-_TESTED = ("test_accuracy", "test_loss", "ema_test_accuracy", "ema_test_loss")
-
-
-def images_per_second(record: StepRecord) -> float:
-    """Samples of all workers per second of the step; NaN where its time is not a positive number.
-
-    Args:
-        record: The record.
-    """
-    return 1000 * record.samples / record.step_ms if 0 < record.step_ms < math.inf else math.nan
+#: Units of columns that are written with all digits. Others are times, to the microsecond: finer digits are noise.
+_EXACT = {"loss", "rate", "norm"}
 
 
 class MetricsWriter:
@@ -95,11 +74,7 @@ class MetricsWriter:
         Raises:
             RunDirectoryError: The line cannot be written.
         """
-        rate = images_per_second(record)
-        row: dict[str, Any] = {
-            name: _json_value(name, rate if name == "images_per_second" else getattr(record, name))
-            for name in STEP_COLUMNS
-        }
+        row: dict[str, Any] = {one.name: _json_value(one, getattr(record, one.name)) for one in STEP_FIGURES}
         if record.residual_norms is not None:
             row[_BY_LAYER] = {name: _finite(float(f"{one:.6g}")) for name, one in record.residual_norms.items()}
         self._write(row)
@@ -159,7 +134,7 @@ class MetricsTable:
     """What `metrics.jsonl` holds.
 
     Attributes:
-        steps: One float64 array per name of `STEP_COLUMNS`, ordered by step; null is NaN, `skipped` is 0 or 1.
+        steps: One float64 array for each figure of a step, ordered by step; null is NaN, `skipped` is 0 or 1.
         epochs: The ends of epochs, in order.
         residual_norms: Norm of what was not sent of each layer, when that was measured last.
     """
@@ -180,7 +155,7 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     Returns:
         Steps and epochs, in order.
     """
-    columns = {name: array("d") for name in STEP_COLUMNS}
+    columns = {figure.name: array("d") for figure in STEP_FIGURES}
     epochs: dict[int, EpochRecord] = {}
     residual_norms: dict[str, float] = {}
     path = Path(run_dir) / METRICS_FILE
@@ -208,9 +183,9 @@ def read_metrics(run_dir: Path) -> MetricsTable:
 
 
 def _epoch(row: Mapping[str, Any]) -> EpochRecord:
-    tested = {name: _if_number(row.get(name)) for name in _TESTED}
-    train_loss, seconds = _number(row.get("train_loss")), _number(row.get("seconds"))
-    return EpochRecord(epoch=row["epoch"], step=row["step"], train_loss=train_loss, seconds=seconds, **tested)
+    values: dict[str, Any] = {one.name: _if_number(row.get(one.name)) for one in EPOCH_FIGURES}
+    values |= {name: math.nan for name in ("train_loss", "seconds") if values[name] is None}
+    return EpochRecord(epoch=row["epoch"], step=row["step"], **values)
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -237,10 +212,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _json_value(name: str, value: Any) -> Any:
-    """A column of a step as it is written."""
+def _json_value(figure: Figure, value: Any) -> Any:
+    """A figure of a step as it is written."""
     value = _finite(value)
-    return round(value, 3) if isinstance(value, float) and name not in _EXACT else value
+    return round(value, 3) if isinstance(value, float) and figure.unit not in _EXACT else value
 
 
 def _if_number(value: object) -> float | None:

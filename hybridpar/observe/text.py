@@ -6,6 +6,9 @@ The lines are ASCII, so that they survive any log collector.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from hybridpar.observe.records import EpochRecord, RunInfo
 
@@ -43,6 +46,45 @@ def format_rate(per_second: float) -> str:
 def format_accuracy(fraction: float) -> str:
     """A fraction as a percentage with two decimals, as papers give it."""
     return f"{100 * fraction:.2f}%"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a figure is measured in.
+
+    Attributes:
+        kind: The type of a value.
+        text: How a value is told.
+        least: No value is smaller.
+        most: No value is larger.
+    """
+
+    kind: type
+    text: Callable[[Any], str] = str
+    least: float = 0.0
+    most: float = math.inf
+
+
+#: The units of the table of figures.
+UNITS = {
+    "text": Unit(str),
+    "object": Unit(dict),
+    "flag": Unit(bool),
+    "number": Unit(float, least=-math.inf),
+    "count": Unit(int, "{:,}".format),
+    "bytes": Unit(int, format_bytes),
+    "ms": Unit(float, "{:.2f} ms".format),
+    "s": Unit(float, format_duration),
+    "images/s": Unit(float, format_rate),
+    "accuracy": Unit(float, format_accuracy, most=1.0),
+    "part": Unit(float, "{:.0%}".format, most=1.0),
+    "loss": Unit(float, "{:.4f}".format, least=-math.inf),
+    "rate": Unit(float, "{:.3g}".format),
+    "norm": Unit(float, "{:.4g}".format),
+    "ratio": Unit(float, "{:.1f}".format),
+    "updates": Unit(float, "{:.2f}".format),
+    "gradients": Unit(float, "{:.2f}".format),
+}
 
 
 def counted(number: int, noun: str) -> str:

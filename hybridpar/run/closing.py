@@ -23,7 +23,7 @@ from hybridpar.run.recorded_plan import sync_of
 from hybridpar.run.timings import Share, combine
 
 #: Figures of a plan, by the keys of the summary.
-_KEYS = ("bubble", "exposed_sync_ms", "bytes_sent_per_step", "peak_saved_bytes", "memory_bytes")
+_KEYS = tuple(name for name in StepFigures.model_fields if name != "step_ms")
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,9 @@ def measured_fields(
 ) -> dict[str, Any]:
     """What the summary says over all workers, which the metrics of rank 0 do not."""
     workers = [one for one in answers if isinstance(one, WorkerFigures)]
-    places = {
-        rank: place for place, rank in enumerate(r for r, one in enumerate(answers) if isinstance(one, WorkerFigures))
-    }
-    whole_ones = [
-        [places[rank] for rank in ranks] for ranks in replicas if places.keys() >= {*ranks}
-    ]  # one may be lost
-    fields = combine([one.share for one in workers], whole_ones, step_ms)
-    for key in ("bytes_sent", "bytes_pulled"):
-        if key in fields:
-            fields[f"{key}_per_step"] = round(fields.pop(key))
+    there = [rank for rank, one in enumerate(answers) if isinstance(one, WorkerFigures)]  # one may be lost
+    whole_replicas = [[there.index(rank) for rank in ranks] for ranks in replicas if {*there} >= {*ranks}]
+    fields = combine([one.share for one in workers], whole_replicas, step_ms)
     if not whole:
         fields = {key: fields[key] for key in ("bubble", "overlap") if key in fields}
     for key in ("saved_bytes", "memory_bytes"):

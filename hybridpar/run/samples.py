@@ -14,22 +14,18 @@ from hybridpar.run.state import RunState
 
 
 class Samples:
-    """This worker's batches, and its share of the test set.
-
-    Attributes:
-        images: The data set.
-        replicas: Copies of the model, or of the whole pipeline, which divide each batch.
-        make: Makes batches of any size.
-        batches: Those of the steps to come.
-        test: The share of the test set.
-    """
+    """This worker's batches, and its share of the test set."""
 
     def __init__(
         self, images: ImageData, config: TrainConfig, plan: ResolvedPlan, world: World, own_only: bool
     ) -> None:
-        self.images, self.replicas = images, plan.layout.replicas
+        self.images = images
+        #: Copies of the model, or of the whole pipeline, which divide each batch.
+        self.replicas = plan.layout.replicas
         replica, shares = plan.layout.replica_of(world.rank), shares_of(config, plan)
+        #: Makes batches of any size.
         self.make = batch_maker(images, config, plan, world.device, replica, shares)
+        #: Those of the steps to come.
         self.batches = self.make(config.samples_per_step)
         divided = world.size, world.rank, world.size
         if own_only and plan.layout.positions > 1:  # the workers of a replica evaluate together

@@ -40,7 +40,7 @@ def check_timeline(config: TrainConfig, devices: int = 1) -> None:
 
 
 class StepTimeline(Part):
-    """Records the steps of a timeline, where one is asked for; workers of a pipeline compare their clocks first."""
+    """Records the steps of a timeline, where one is asked for; with stages, workers compare clocks at the start."""
 
     def __init__(self) -> None:
         self._path: Path | None = None

@@ -12,11 +12,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hybridpar.observe.records import StepRecord
-from hybridpar.observe.summary import STEP_PARTS, divided_step, step_shares
+from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, StepRecord
+from hybridpar.observe.summary import divided_step, reduced, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
 
 #: First steps of a run, which count only where there are no others.
@@ -85,15 +85,15 @@ class StepClock:
         return StepTimes(busy - exposed, exposed + exchange_ms, 1e3 * data), spans
 
 
-#: Figures of a step that are told as medians over the steps, but bytes that were sent: most steps may send nothing.
-MEDIANS = ("bytes_sent", "bytes_pulled", "encode_ms", "wire_ms", "decode_ms", "sync_ms")
+#: Figures of a step that the summary takes over the workers.
+_OF_WORKERS = tuple(row for row in STEP_FIGURES if row.workers)
 
 
 class Timings:
     """This worker's own share of the figures that the summary takes over the workers."""
 
     def __init__(self) -> None:
-        columns = (*STEP_PARTS, *MEDIANS, "bytes_before", "bytes_after")
+        columns = (*STEP_PARTS, *(row.name for row in _OF_WORKERS), "bytes_before", "bytes_after")
         self._columns = {name: array("d") for name in columns}  # of each figure where it was measured
         self._sync_ms = array("d")  # of a step's sums of gradients, added over the lanes
         self._computed: list[Computed] = []
@@ -126,13 +126,9 @@ class Timings:
 
     def share(self, ahead: float = 0.0) -> Share:
         """What this worker tells the others; without the first steps where there are others."""
-        medians = {
-            key: (statistics.fmean if key == "bytes_sent" else statistics.median)(_steady(self._columns[key]))
-            for key in MEDIANS
-            if self._columns[key]
-        }
+        figures = {row.summary: reduced(row, _steady(self._columns[row.name])) for row in _OF_WORKERS}
         return Share(
-            medians,
+            figures,
             parts=step_shares(self._parts),
             sync_ms=sum(_steady(self._sync_ms)),
             exposed_ms=sum(_steady(self._columns["exposed_sync_ms"])) if self._sync_ms else 0.0,
@@ -147,7 +143,7 @@ class Share:
     """One worker's figures.
 
     Attributes:
-        medians: By the names of `MEDIANS`; empty where it did no step.
+        figures: By their keys in the summary; None where they were not measured.
         parts: Where the time of its steps went, see `hybridpar.observe.summary.step_shares`.
         sync_ms: Time of all its sums of gradients.
         exposed_ms: What of it outlasted computation.
@@ -156,7 +152,7 @@ class Share:
         bytes_after: What was sent of them.
     """
 
-    medians: dict[str, float]
+    figures: dict[str, float | None]
     parts: tuple[float, ...] | None
     sync_ms: float
     exposed_ms: float
@@ -169,10 +165,10 @@ def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms:
     """The figures of a run from those of its workers."""
     parts = divided_step(step_ms, [one.parts for one in shares])
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
-    for key in MEDIANS:
-        known = [one.medians[key] for one in shares if key in one.medians]
+    for row in _OF_WORKERS:
+        known = [value for one in shares if (value := one.figures[row.summary]) is not None]
         if known:
-            result[key] = round(statistics.mean(known), 3)
+            result[row.summary] = reduced(replace(row, reduce="mean"), known)
     if sent := sum(one.bytes_after for one in shares):
         result["compression_ratio"] = round(sum(one.bytes_before for one in shares) / sent, 3)
     bubbles = [

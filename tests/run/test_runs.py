@@ -113,10 +113,11 @@ def test_a_checkpoint_that_is_deleted_meanwhile_ends_no_list(runs, capsys):
 
 def test_the_command_lists_and_compares(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs.parent)
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "40")
     assert main(["runs"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == ["run", "runs/a", "runs/deep/b"]
+    assert [line for line in listed if not line.startswith("  ")] == ["run", "runs/a", "runs/deep/b"]
+    assert all("finished" in line for line in listed[3::2])
     assert main(["runs", "compare", "runs/a", "runs/deep/b"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["--lr", "0.05", "0.01"] in lines
