@@ -207,4 +207,4 @@ def test_every_command_is_described() -> None:
 
 
 def test_every_data_set_is_described() -> None:
-    assert set(re.findall(r"`([\w/]+)`", first_cells("docs/guide.md"))) == set(DATA_SETS)
+    assert set(re.findall(r"`([\w/.:]+)`", first_cells("docs/guide.md"))) == set(DATA_SETS)

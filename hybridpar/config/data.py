@@ -6,6 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -44,7 +45,8 @@ class DataConfig:
 
     data: Annotated[str, tyro.conf.arg(metavar="NAME[,KEY=VALUE,...]")] = "digits"
     """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision in lower
-    case (mnist, food101, imagenet, ...), or patterns in noise: `synthetic:samples=1024,classes=10`. With `,download`
+    case (mnist, food101, imagenet, ...), your own as package.module:factory, or patterns in noise:
+    `synthetic:samples=1024,classes=10`. With `,download`
     torchvision or the hub fetches it into --data-root; with `,bad=error` an image that cannot be read ends the run,
     and is not replaced by another."""
     data_root: Path = Path("data")
@@ -312,6 +314,17 @@ class HubOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UserOptions(DataOptions):
+    """`package.module:factory`: data sets of a user's own.
+
+    Attributes:
+        factory: What makes them, in the module.
+    """
+
+    factory: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Synthetic(DataOptions):
     """`synthetic:samples=1024,classes=10`: patterns in noise.
 
@@ -327,7 +340,7 @@ class Synthetic(DataOptions):
 @functools.cache
 def read_data(text: str) -> DataOptions:
     """The options of a data set that a value of `--data` stands for."""
-    kinds: dict[str, type[DataOptions]] = {"hf/NAME": HubOptions, "synthetic": Synthetic}
+    kinds: dict[str, type[DataOptions]] = {"hf/NAME": HubOptions, "synthetic": Synthetic, USERS: UserOptions}
     return read_fields(f"--data {text}", split_name(text)[1], kinds.get(data_set_kind(text), DataOptions))
 
 
@@ -363,7 +376,10 @@ def data_name(data: str) -> str:
 def data_set_kind(data: str) -> str:
     """The registered name of a data set."""
     name = data_name(data)
-    return "hf/NAME" if name == "hf" or name.startswith("hf/") else name
+    if name == "hf" or name.startswith("hf/"):
+        return "hf/NAME"
+    is_named = name in TORCHVISION_SETS or name in _OTHER_SETS
+    return USERS if not is_named and re.match(r"[\w.]+:[A-Za-z_]\w*\s*(,|$)", data.strip()) else name
 
 
 def without_download(data: str) -> str:
@@ -472,8 +488,12 @@ TORCHVISION_SETS = {
     "imagenette": TorchvisionSet("Imagenette", "9,469 + 3,925 photographs, 10 classes of ImageNet", _TRAIN, _VAL),
 }
 
-#: Data sets of image files of any size, besides those of the table.
-_FILES = ("folder", "csv", "hf/NAME", "caltech101")
+#: How data sets of a user's own are named.
+USERS = "package.module:factory"
+
+#: Data sets besides those of the table: of image files of any size, and of small images.
+_FILES = ("folder", "csv", "hf/NAME", USERS, "caltech101")
+_OTHER_SETS = (*_FILES, "digits", "photos", "cifar10", "cifar100", "synthetic")
 
 
 def is_of_any_size(data: str) -> bool:

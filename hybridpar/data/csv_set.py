@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hybridpar.config import DataConfig
 from hybridpar.data.labels import LabelledPart, number_labels
 from hybridpar.data.memory_sets import four_of_five
-from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoded_data
+from hybridpar.data.sources import DATA_SETS, ImageData, ImageFiles, decoded_data
 from hybridpar.errors import DataError
 
 _RULE = "The first line names the columns: path, label and maybe split; or path, maybe split, and a column per class."
@@ -71,13 +71,8 @@ def _csv(config: DataConfig) -> ImageData:
     paths = [[row.path for row in part] for part in parts]
     if unused := sum(row.split not in ("train", tested) for row in rows):
         ignored.append(f"{unused:,} images of the split val")
-    return decoded_data(
-        "csv",
-        names,
-        config,
-        lambda use: [FileImages(root, *part, **use) for part in zip(paths, targets, strict=True)],
-        ignored=tuple(ignored),
-    )
+    files = [ImageFiles(root, *part) for part in zip(paths, targets, strict=True)]
+    return decoded_data("csv", names, config, files, ignored=ignored)
 
 
 def _read(file: Path, split: str) -> tuple[list[_Row], list[str]]:

@@ -22,6 +22,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision.transforms import RandomResizedCrop
 
 from hybridpar.errors import DataError
 
@@ -37,7 +38,7 @@ def open_image(file: Path | bytes, name: str) -> Image.Image:
         if image.format == "JPEG" and image.mode == "RGB" and _orientation(image) == 1:
             return image
         image.load()
-        return _as_rgb(_upright(image))
+        return as_rgb(_upright(image))
     except Exception as error:  # Pillow's decoders report damage by almost any
         raise _unreadable(file, name, error) from error
 
@@ -59,7 +60,7 @@ def read_image(path: Path) -> Image.Image:
 class RandomCrop(nn.Module):
     """Cuts a random area out of an image and resizes it to a square: Szegedy et al. 2015, "Inception" sec. 6.
 
-    The distribution is that of torchvision's RandomResizedCrop. A JPEG that is not decoded yet is decoded at 1/2, 1/4
+    The area is that of torchvision's RandomResizedCrop. A JPEG that is not decoded yet is decoded at 1/2, 1/4
     or 1/8 of its size, where the area still has at least `size` pixels on each side then. Such an image differs a
     little from one that is decoded in full and scaled down, as any two ways of scaling do.
     """
@@ -75,14 +76,14 @@ class RandomCrop(nn.Module):
     ) -> None:
         super().__init__()
         self.size = size
-        self.scale = scale
-        self.ratio = ratio
+        self.scale = list(scale)
+        self.ratio = list(ratio)
         self.interpolation = interpolation
         self.draft = draft
 
     def forward(self, image: Image.Image) -> Tensor:
         """Crop and resize."""
-        left, top, width, height = self.area(*image.size)
+        top, left, height, width = RandomResizedCrop.get_params(image, self.scale, self.ratio)
         box = (left, top, left + width, top + height)
         if self.draft:
             whole = image.size
@@ -108,19 +109,6 @@ class RandomCrop(nn.Module):
         pixels = pixels.view(1, area.height, area.width, 3).permute(0, 3, 1, 2)
         return functional.interpolate(pixels, (self.size, self.size), mode=mode, antialias=True)[0]
 
-    def area(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Draw an area of an image."""
-        shortest, longest = math.log(self.ratio[0]), math.log(self.ratio[1])
-        for part, shape, across, down in torch.rand(10, 4).tolist():
-            area = width * height * (self.scale[0] + part * (self.scale[1] - self.scale[0]))
-            ratio = math.exp(shortest + shape * (longest - shortest))
-            wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < wide <= width and 0 < high <= height:
-                return int(across * (width - wide + 1)), int(down * (height - high + 1)), wide, high
-        wide = max(1, min(width, round(height * self.ratio[1])))
-        high = max(1, min(height, round(width / self.ratio[0])))
-        return (width - wide) // 2, (height - high) // 2, wide, high
-
 
 def _orientation(image: Image.Image) -> int:
     try:
@@ -137,7 +125,8 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def as_rgb(image: Image.Image) -> Image.Image:
+    """An image of any mode in RGB."""
     if image.mode == "I" or image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would cut off at 255
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:

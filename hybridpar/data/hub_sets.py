@@ -6,7 +6,7 @@ import re
 import tarfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
@@ -18,7 +18,7 @@ from hybridpar.data.downloads import one_download
 from hybridpar.data.file_sets import some
 from hybridpar.data.labels import LabelledPart, number_labels
 from hybridpar.data.memory_sets import four_of_five
-from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoded_data
+from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
 from hybridpar.errors import DataError, UsageError
 
 #: Names of the part that is tested on, best first.
@@ -28,11 +28,11 @@ _TEST_PARTS = ("test", "validation", "val", "valid")
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls", "json.label", "json.labels", "txt")
 
 
-class HubImages(DecodedImages):
+class HubImages(ImageSet):
     """Images of a data set of the `datasets` library."""
 
-    def __init__(self, dataset: Any, column: str, labels: Tensor, **use: Unpack[Decoding]) -> None:
-        super().__init__(labels, **use)
+    def __init__(self, dataset: Any, column: str, labels: Tensor) -> None:
+        super().__init__(labels)
         self.dataset = dataset
         self.column = column
 
@@ -70,14 +70,8 @@ def _hub(config: DataConfig) -> ImageData:
         chosen = four_of_five(targets[0])
         raw = [raw[0].select(indices) for indices in chosen]
         targets = [targets[0][indices] for indices in chosen]
-    labelled = list(zip(raw, targets, strict=True))
-    return decoded_data(
-        samples_of(config.data),
-        names,
-        config,
-        lambda use: [HubImages(part, image, found, **use) for part, found in labelled],
-        ignored=tuple(ignored),
-    )
+    labelled = [HubImages(part, image, labels) for part, labels in zip(raw, targets, strict=True)]
+    return decoded_data(samples_of(config.data), names, config, labelled, ignored=ignored)
 
 
 def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:

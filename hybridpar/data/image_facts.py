@@ -8,16 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms import v2
 
 from hybridpar.config import TrainConfig
-from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of
-from hybridpar.data.sources import FileImages, ImageData, imagenet_transforms
+from hybridpar.data.policies import eval_transform
+from hybridpar.data.sources import DecodedImages, ImageData, ImageFiles
 from hybridpar.errors import UsageError
 
 
@@ -110,13 +109,10 @@ def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) 
             "Image files are read as RGB.",
             "Call the model in a script of your own.",
         )
-    size = facts.test_size
-    _, prepare = imagenet_transforms(size, config, facts.mean)
-    if facts.whole:
-        mode = interpolation_of(config.images.interpolation or DEFAULT_INTERPOLATION)
-        prepare = v2.Compose([v2.Resize(size, mode, antialias=True), v2.CenterCrop(size), v2.PILToTensor()])
+    size, images = facts.test_size, config.images
+    prepare = eval_transform(size, replace(images, crop=1.0) if facts.whole else images)
     names = [os.path.abspath(file) for file in files]
-    source = FileImages(Path("/"), names, range(len(files)), augment=prepare, prepare=prepare)
+    source = DecodedImages(ImageFiles(Path("/"), names, range(len(files))), augment=prepare, prepare=prepare)
     return ImageData(
         name="files",
         class_names=facts.class_names,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Unpack
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from hybridpar.config import DataConfig
 from hybridpar.data.decode import read_image
 from hybridpar.data.memory_sets import FIXED_SEED
 from hybridpar.data.sampling import Draw, IntArray, bounded, counter_hash
-from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoded_data
+from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
 from hybridpar.errors import DataError
 
 DEFAULT_SIZE = 96
@@ -70,22 +69,23 @@ def _photos(config: DataConfig) -> ImageData:
         crops_of(photographs, list(TEST_CELLS), TEST_CROPS),
     ]
     mean, std = STATISTICS
+    parts = [PhotographCrops(photographs, chosen) for chosen in crops]
     return decoded_data(
         "photos",
         list(PHOTOGRAPHS),
         config,
-        lambda use: [PhotographCrops(photographs, chosen, **use) for chosen in crops],
+        parts,
         size=DEFAULT_SIZE,
         mean=mean,
         std=std,
     )
 
 
-class PhotographCrops(DecodedImages):
+class PhotographCrops(ImageSet):
     """Squares of photographs that are held in memory."""
 
-    def __init__(self, photographs: list[Image.Image], crops: IntArray, **use: Unpack[Decoding]) -> None:
-        super().__init__(torch.from_numpy(crops[:, 0].copy()), **use)
+    def __init__(self, photographs: list[Image.Image], crops: IntArray) -> None:
+        super().__init__(torch.from_numpy(crops[:, 0].copy()))
         self.photographs = photographs
         self.crops = crops
 

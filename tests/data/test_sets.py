@@ -156,7 +156,7 @@ def test_caltech101_is_split_as_documented(caltech, caplog):
     assert torch.bincount(data.train.labels).tolist() == [30, 30, 30]
     assert torch.bincount(data.test.labels).tolist() == [4, 2, 1]
     samples = {
-        (source.path(index), int(source.labels[index]))
+        (source.dataset.path(index), int(source.labels[index]))
         for source in (data.train, data.test)
         for index in range(len(source))
     }
@@ -197,7 +197,7 @@ def test_folder_agrees_with_image_folder(folder, test):
     assert data.sample_shape == (3, 224, 224)
     for source, part in ((data.train, "train"), (data.test, test)):
         theirs = torchvision.datasets.ImageFolder(str(folder / part)).samples
-        assert [(str(source.path(index)), int(source.labels[index])) for index in range(len(source))] == theirs
+        assert [(str(source.dataset.path(index)), int(source.labels[index])) for index in range(len(source))] == theirs
 
 
 def test_folder_prefers_test_to_val(folder):
@@ -255,7 +255,7 @@ def test_folder_ignores_what_is_hidden_or_no_image_and_says_so(folder):
     save_image(folder / "train" / "lost.png")
     data = load_dataset(DataConfig(data="folder", data_root=folder))
     assert data.class_names == ("cat", "dog")
-    assert [data.train.path(index).name for index in range(3)] == expected
+    assert [data.train.dataset.path(index).name for index in range(3)] == expected
     assert (len(data.train), len(data.test)) == (6, 4)
     assert describe_data(data) == (
         "folder, 6 training and 4 test images, 2 classes, 224x224; ignored: 4 hidden directories (.ipynb_checkpoints), "
@@ -297,7 +297,7 @@ def test_folder_finds_images_in_any_case_and_depth_as_image_folder_does(folder):
         save_image(folder / "train" / "cat" / name)
     data = load_dataset(DataConfig(data="folder", data_root=folder))
     theirs = torchvision.datasets.ImageFolder(str(folder / "train")).samples
-    assert [(str(data.train.path(index)), int(data.train.labels[index])) for index in range(11)] == theirs
+    assert [(str(data.train.dataset.path(index)), int(data.train.labels[index])) for index in range(11)] == theirs
     assert len(data.train) == 11
 
 
@@ -451,3 +451,17 @@ def test_normalise(channels_last, size):
     expected = reference.normalize(pixels, mean.tolist(), std.tolist())
     assert torch.allclose(result, expected, atol=1e-5)
     assert result.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg"])
+def test_a_folder_of_classes_without_parts_is_divided_in_the_same_way_everywhere(tmp_path, kind):
+    for name, count in (("cat", 10), ("dog", 5)):
+        for number in range(count):
+            save_image(tmp_path / name / f"{number}.{kind}")
+    data, again = (load_dataset(DataConfig(data="folder", data_root=tmp_path)) for _ in range(2))
+    assert data.class_names == ("cat", "dog")
+    assert torch.bincount(data.train.labels).tolist() == [8, 4]
+    assert torch.bincount(data.test.labels).tolist() == [2, 1]
+    names = [{part.dataset.name(index) for index in range(len(part))} for part in (data.train, data.test)]
+    assert len(set.union(*names)) == 15
+    assert names[0] == {again.train.dataset.name(index) for index in range(12)}
