@@ -9,14 +9,18 @@ chosen.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, UsageError
+from hybridpar.machine.process import usable_memory
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.random_state import same_random
 from hybridpar.planner.fit import Need, held_bytes, memory_of, sizes_of
@@ -89,6 +93,22 @@ def _refused(why: str) -> UsageError:
         f"It chooses among batches that fit into memory and leave {LEAST_STEPS} steps in an epoch.",
         "Name a number, such as --batch-size 64, or start another number of workers.",
     )
+
+
+def require_room(build: Callable[[], nn.Module], config: TrainConfig, device: torch.device) -> None:
+    """Refuse a model of which a worker's memory holds no weights, gradients and optimizer state, before it is built."""
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception:  # a builder that reads values of its tensors is built as it is
+        return
+    state = sum(parameter.nbytes for parameter in model.parameters()) * (2 + state_copies(config))
+    if device.type == "cuda":
+        limit = torch.cuda.mem_get_info(device)[1]
+    else:
+        limit = usable_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not (need := Need(held_bytes(device) + state, limit)).fits:
+        raise _refused(f"weights, gradients and optimizer state alone need {need}")
 
 
 def measure_batch(

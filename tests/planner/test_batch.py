@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -20,7 +21,7 @@ from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.plan import Plan, read_plan
 from hybridpar.planner import batch as batch_module
 from hybridpar.planner import probes
-from hybridpar.planner.batch import GAIN, LEAST, choose_batch
+from hybridpar.planner.batch import GAIN, LEAST, choose_batch, require_room
 from hybridpar.planner.fit import Need, held_bytes, memory_of
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.probes import Question
@@ -229,3 +230,22 @@ def test_what_auto_does_not_measure_is_one_error(options: dict[str, object]) -> 
 def test_a_script_names_its_batch() -> None:
     with pytest.raises(UsageError, match="batch_size is auto"):
         Trainer(nn.Linear(2, 2), config=TrainConfig(batch_size="auto", lr="0.1/1"), total_steps=9)
+
+
+def test_a_model_that_no_worker_can_hold_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> nn.Module:
+        return nn.Linear(1000, 1000)
+
+    def read_values() -> nn.Module:
+        return nn.Linear(1, int(torch.ones(1)))
+
+    monkeypatch.setattr(batch_module, "held_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(batch_module, "usable_memory", lambda: 13_000_000)
+    config = TrainConfig(batch_size="auto", optimizer="sgd:momentum=0")
+    require_room(build, config, torch.device("cpu"))
+    with pytest.raises(UsageError, match="weights, gradients and optimizer state alone need 0.01 GB of 0.01 GB"):
+        require_room(build, replace(config, optimizer="adamw"), torch.device("cpu"))
+    with pytest.raises(UsageError, match="alone need"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        require_room(build, config, torch.device("cpu"))
+    require_room(read_values, config, torch.device("cpu"))  # what cannot be asked is not refused
