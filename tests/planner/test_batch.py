@@ -243,9 +243,9 @@ def test_a_model_that_no_worker_can_hold_is_refused_before_it_is_built(monkeypat
     monkeypatch.setattr(batch_module, "usable_memory", lambda: 13_000_000)
     config = TrainConfig(batch_size="auto", optimizer="sgd:momentum=0")
     require_room(build, config, torch.device("cpu"))
-    with pytest.raises(UsageError, match="weights, gradients and optimizer state alone need 0.01 GB of 0.01 GB"):
+    with pytest.raises(UsageError, match="weights, gradients and optimizer state alone need"):
         require_room(build, replace(config, optimizer="adamw"), torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="alone need"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         require_room(build, config, torch.device("cpu"))
     require_room(read_values, config, torch.device("cpu"))  # what cannot be asked is not refused
