@@ -147,7 +147,7 @@ FOREIGN: dict[str, dict[str, str]] = {
 
 def check_foreign(words: Sequence[str], options: type) -> None:
     """Refuse an option by another trainer's name, and say what to write."""
-    ours = {field.name.replace("_", "-") for field in fields(options)}
+    ours = {field.name.replace("_", "-") for field in fields(options)} - {"model"}  # which has no flag
     names = {name: (who, text) for who, rows in FOREIGN.items() for key, text in rows.items() for name in key.split()}
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
