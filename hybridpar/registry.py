@@ -6,12 +6,10 @@ named as `package.module:factory`.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
 
@@ -56,20 +54,6 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
-
-
-def names_in_source(folder: Path, decorator: str) -> set[str]:
-    """Names that decorators register in the modules of a folder, read from the source: nothing is imported."""
-    found: set[str] = set()
-    for path in folder.glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if f"@{decorator}(" not in text:
-            continue
-        for function in ast.parse(text).body:  # they decorate what a module holds itself
-            for call in getattr(function, "decorator_list", ()):
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
-                    found.add(str(ast.literal_eval(call.args[0])) if call.args else function.name)  # type: ignore[attr-defined]
-    return found
 
 
 def find_factory(name: str, kind: str) -> Callable[..., object]:

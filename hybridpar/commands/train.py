@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -18,11 +18,10 @@ from hybridpar.commands import find_command, register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions, read_sources
 from hybridpar.config.train import GROUPS
-from hybridpar.errors import HybridparError, UsageError
+from hybridpar.errors import HybridparError, UsageError, nearest, shortened
 from hybridpar.machine.devices import hide_gpus
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.machine.supervise import launch_workers
-from hybridpar.registry import Registry, names_in_source
 
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
@@ -196,7 +195,8 @@ def check_names(command: TrainConfig, model: str) -> None:
 
     A codec with options, and a policy, is the exception: only the codec itself can check them.
     """
-    from hybridpar.config.data import TORCHVISION_SETS, data_name, data_set_kind
+    from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS, data_name, data_set_kind
+    from hybridpar.config.sync import CODECS
     from hybridpar.models import check_model_name, parse_arguments
 
     check_model_name(model)
@@ -206,7 +206,7 @@ def check_names(command: TrainConfig, model: str) -> None:
 
         if is_file(command.weights):
             check_file(Path(command.weights))
-    _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
+    _check_known("data set", data_set_kind(command.data), {*TORCHVISION_SETS, *OTHER_SETS}, "hybridpar.data")
     is_here = not isinstance(command, NodeOptions) or command.hosts is None
     data = data_name(command.data)
     if data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
@@ -228,21 +228,17 @@ def check_names(command: TrainConfig, model: str) -> None:
 
         read_policy(codec)
     elif codec != "auto":
-        _check_registered("codec", "compress/codecs", "CODECS.register", name)
+        _check_known("codec", name, CODECS, "hybridpar.compress.codecs")
         if options:
             from hybridpar.compress import parse_codec
 
             parse_codec(codec)
 
 
-def _check_registered(kind: str, folder: str, decorator: str, name: str, others: Iterable[str] = ()) -> None:
-    """Check that a name is registered in a folder of the package, which is not imported."""
-    if f"hybridpar.{folder.replace('/', '.')}" in sys.modules:  # a program may have registered others
-        return
-    known: Registry[None] = Registry(kind)
-    for one in {*names_in_source(Path(__file__).parents[1] / folder, decorator), *others}:
-        known.register(one, "")(None)
-    known.get(name)
+def _check_known(kind: str, name: str, names: Collection[str], registry: str) -> None:
+    """Check a name, unless the module that registers such names is there: a program may have registered others."""
+    if registry not in sys.modules and name not in names:
+        raise UsageError(f"unknown {kind} {shortened(repr(name))}", fix=nearest(name, names))
 
 
 def _announce(command: Train, workers: int | None, directory: str) -> None:

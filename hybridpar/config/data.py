@@ -378,7 +378,7 @@ def data_set_kind(data: str) -> str:
     name = data_name(data)
     if name == "hf" or name.startswith("hf/"):
         return "hf/NAME"
-    is_named = name in TORCHVISION_SETS or name in _OTHER_SETS
+    is_named = name in TORCHVISION_SETS or name in OTHER_SETS
     return USERS if not is_named and re.match(r"[\w.]+:[A-Za-z_]\w*\s*(,|$)", data.strip()) else name
 
 
@@ -493,7 +493,8 @@ USERS = "package.module:factory"
 
 #: Data sets besides those of the table: of image files of any size, and of small images.
 _FILES = ("folder", "csv", "hf/NAME", USERS, "caltech101")
-_OTHER_SETS = (*_FILES, "digits", "photos", "cifar10", "cifar100", "synthetic")
+#: Data sets besides those of torchvision, by the name users type.
+OTHER_SETS = (*_FILES, "digits", "photos", "cifar10", "cifar100", "synthetic")
 
 
 def is_of_any_size(data: str) -> bool:

@@ -48,6 +48,9 @@ TORCH_OPTIMIZERS: dict[str, tuple[str, int]] = {
 #: What stands before the name of an optimizer of timm.
 TIMM = "timm/"
 
+#: How timm's source enters an optimizer under a name.
+_REGISTERED = re.compile(r"\bOptimInfo\(\s*name=['\"](\w+)")
+
 #: Tensors per parameter of timm's optimizers that keep another number than 2.
 _TIMM_COPIES = {
     **dict.fromkeys(("adan", "adanw", "cadan", "cadanw"), 4),
@@ -280,22 +283,8 @@ def _timm_names(name: str) -> set[str]:
     package = importlib.util.find_spec("timm")
     if package is None:
         raise not_installed(f"the optimizer {shortened(name)} comes with timm", "timm")
-    found: set[str] = set()
-    for folder in package.submodule_search_locations or ():
-        if (file := Path(folder, "optim", "_optim_factory.py")).is_file():
-            found |= _names_in(file)
-    return found
-
-
-@functools.cache  # read once: shards make their optimizers on threads, where Python 3.11 cannot parse at the same time
-def _names_in(file: Path) -> set[str]:
-    return {
-        str(word.value.value)
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "OptimInfo"
-        for word in call.keywords
-        if word.arg == "name" and isinstance(word.value, ast.Constant)
-    }
+    files = [Path(folder, "optim", "_optim_factory.py") for folder in package.submodule_search_locations or ()]
+    return {found for file in files if file.is_file() for found in _REGISTERED.findall(file.read_text("utf-8"))}
 
 
 def state_copies(config: OptimizerConfig) -> int:

@@ -203,6 +203,13 @@ _CHOICES: dict[str, type[Sync]] = {
 }
 
 
+#: Codecs that ship with the package, by the name users type; each registers itself in `hybridpar.compress.codecs`.
+CODECS = (
+    *("bf16", "fp16", "grandk_mn", "hylo", "none", "nuqsgd", "onebit", "onebit_sgd", "powersgd", "qsgd", "qsgd_mn"),
+    *("qsgd_mn_ms", "qsgd_mn_ts", "signsgd", "terngrad", "topk", "twobit"),
+)
+
+
 @functools.cache
 def read_sync(text: str) -> Sync:
     """What a value of `--sync` stands for."""

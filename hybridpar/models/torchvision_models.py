@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, get_type_hints
 
 from hybridpar.errors import UsageError, nearest, shortened
 from hybridpar.models.arguments import not_built, not_taken, refused_argument
-from hybridpar.registry import names_in_source
 
 if TYPE_CHECKING:
     from torch import nn
+
+#: How its source files enter a model under the name of its function, or another one.
+_REGISTERED = re.compile(r'^@register_model\((?:name=)?(?:"(\w+)")?\)\n(?:@[^\n]*\n)*def (\w+)', re.MULTILINE)
 
 #: What torchvision calls dropout and stochastic depth.
 _RATES = {"drop_rate": ("dropout", "drop_rate"), "drop_path_rate": ("stochastic_depth_prob",)}
@@ -25,7 +28,8 @@ def model_names() -> list[str]:
     imported = "torchvision.models" in sys.modules  # else reading its source takes less than importing it
     spec = importlib.util.find_spec("torchvision")
     if not imported and spec is not None and spec.origin is not None:
-        return sorted(names_in_source(Path(spec.origin).parent / "models", "register_model"))
+        found = [_REGISTERED.findall(path.read_text("utf-8")) for path in Path(spec.origin).parent.glob("models/*.py")]
+        return sorted(name or function for names in found for name, function in names)
     import torchvision
 
     return sorted(torchvision.models.list_models(module=torchvision.models))

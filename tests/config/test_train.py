@@ -6,7 +6,10 @@ import math
 
 import pytest
 
-from hybridpar.config import TrainConfig
+from hybridpar.compress import CODECS
+from hybridpar.config import TrainConfig, sync
+from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS
+from hybridpar.data.sources import DATA_SETS
 from hybridpar.errors import UsageError
 
 WRONG = [
@@ -102,3 +105,8 @@ def test_what_cannot_have_shares_is_refused_by_name(shares, options, other):
         TrainConfig(shares=shares, **options).check()
     assert f"--shares {shares}" in caught.value.what
     assert other in caught.value.what
+
+
+def test_the_names_of_codecs_and_data_sets_are_those_that_are_registered():
+    assert set(CODECS) == set(sync.CODECS)
+    assert set(DATA_SETS) == {*TORCHVISION_SETS, *OTHER_SETS}
