@@ -146,7 +146,7 @@ def several(tmp_path_factory):
     return {"data": "csv", "data_root": table, "batch_size": 8, "loader_workers": 0, "plan": "none"}
 
 
-@pytest.mark.parametrize("options", [{}, {"mixup": 0.2}], ids=["plain", "mixed"])
+@pytest.mark.parametrize("options", [{}, {"mix": "mixup=0.2"}], ids=["plain", "mixed"])
 def test_several_labels_are_trained_and_tested_by_binary_cross_entropy(several, options, tmp_path):
     for loss in ("auto", "bce"):
         train(tmp_path / loss, epochs=1, loss=loss, **several, **options)
