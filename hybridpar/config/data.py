@@ -43,32 +43,24 @@ _BATCH = Rule("at least 1, or auto", lambda size: str(size) == "auto" or size >=
 class DataConfig:
     """Data: images, batches, and how training images are changed at random."""
 
-    data: Annotated[str, tyro.conf.arg(metavar="NAME[,KEY=VALUE,...]")] = "digits"
-    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision in lower
-    case (mnist, food101, imagenet, ...), your own as package.module:factory, or patterns in noise:
-    `synthetic:samples=1024,classes=10`. With `,download`
-    torchvision or the hub fetches it into --data-root; with `,bad=error` an image that cannot be read ends the run,
-    and is not replaced by another."""
+    data: Annotated[str, tyro.conf.arg(metavar="NAME")] = "digits"
+    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision (mnist,
+    ...), package.module:factory, or `synthetic:samples=1024`. `,download` fetches it; `,bad=error` ends the run at a
+    bad image."""
     data_root: Path = Path("data")
-    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/), for `csv` it may be the
-    table, and for `hf/webdataset` it holds tar shards."""
-    batch_size: Annotated[
-        int | Literal["auto"], Rule("at least 1, or auto", lambda size: size == "auto" or size >= 1)
-    ] = 64
+    """Directory of the data set's files; of `csv` it may be the table."""
+    batch_size: Annotated[int | Literal["auto"], _BATCH] = 64
     """Samples per step; `auto`: the smallest as fast as any."""
     loader_workers: Annotated[int | None, AT_LEAST_0] = None
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
-    image_size: Annotated[int | str | None, tyro.conf.arg(metavar="[SIZE][,KEY=VALUE,...]")] = None
-    """Side of square images, in pixels, and how they are made:
-    `224,test=288,crop=0.95,mean=0.5/0.5/0.5,std=0.2/0.2/0.2,interpolation=bicubic,train_interpolation=random`. What is
-    left out is as the weights or the model want it, else as the data are."""
-    augment: Annotated[str, tyro.conf.arg(metavar="[POLICY][,KEY=VALUE,...]")] = "none"
-    """Policy: `ra,n=2,m=9` (RandAugment), `ta` (TrivialAugment), `aa,set=cifar10` (AutoAugment), `augmix`, `timm:SPEC`;
-    with or without one also `hflip=0.5,vflip=0,color_jitter=0.4,erase=0.25,erase_mode=pixel,scale=0.08/1,
-    ratio=0.75/1.33,repeats=3`."""
-    mix: Annotated[str | None, tyro.conf.arg(metavar="KEY=VALUE,...")] = None
-    """Mix the images of a batch: `mixup=0.2,cutmix=1`, of which `prob` says how often, `switch` how often it is cutmix,
-    and `off` from which epoch on not any more."""
+    image_size: Annotated[int | str | None, tyro.conf.arg(metavar="PX")] = None
+    """Side of images in pixels; also `224,test=288,crop=0.95,channels=1`, ...; default: of the weights or model, else
+    of the data."""
+    augment: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "none"
+    """Policy `ra,n=2,m=9`, `ta`, `aa`, `augmix` or `timm:SPEC`; also `hflip=0.5,color_jitter=0.4,erase=0.25,repeats=3`,
+    ..."""
+    mix: Annotated[str | None, tyro.conf.arg(metavar="KEY=...")] = None
+    """Mix the images of a batch: `mixup=0.2,cutmix=1,prob=1,switch=0.5,off=280`."""
 
     @property
     def samples_per_step(self) -> int:
@@ -113,7 +105,7 @@ class ModelConfig:
     model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Argument of the model's builder or factory, as key=value; may be repeated. A value is read as TOML or Python.
     `stem=cifar` gives a ResNet first layers for small images."""
-    drop: Annotated[float | str | None, tyro.conf.arg(metavar="[RATE][,path=RATE]")] = None
+    drop: Annotated[float | str | None, tyro.conf.arg(metavar="RATE[,...]")] = None
     """Dropout before the last layer, and stochastic depth: `0.1,path=0.2`; default: those of the model."""
     weights: str | None = None
     """Start from published weights (`default`, or a name of torchvision's or timm's), hf-hub:OWNER/NAME, a .pt or
@@ -147,6 +139,7 @@ class Images:
         std: Standard deviation of each channel, divided by; None: of the data.
         interpolation: How images from files are resized; None: bilinear.
         train_interpolation: The same in training, of which `random` is bilinear or bicubic; None: as `interpolation`.
+        channels: Of the images: 1 is grey, 3 is RGB, and 4 is RGBA.
     """
 
     size: Annotated[int | None, UNNAMED, _AT_LEAST_8] = None
@@ -156,11 +149,13 @@ class Images:
     std: Annotated[tuple[float, ...] | None, POSITIVE] = None
     interpolation: Interpolation | None = None
     train_interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "random"] | None = None
+    channels: Annotated[int, Rule("1, 3 or 4", (1, 3, 4).__contains__)] = 3
 
     def __post_init__(self) -> None:
         for key, values in (("mean", self.mean), ("std", self.std)):
-            fits = values is None or len(values) == 3
-            check(fits, f"--image-size: {key} has {len(values or ())} numbers", "It needs one for each of 3 channels.")
+            fits = values is None or len(values) == self.channels
+            why = f"It needs one for each of {self.channels} channel{'' if self.channels == 1 else 's'}."
+            check(fits, f"--image-size: {key} has {len(values or ())} numbers", why)
 
 
 @dataclass(frozen=True, kw_only=True)

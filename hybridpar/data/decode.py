@@ -1,9 +1,10 @@
-"""Decodes image files of any kind to upright RGB images.
+"""Decodes image files of any kind to upright images of 8 bits, in RGB, grey or RGBA.
 
 What becomes of the kinds:
 
-- grey and palette images get three equal or looked-up channels; 16-bit grey keeps its upper 8 bits;
-- transparency (RGBA, LA, palettes) is dropped, as torchvision's loader does; CMYK is converted by Pillow's formula;
+- in RGB, grey and palette images get three equal or looked-up channels; 16-bit grey keeps its upper 8 bits;
+- in RGB and grey, transparency (RGBA, LA, palettes) is dropped, as torchvision's loader does;
+- CMYK is converted by Pillow's formula;
 - an image is turned as the camera noted in its EXIF data; of an animation or several pages the first one counts;
 - a file that is truncated, empty, broken or no image is a `DataError`.
 
@@ -23,22 +24,26 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.functional import pil_to_tensor
 
 from hybridpar.errors import DataError
+
+#: Modes of Pillow by their number of channels.
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 #: Fractions of its size that a JPEG can be decoded at, as divisors.
 SCALES = (8, 4, 2)
 
 
 def open_image(file: Path | bytes, name: str) -> Image.Image:
-    """Open an image as upright RGB."""
+    """Open an image upright, in any mode."""
     try:
         content = file if isinstance(file, bytes) else file.read_bytes()
         image = Image.open(io.BytesIO(content))
         if image.format == "JPEG" and image.mode == "RGB" and _orientation(image) == 1:
             return image
         image.load()
-        return as_rgb(_upright(image))
+        return _upright(image)
     except Exception as error:  # Pillow's decoders report damage by almost any
         raise _unreadable(file, name, error) from error
 
@@ -54,7 +59,7 @@ def decode(image: Image.Image, name: str) -> Image.Image:
 
 def read_image(path: Path) -> Image.Image:
     """Decode an image file to RGB, upright as its EXIF data say."""
-    return decode(open_image(path, str(path)), str(path))
+    return as_mode(decode(open_image(path, str(path)), str(path)), "RGB")
 
 
 class RandomCrop(nn.Module):
@@ -102,11 +107,12 @@ class RandomCrop(nn.Module):
             mode = ("bilinear", "bicubic")[int(torch.randint(2, ()))]
         if mode not in ("bilinear", "bicubic"):
             resized = image.resize((self.size, self.size), Image.Resampling[mode.upper()], box)
-            return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+            tensor: Tensor = pil_to_tensor(resized)
+            return tensor
         area = image.crop(box)
-        # Rows of RGB pixels: the layout that torch resizes fastest.
+        # Rows of pixels: the layout that torch resizes fastest.
         pixels = torch.frombuffer(bytearray(area.tobytes()), dtype=torch.uint8)
-        pixels = pixels.view(1, area.height, area.width, 3).permute(0, 3, 1, 2)
+        pixels = pixels.view(1, area.height, area.width, -1).permute(0, 3, 1, 2)
         return functional.interpolate(pixels, (self.size, self.size), mode=mode, antialias=True)[0]
 
 
@@ -125,13 +131,15 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def as_rgb(image: Image.Image) -> Image.Image:
-    """An image of any mode in RGB."""
+def as_mode(image: Image.Image, mode: str) -> Image.Image:
+    """An image of any mode in one of 8 bits for each channel."""
+    if image.mode == mode:  # the pixels need not be decoded yet
+        return image
     if image.mode == "I" or image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would cut off at 255
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # what Pillow asks for, in a warning
-    return image.convert("RGB")
+    return image.convert(mode)
 
 
 def _unreadable(file: Path | bytes, name: str, error: Exception) -> DataError:

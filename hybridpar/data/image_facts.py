@@ -15,6 +15,7 @@ from typing import Any
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from hybridpar.config import TrainConfig
+from hybridpar.data.decode import MODES
 from hybridpar.data.policies import eval_transform
 from hybridpar.data.sources import DecodedImages, ImageData, ImageFiles
 from hybridpar.errors import UsageError
@@ -103,16 +104,17 @@ def find_images(named: Sequence[Path]) -> list[Path]:
 
 def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) -> ImageData:
     """Image files as a data set whose labels are their places in the list."""
-    if facts.sample_shape[0] != 3:
+    channels, size, images = facts.sample_shape[0], facts.test_size, config.images
+    if channels not in MODES:
         raise UsageError(
-            f"the model takes images of {facts.sample_shape[0]} channels",
-            "Image files are read as RGB.",
+            f"the model takes images of {channels} channels",
+            "Image files are read in grey, RGB or RGBA.",
             "Call the model in a script of your own.",
         )
-    size, images = facts.test_size, config.images
     prepare = eval_transform(size, replace(images, crop=1.0) if facts.whole else images)
     names = [os.path.abspath(file) for file in files]
-    source = DecodedImages(ImageFiles(Path("/"), names, range(len(files))), augment=prepare, prepare=prepare)
+    listed = ImageFiles(Path("/"), names, range(len(files)))
+    source = DecodedImages(listed, augment=prepare, prepare=prepare, channels=channels)
     return ImageData(
         name="files",
         class_names=facts.class_names,

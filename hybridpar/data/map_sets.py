@@ -14,7 +14,6 @@ from torchvision.transforms.v2 import functional
 
 from hybridpar.config import DataConfig
 from hybridpar.config.data import samples_of
-from hybridpar.data.decode import as_rgb
 from hybridpar.data.memory_sets import four_of_five
 from hybridpar.data.sampling import IntArray
 from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
@@ -37,7 +36,7 @@ class MapImages(ImageSet):
     def open(self, index: int) -> Image.Image:
         try:
             image = self.dataset[int(self.indices[index])][0]
-            return as_rgb(image if isinstance(image, Image.Image) else functional.to_pil_image(image))
+            return image if isinstance(image, Image.Image) else functional.to_pil_image(image)
         except Exception as error:
             raise DataError(
                 f"cannot read the image {self.name(index)}: {error}", "Every image of the data set must be whole."

@@ -20,7 +20,7 @@ from hybridpar.config import DataConfig
 from hybridpar.config.data import Synthetic
 from hybridpar.data.downloads import download_fix, one_download
 from hybridpar.data.sampling import IntArray, split_by_class
-from hybridpar.data.sources import DATA_SETS, ImageData, MemoryImages
+from hybridpar.data.sources import DATA_SETS, GREY, ImageData, MemoryImages, for_channels
 from hybridpar.errors import DataError
 
 #: Seed of fixed splits and of synthetic images: the data stay the same whatever --seed says.
@@ -50,6 +50,7 @@ def _digits(config: DataConfig) -> ImageData:
         "digits",
         tuple(str(digit) for digit in range(10)),
         *(_picked(images, labels, indices, pad=size // 8, flip=False) for indices in (train, test)),
+        config=config,
         size=size,
         statistics=DIGITS_STATISTICS,
     )
@@ -133,7 +134,7 @@ def _cifar(
         )
         for part in parts
     ]
-    return in_memory(name, tuple(parts[0].classes), *sources, size=config.images.size or 32, statistics=statistics)
+    return in_memory(name, tuple(parts[0].classes), *sources, config=config, size=32, statistics=statistics)
 
 
 def _cifar_problem(name: str, cifar: type[torchvision.datasets.CIFAR10], root: Path) -> DataError:
@@ -176,6 +177,7 @@ def _synthetic(config: DataConfig) -> ImageData:
         tuple(f"pattern-{label}" for label in range(spec.classes)),
         images(spec.samples),
         images(max(spec.classes, spec.samples // 4)),
+        config=config,
         size=size,
         statistics=SYNTHETIC_STATISTICS,
     )
@@ -192,10 +194,26 @@ def in_memory(
     train: MemoryImages,
     test: MemoryImages,
     *,
+    config: DataConfig,
     size: int,
     statistics: Statistics,
 ) -> ImageData:
-    """A data set that is held in memory."""
-    mean, std = statistics
-    shape = (train.images.shape[1], size, size)
+    """A data set that is held in memory, in the size and the channels that options say, else in its usual ones."""
+    size, channels = config.images.size or size, config.images.channels
+    for part in (train, test):
+        part.images = _with_channels(part.images, channels)
+    mean, std = (for_channels(values, 0.5, channels) for values in statistics)
+    shape = (channels, size, size)
     return ImageData(name=name, class_names=class_names, sample_shape=shape, train=train, test=test, mean=mean, std=std)
+
+
+def _with_channels(images: Tensor, channels: int) -> Tensor:
+    """Images in grey, RGB or RGBA, from images in grey or RGB."""
+    if images.shape[1] == channels:
+        return images
+    if images.shape[1] == 1:  # one channel three times, without three times the memory
+        images = images.expand(-1, 3, -1, -1)
+    if channels == 1:
+        weights = torch.tensor([round(1000 * part) for part in GREY], dtype=torch.int32).view(3, 1, 1)
+        return ((images * weights).sum(1, keepdim=True, dtype=torch.int32) + 500).floor_divide_(1000).to(torch.uint8)
+    return images if channels == 3 else torch.cat([images, torch.full_like(images[:, :1], 255)], dim=1)

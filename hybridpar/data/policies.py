@@ -53,6 +53,14 @@ def random_changes(
     changes: list[Any] = [v2.RandomHorizontalFlip(flip)] if flip else []
     if augmentation.vflip:
         changes.append(v2.RandomVerticalFlip(augmentation.vflip))
+    colours = len(mean)
+    with_policy = type(augmentation) is not Augmentation or augmentation.color_jitter > 0
+    if (colours == 4 and with_policy) or (colours != 3 and isinstance(augmentation, TimmAugment)):
+        raise UsageError(
+            f"--augment with a policy or color_jitter, for images of {colours} channel{'' if colours == 1 else 's'}",
+            "Policies are for RGB, those of torchvision also for grey.",
+            "Leave them out.",
+        )
     # Policies take no other modes for bytes.
     mode = InterpolationMode.NEAREST if images.interpolation == "nearest" else InterpolationMode.BILINEAR
     match augmentation:

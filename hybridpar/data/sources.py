@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 from hybridpar.config import DataConfig
 from hybridpar.config.data import USUAL_SIZE, data_set_kind
 from hybridpar.data.augment import shift_and_flip
-from hybridpar.data.decode import decode, open_image
+from hybridpar.data.decode import MODES, as_mode, decode, open_image
 from hybridpar.data.policies import eval_transform, random_changes, random_erasing, train_transform
 from hybridpar.data.sampling import COPY, AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError, UsageError
@@ -38,6 +38,9 @@ SUBSTITUTES = 20
 #: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+#: Parts of red, green and blue in grey (ITU-R BT.601).
+GREY = (0.299, 0.587, 0.114)
 
 
 class Loaded(NamedTuple):
@@ -150,7 +153,7 @@ class MemoryImages(ImageSource):
 
 
 class ImageSet(Dataset[tuple[Image.Image, Tensor]]):
-    """A map-style data set of (image, label); images are in RGB, upright.
+    """A map-style data set of (image, label); images are upright, in any mode.
 
     Args:
         labels: Class of each image, int64 of shape (samples,); or which classes it has, bool of (samples, classes).
@@ -190,8 +193,9 @@ class DecodedImages(ImageSource):
 
     Args:
         dataset: The images and their labels.
-        augment: From a PIL image to a tensor (3, height, width), in training.
+        augment: From a PIL image to a tensor (channels, height, width), in training.
         prepare: The same in testing; nothing random.
+        channels: Of the images.
         strict: End the training on an image that cannot be read, and do not do without it.
     """
 
@@ -203,12 +207,14 @@ class DecodedImages(ImageSource):
         *,
         augment: Callable[[Image.Image], Tensor],
         prepare: Callable[[Image.Image], Tensor],
+        channels: int = 3,
         strict: bool = False,
     ) -> None:
         self.dataset = dataset
         self.labels = dataset.labels
         self.augment = augment
         self.prepare = prepare
+        self.mode = MODES[channels]
         self.strict = strict
         #: Classes with damaged files in which one was found that can be read.
         self._readable: set[int] = set()
@@ -270,6 +276,7 @@ class DecodedImages(ImageSource):
         """Decode and change one image; None as a seed prepares it as it is tested."""
         image = self.dataset.open(index)
         try:
+            image = as_mode(image, self.mode)
             if seed is None:
                 return self.prepare(image)
             _seed_generators(seed)
@@ -402,20 +409,33 @@ def decoded_data(
     """A data set whose images are decoded when they are asked for: those for training, and those for testing."""
     images = config.images
     size, mean, std = images.size or size, images.mean or mean, images.std or std
+    mean, std = for_channels(mean, 0.5, images.channels), for_channels(std, 0.5, images.channels)
     augment = train_transform(size, config, mean, std, flip=flip)
     prepare = eval_transform(images.test or size, images)
     strict = config.data_options.bad == "error"
-    train, test = (DecodedImages(part, augment=augment, prepare=prepare, strict=strict) for part in parts)
+    train, test = (
+        DecodedImages(part, augment=augment, prepare=prepare, channels=images.channels, strict=strict) for part in parts
+    )
     return ImageData(
         name=name,
         class_names=tuple(class_names),
-        sample_shape=(3, size, size),
+        sample_shape=(images.channels, size, size),
         train=train,
         test=test,
         mean=mean,
         std=std,
         ignored=tuple(ignored),
     )
+
+
+def for_channels(values: Sequence[float], alpha: float, channels: int) -> tuple[float, ...]:
+    """Values of red, green and blue, or of grey, for another number of channels."""
+    if len(values) == channels:
+        return tuple(values)
+    colours = tuple(values[:3]) if len(values) > 1 else tuple(values) * 3
+    if channels == 1:
+        return (sum(weight * value for weight, value in zip(GREY, colours, strict=True)),)
+    return (*colours, alpha)[:channels]
 
 
 def _change_in_memory(data: ImageData, config: DataConfig) -> None:

@@ -60,7 +60,7 @@ def _load(name: str, config: DataConfig) -> ImageData:
             if pixels is not None
         ]
         statistics = measured_statistics(arrays[0][:_MEASURED])
-        return in_memory(name, names, *sources, size=config.images.size or made.size, statistics=statistics)
+        return in_memory(name, names, *sources, config=config, size=made.size, statistics=statistics)
 
     def images(part: int, indices: IntArray, numbers: Tensor) -> ImageSet:
         if not by_path:
@@ -105,15 +105,15 @@ def _part(name: str, made: TorchvisionSet, arguments: dict[str, Any], config: Da
 
 
 def _pixels(dataset: Any, chosen: IntArray) -> Tensor | None:
-    """Images, uint8 of shape (samples, 3, height, width); None where they are files."""
+    """Images, uint8 of shape (samples, 1 or 3, height, width); None where they are files."""
     data = getattr(dataset, "data", None)
     if not isinstance(data, (np.ndarray, Tensor)):
         return None
     pixels = torch.as_tensor(data)
     if len(chosen) != len(pixels):
         pixels = pixels[torch.from_numpy(chosen)]
-    if pixels.ndim == 3:  # grey: one channel three times, without three times the memory
-        return pixels[:, None].expand(-1, 3, -1, -1)
+    if pixels.ndim == 3:
+        return pixels[:, None]
     return pixels if pixels.shape[1] == 3 else pixels.permute(0, 3, 1, 2)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hybridpar.errors import UsageError
 from hybridpar.models.arguments import with_rates
 from hybridpar.models.timm_models import PREFIX, build_timm_model, check_timm_name
-from hybridpar.models.torchvision_models import build_torchvision_model, check_torchvision_name
+from hybridpar.models.torchvision_models import build_torchvision_model, check_torchvision_name, use_channels
 from hybridpar.models.user_models import build_user_model, check_user_name
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def build_model(
     args: Mapping[str, object] | None = None,
     drop_rate: float | None = None,
     drop_path_rate: float | None = None,
+    channels: int = 3,
 ) -> nn.Module:
     """Build a model with fresh weights.
 
@@ -57,6 +58,8 @@ def build_model(
         drop_rate: Dropout before the last layer; None leaves it to the model. In torchvision it is called `dropout`,
             and some models have it elsewhere, too.
         drop_path_rate: Stochastic depth (Huang et al. 2016) of the last block; None leaves it to the model.
+        channels: Of the images. For another number than 3 a model of torchvision gets another first convolution, and
+            timm the argument `in_chans`; a factory of your own must know.
 
     Returns:
         The model, in training mode, on the CPU. One that comes in training mode keeps the modes of its parts.
@@ -67,11 +70,13 @@ def build_model(
     """
     given = with_rates(args, drop_rate, drop_path_rate)
     if name.startswith(PREFIX):
-        model = build_timm_model(name, classes, given)
+        model = build_timm_model(name, classes, given if channels == 3 else {"in_chans": channels, **given})
     elif ":" in name:
         model = build_user_model(name, classes, given)
     else:
         model = build_torchvision_model(name, classes, given)
+        if channels != 3:
+            use_channels(model, channels)
     return model if model.training else model.train()
 
 

@@ -120,3 +120,14 @@ def _use_cifar_stem(model: nn.Module, name: str) -> None:
     model.conv1 = nn.Conv2d(3, stem.out_channels, kernel_size=3, stride=1, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
+
+
+def use_channels(model: nn.Module, channels: int) -> None:
+    """Replace the first convolution by one for images of another number of channels."""
+    from torch import nn
+
+    path, first = next((path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
+    parent, _, name = path.rpartition(".")
+    options = {key: getattr(first, key) for key in ("out_channels", "kernel_size", "stride", "padding", "dilation")}
+    changed = nn.Conv2d(channels, **options, bias=first.bias is not None)
+    setattr(model.get_submodule(parent), name, changed)

@@ -131,6 +131,7 @@ def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
         args=parse_arguments(config.model_arg),
         drop_rate=config.drop_rates.rate,
         drop_path_rate=config.drop_rates.path,
+        channels=config.images.channels,
     )
 
 
@@ -147,7 +148,7 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
     if found is None:
         return config
     known = f"{found.size},crop={found.crop_ratio}"
-    if len(found.mean) == len(found.std) == 3:
+    if len(found.mean) == len(found.std) == config.images.channels:
         known += f",mean={_joined(found.mean)},std={_joined(found.std)}"
     if found.interpolation in get_args(Interpolation):
         known += f",interpolation={found.interpolation}"

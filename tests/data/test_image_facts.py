@@ -73,8 +73,8 @@ def test_facts_survive_a_file():
     assert ImageFacts.read(json.loads(json.dumps(facts.plain()))) == facts
 
 
-def test_only_models_of_colour_images_take_files():
+def test_files_are_no_images_of_two_channels():
     facts = ImageFacts.of(load_dataset(TrainConfig(data="digits")))
-    grey = dataclasses.replace(facts, sample_shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
-    with pytest.raises(UsageError, match="1 channels"):
+    grey = dataclasses.replace(facts, sample_shape=(2, 8, 8), mean=(0.5,) * 2, std=(0.5,) * 2)
+    with pytest.raises(UsageError, match="2 channels"):
         named_images([Path("a.png")], grey, TrainConfig())

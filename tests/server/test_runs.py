@@ -47,7 +47,7 @@ def average(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     options = {"model_ema": "0.9,warmup"}
-    options |= {"mixup": 0.2, "cutmix": 1.0, "loss": "ce:smoothing=0.1"}
+    options |= {"mix": "mixup=0.2,cutmix=1", "loss": "ce:smoothing=0.1"}
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     run(tmp_path / "served", 3, sync="ps", **options)
     run(tmp_path / "masters", 2, sync="ps,servers=0", **options)

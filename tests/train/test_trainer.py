@@ -497,7 +497,7 @@ def test_a_worker_without_samples_takes_part(micro_batches, shared_memory):
         {"compress": "powersgd:rank=2"},
         {"sync": "onebit-sgd"},
         {"sync": "allreduce:late=half"},
-        {"mixup": 0.5, "cutmix": 0.5, "amp": "fp16"},
+        {"mix": "mixup=0.5,cutmix=0.5", "amp": "fp16"},
     ],
 )
 def test_a_worker_without_samples_and(options):
