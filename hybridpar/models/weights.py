@@ -159,8 +159,8 @@ def load_weights(
     """Give a model weights. The head stays new where its number of classes differs.
 
     Args:
-        model: The model; changed in place, and not at all where the weights do not fit. One without memory begins with
-            them wherever it is filled, and reads no others.
+        model: The model; changed in place, and not at all where the weights do not fit. One without memory takes
+            them whenever it is built.
         source: `default` or a name of published weights, see `hybridpar.models.pretrained`; or a file or directory, see
             `hybridpar.models.weight_files`.
         name: What the user calls the model; needed for published weights of torchvision.
@@ -182,7 +182,6 @@ def load_weights(
     from hybridpar.models.deferred import DeferredModel
 
     text = str(source)
-    assign = isinstance(model, DeferredModel)
 
     def put(module: nn.Module) -> WeightsReport:
         with torch.random.fork_rng(devices=[]):  # timm builds a model to read weights
@@ -190,7 +189,7 @@ def load_weights(
                 told, state = text, read_weights(Path(text))
             else:
                 told, state = published_weights(text, name, module, args or {})
-        return _put(module, _converted(module, state), told, name or type(module).__name__, assign=assign)
+        return _put(module, _converted(module, state), told, name or type(module).__name__)
 
     return model.start_from(put) if isinstance(model, DeferredModel) else put(model)
 
@@ -220,7 +219,7 @@ def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str, *, assign: bool = False) -> WeightsReport:
+def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> WeightsReport:
     """Load what fits."""
     from hybridpar.models.state_dicts import copy_of, is_extra, tensors_of
 
@@ -232,7 +231,7 @@ def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str, *, 
     # The versions of modules, by which some convert former names.
     fitting._metadata = getattr(before if own.keys() <= state.keys() else state, "_metadata", None)
     try:
-        missing, unknown = model.load_state_dict(fitting, strict=False, assign=assign)
+        missing, unknown = model.load_state_dict(fitting, strict=False)
         missing = [key for key in missing if not is_extra(key)]
     except (RuntimeError, ValueError):  # a module that converts names, or counts versions
         missing, unknown = [key for key in own if key not in fitting], [key for key in fitting if key not in own]
@@ -241,7 +240,7 @@ def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str, *, 
     lacking = [key for key in missing if key not in allowed]
     wrong = [key for key in others if key not in heads]
     if wrong or len(lacking) > _MAY_LACK * max(1, len(own) - len(allowed)) or len(missing) == len(own):
-        model.load_state_dict(kept, assign=assign)
+        model.load_state_dict(kept)
         raise _misfit(source, name, own, state, wrong, lacking, unknown)
     return WeightsReport(source, len(own) - len(missing), len(own), tuple(missing), tuple(unknown), classes)
 

@@ -28,7 +28,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -225,12 +225,15 @@ def load_checkpoint(
     digests = manifest["files"]
     model = load_model_state(path, held=held)
     average = load_model_state(path, average=True, held=held) if shards_of("model_ema", digests) else None
-    parts = [_read(path, digests, name) for name in sorted(digests) if name.startswith("training-")]
-    with usable(path):
-        training = {**parts[0]}
-        optimizers = [part["optimizer"] for part in parts if "optimizer" in part]
-        if optimizers:
-            training["optimizer"] = _optimizer_of(optimizers, stepped)
+    training: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    for name in sorted(name for name in digests if name.startswith("training-")):
+        part = _read(path, digests, name)
+        with usable(path):
+            _add_optimizer(optimizer, part.pop("optimizer", {}), stepped)
+        training = part | training
+    if optimizer:
+        training["optimizer"] = optimizer
     name = f"rank-{rank}.pt"
     local = _read(path, digests, name) if name in digests else None
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
@@ -250,18 +253,16 @@ def load_model_state(path: Path, *, average: bool = False, held: Collection[str]
     return state
 
 
-def _optimizer_of(parts: Sequence[Mapping[str, Any]], stepped: Collection[str] | None) -> dict[str, Any]:
-    """The optimizer's state that several workers have written, with tensors in memory of their own."""
-    return {
-        "kind": parts[0]["kind"],
-        "groups": [group for part in parts for group in part["groups"]],
-        "state": {
-            name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
-            for part in parts
-            for name, values in part["state"].items()
-            if stepped is None or name in stepped
-        },
-    }
+def _add_optimizer(optimizer: dict[str, Any], part: Mapping[str, Any], stepped: Collection[str] | None) -> None:
+    """Add the state that a worker has written; tensors are copied, so that nothing is left of its file."""
+    if not part:
+        return
+    optimizer.setdefault("kind", part["kind"])
+    optimizer.setdefault("groups", []).extend(part["groups"])
+    state = optimizer.setdefault("state", {})
+    for name, values in part["state"].items():
+        if stepped is None or name in stepped:
+            state[name] = {key: one.clone() if isinstance(one, Tensor) else one for key, one in values.items()}
 
 
 def _read(path: Path, digests: Mapping[str, str], name: str) -> dict[str, Any]:
