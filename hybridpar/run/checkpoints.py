@@ -11,7 +11,7 @@ from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.run.best import keep_rule
 from hybridpar.run.part import Part, Run
 from hybridpar.run.save_rule import SaveRule
-from hybridpar.run.step import Step
+from hybridpar.run.timings import Step
 from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints, step_of
 
 
@@ -60,14 +60,14 @@ class Checkpoints(Part):
         """Delete those that are neither among the last nor among the best."""
         if run.world.is_main:
             best = [end.step for end in self._best.best(run.state.tested)]
-            prune_checkpoints(run.place.checkpoints, self._config.keep, best)
+            prune_checkpoints(run.folder.checkpoints, self._config.keep, best)
 
     def summary(self, run: Run) -> dict[str, Any]:
         """The best checkpoint, if it is there."""
         best = next(iter(self._best.best(run.state.tested)), None)
-        saved = [path for path in list_checkpoints(run.place.checkpoints) if best and step_of(path) == best.step]
+        saved = [path for path in list_checkpoints(run.folder.checkpoints) if best and step_of(path) == best.step]
         if best is None or not saved:
             return {}
-        path = saved[0].relative_to(run.place.directory).as_posix()
+        path = saved[0].relative_to(run.folder.directory).as_posix()
         fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": self._best.metric}
         return {"best": {**fields, "checkpoint": path}}

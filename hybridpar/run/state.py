@@ -11,11 +11,8 @@ from typing import Any
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.records import EpochRecord
+from hybridpar.run.directory import POSITION_OPTIONS
 from hybridpar.run.timings import RunningMean
-
-#: Options that decide which samples a step sees; a resumed run must not change them.
-POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
-
 
 #: Keys of `RunState.to_extra`.
 _POSITION_KEYS = {"epoch", "epoch_step", "losses", "tested", "options"}
@@ -72,12 +69,12 @@ class RunState:
 
 def plain_tests(tested: Iterable[EpochRecord]) -> list[list[float | None]]:
     """The ends of epochs as plain values, a row for each; numbers that are not finite are None."""
-    return [[None if value is None or not math.isfinite(value) else value for value in astuple(one)] for one in tested]
+    return [[None if value is None or not math.isfinite(value) else value for value in astuple(end)] for end in tested]
 
 
 def read_tests(rows: Iterable[Iterable[Any]]) -> list[EpochRecord]:
     """What `plain_tests` returned."""
-    found = []
+    tested = []
     for epoch, step, accuracy, loss, train_loss, *rest in rows:
-        found.append(EpochRecord(epoch, step, accuracy, loss, math.nan if train_loss is None else train_loss, *rest))
-    return found
+        tested.append(EpochRecord(epoch, step, accuracy, loss, math.nan if train_loss is None else train_loss, *rest))
+    return tested

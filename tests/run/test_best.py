@@ -11,7 +11,7 @@ import pytest
 from hybridpar import Evaluation, Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import EpochRecord
 from hybridpar.run.best import MetricRule, keep_rule, stop_rule
 from hybridpar.train.checkpoint import load_checkpoint
