@@ -184,7 +184,7 @@ RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "nproc": 2, "mean"
 
 
 def _find_run(path: Path) -> tuple[TrainConfig, ImageFacts | None]:
-    rundir._place_of_job(path.parent, "7")
+    rundir._folder_of_job(path.parent, "7")
     facts = rundir.read_facts(path.parent)
     return rundir.recorded_config(facts, path.parent), ImageFacts.read(facts.get("images"))
 

@@ -23,7 +23,9 @@ from torch import Tensor
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.observe import plots, read_metrics, validate_summary
+from hybridpar.observe import plots
+from hybridpar.observe.metrics import read_metrics
+from hybridpar.observe.summary import validate_summary
 from hybridpar.plan import read_plan
 from hybridpar.run.run import run_training
 from hybridpar.train.checkpoint import load_checkpoint

@@ -20,7 +20,7 @@ from hybridpar.commands import COMMANDS, HELP_ALL, find_command, load_commands
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.train.checkpoint_files import list_checkpoints
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks

@@ -20,7 +20,8 @@ from PIL import Image
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train, check_names
 from hybridpar.config.data import images_over
-from hybridpar.observe import plots, read_metrics
+from hybridpar.observe import plots
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.run.run import run_training
 from tests.runs import restored_modes

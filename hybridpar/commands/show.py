@@ -20,7 +20,7 @@ from hybridpar.formats.file_reader import read_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hybridpar.observe import Timeline
+    from hybridpar.observe.timeline import Timeline
     from hybridpar.plan import Plan
     from hybridpar.schedule.actions import Schedule
     from hybridpar.schedule.layout import Layout
@@ -89,7 +89,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _show_run(directory: Path, console: Console) -> Plan | None:
     """What a run is, how far it is, its result, its plan and its checkpoints."""
-    from hybridpar.observe import print_report
+    from hybridpar.observe.report import print_report
     from hybridpar.plan import read_plan
     from hybridpar.run.runs import read_run
 
@@ -122,8 +122,8 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
 
 
 def _show_trace(data: dict[str, Any], path: Path, console: Console) -> Timeline:
-    from hybridpar.observe import print_timeline
     from hybridpar.observe.timeline_file import timeline_of
+    from hybridpar.observe.timeline_text import print_timeline
 
     timeline = timeline_of(data, str(path))
     print_timeline(timeline, console)

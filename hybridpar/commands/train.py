@@ -94,17 +94,17 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         return plan.run(plan.options(**{name: getattr(command, name) for name in shared}), arguments)
     if not in_job():
         from hybridpar.machine.devices import default_workers, has_gpu_driver
-        from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
+        from hybridpar.run.directory import before_the_start, expected_directory, find_folder, recall_options
 
         with before_the_start():
             # What follows depends on the options of the run that is resumed; every worker recalls them again.
             command, _ = recall_options(command, command.model)
-            place = find_place(command, command.model)
+            folder = find_folder(command, command.model)
         planned = _workers_of_plan(command)  # and whether there is such a plan
         workers = command.nproc or command.workers_wanted or planned
         if not has_gpu_driver():
             workers = workers or default_workers()
-        _announce(command, workers, str(expected_directory(place)))
+        _announce(command, workers, str(expected_directory(folder)))
         workers = workers or default_workers()
         servers, patient = 0, True
         if (sync := command.parameter_servers) is not None:
@@ -116,11 +116,11 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     elif not launched_here():
         check_workers(command)
         if os.environ["RANK"] == "0":
-            from hybridpar.run.directory import expected_directory, find_place
+            from hybridpar.run.directory import expected_directory, find_folder
 
             with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
-                place = find_place(command, command.model)
-                _announce(command, int(os.environ["WORLD_SIZE"]), str(expected_directory(place)))
+                folder = find_folder(command, command.model)
+                _announce(command, int(os.environ["WORLD_SIZE"]), str(expected_directory(folder)))
     prepare_worker(command.tune_process)
     with leaving_at_once():
         if not command.compile:

@@ -161,8 +161,8 @@ def _is_installed(package: str) -> bool:
 def figures_of(record: StepRecord | EpochRecord) -> dict[str, float]:
     """What is logged of a record, without what was not measured."""
     rows = EPOCH_FIGURES if isinstance(record, EpochRecord) else STEP_FIGURES
-    found = {row.name: getattr(record, row.name) for row in rows if row.log}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    values = {row.name: getattr(record, row.name) for row in rows if row.log}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 class _Lane:
@@ -227,7 +227,7 @@ class _Lane:
                 last = self._ended.is_set()  # nothing is left for it afterwards
                 lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
                 if lines:
-                    self._logger.write([Line(one.step, seconds, figures_of(one)) for seconds, one in lines])
+                    self._logger.write([Line(record.step, seconds, figures_of(record)) for seconds, record in lines])
                 if last:
                     break
                 self._ended.wait(_PAUSE)

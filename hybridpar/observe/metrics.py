@@ -39,14 +39,8 @@ _EXACT = {"loss", "rate", "norm"}
 class MetricsWriter:
     """Appends steps and epochs to `metrics.jsonl`. For one rank only.
 
-    Args:
-        run_dir: Directory of the run; made where it is missing.
-        resume_step: The step the run goes on from: later lines are dropped, as their steps will run again. None
-            starts a new file.
-
-    Raises:
-        RunDirectoryError: The file cannot be written. A failing disk is reported once, by the write that met it; what
-            follows is dropped, so that an orderly end is not stopped by the same error again.
+    A run that goes on from `resume_step` first drops later lines, as their steps will run again; None starts a new
+    file. A failing disk is an error once, for the write that met it, so that an orderly end does not meet it again.
     """
 
     def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
@@ -66,28 +60,16 @@ class MetricsWriter:
             raise run_directory_error(self.path, error) from error
 
     def write_step(self, record: StepRecord) -> None:
-        """Append a step.
-
-        Args:
-            record: The record.
-
-        Raises:
-            RunDirectoryError: The line cannot be written.
-        """
-        row: dict[str, Any] = {one.name: _json_value(one, getattr(record, one.name)) for one in STEP_FIGURES}
+        """Append a step."""
+        row: dict[str, Any] = {
+            figure.name: _json_value(figure, getattr(record, figure.name)) for figure in STEP_FIGURES
+        }
         if record.residual_norms is not None:
-            row[_BY_LAYER] = {name: _finite(float(f"{one:.6g}")) for name, one in record.residual_norms.items()}
+            row[_BY_LAYER] = {name: _finite(float(f"{norm:.6g}")) for name, norm in record.residual_norms.items()}
         self._write(row)
 
     def write_epoch(self, record: EpochRecord) -> None:
-        """Append the end of an epoch, as a line with `"event": "epoch"`.
-
-        Args:
-            record: The record.
-
-        Raises:
-            RunDirectoryError: The line cannot be written.
-        """
+        """Append the end of an epoch, as a line with `"event": "epoch"`."""
         row = {key: _finite(value) for key, value in asdict(record).items()}
         if record.ema_test_accuracy is None:
             row = {key: value for key, value in row.items() if not key.startswith("ema_")}
@@ -109,11 +91,7 @@ class MetricsWriter:
             raise run_directory_error(self.path, error) from error
 
     def close(self) -> None:
-        """Close the file; what was written is kept. May be called twice.
-
-        Raises:
-            RunDirectoryError: The file cannot be written to its end.
-        """
+        """Close the file; what was written is kept. May be called twice."""
         # Unbuffered, so nothing is left to write; a network file system may still complain about earlier writes.
         try:
             self._file.close()
@@ -148,12 +126,6 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     """Read the metrics of a run, also while it is being written.
 
     Lines that are not whole are skipped. Of two lines for the same step or epoch the later one counts.
-
-    Args:
-        run_dir: Directory of the run; without `metrics.jsonl` the table is empty.
-
-    Returns:
-        Steps and epochs, in order.
     """
     columns = {figure.name: array("d") for figure in STEP_FIGURES}
     epochs: dict[int, EpochRecord] = {}
@@ -165,7 +137,7 @@ def read_metrics(run_dir: Path) -> MetricsTable:
                 epochs[row["epoch"]] = _epoch(row)
         elif "event" not in row and row:
             if isinstance(norms := row.get(_BY_LAYER), dict):
-                residual_norms = {name: _number(one) for name, one in norms.items()}
+                residual_norms = {name: _number(norm) for name, norm in norms.items()}
             for name, column in columns.items():
                 value = row.get(name)
                 column.append(math.nan if value is None else value if type(value) is float else _number(value))
@@ -183,7 +155,7 @@ def read_metrics(run_dir: Path) -> MetricsTable:
 
 
 def _epoch(row: Mapping[str, Any]) -> EpochRecord:
-    values: dict[str, Any] = {one.name: _if_number(row.get(one.name)) for one in EPOCH_FIGURES}
+    values: dict[str, Any] = {figure.name: _if_number(row.get(figure.name)) for figure in EPOCH_FIGURES}
     values |= {name: math.nan for name in ("train_loss", "seconds") if values[name] is None}
     return EpochRecord(epoch=row["epoch"], step=row["step"], **values)
 

@@ -25,23 +25,20 @@ _SYNC_PARTS = (("encode_ms", "encode"), ("wire_ms", "wire"), ("decode_ms", "deco
 
 
 def print_report(summary: Mapping[str, Any], files: Sequence[Path] = (), console: Console | None = None) -> None:
-    """Print the final table of a run.
-
-    Args:
-        summary: The run, with the keys of `SUMMARY_FIGURES`.
-        files: What the run left behind, to be named below the table.
-        console: Where to; default: standard output.
-    """
+    """Print the final table of a run."""
     console = Console() if console is None else console
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text, style in _rows(summary):
+    rows = _rows(summary)
+    for label, text, style in rows:
         grid.add_row(label, Text(text, style=style))
-    for number, path in enumerate(files):
-        grid.add_row("" if number else "written", Text(str(path)))
     console.print()
     console.print(grid)
+    width = max(len(label) for label, _, _ in rows) + 2
+    for number, path in enumerate(files):  # in one piece each, to be copied
+        label = "" if number else "written"
+        console.print(Text.assemble((label.ljust(width), "dim"), str(path)), soft_wrap=True)
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -64,11 +61,11 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("test accuracy", shown, "bold"))
     if (averaged := summary.get("ema_test_accuracy")) is not None:
         rows.append(("of the average", format_accuracy(averaged), ""))
-    if (kept := summary.get("best")) is not None:
-        by = kept["metric"]
-        told = format_accuracy(kept["test_accuracy"]) + f", by {by}," * (by != "test_accuracy")
-        told += f" after step {kept['step']:,}, kept in {kept['checkpoint']}"
-        rows.append(("best", told, ""))
+    if (best := summary.get("best")) is not None:
+        metric = best["metric"]
+        text = format_accuracy(best["test_accuracy"]) + f", by {metric}," * (metric != "test_accuracy")
+        text += f" after step {best['step']:,}, kept in {best['checkpoint']}"
+        rows.append(("best", text, ""))
     if summary["images_per_second"] is not None:
         rows.append(("speed", format_rate(summary["images_per_second"]), "bold"))
     rows += _step_rows(summary)
@@ -122,18 +119,18 @@ def percentages(values: Sequence[float]) -> list[int]:
     """Shares of a whole in whole per cent, rounded so that they add up to 100."""
     whole = sum(values)
     exact = [100 * value / whole if whole else 0.0 for value in values]
-    told = [int(share) for share in exact]
-    missing = (100 if whole else 0) - sum(told)
-    for place in sorted(range(len(told)), key=lambda place: told[place] - exact[place])[:missing]:
-        told[place] += 1
-    return told
+    rounded = [int(share) for share in exact]
+    missing = (100 if whole else 0) - sum(rounded)
+    for index in sorted(range(len(rounded)), key=lambda index: rounded[index] - exact[index])[:missing]:
+        rounded[index] += 1
+    return rounded
 
 
-def _apart(predicted: float, found: float, step_ms: float | None = None) -> str:
+def _apart(predicted: float, measured: float, step_ms: float | None = None) -> str:
     """By how much a measured value missed its prediction, as a percentage; empty where that would say nothing."""
-    if not predicted or (step_ms is not None and abs(found - predicted) < max(_SMALL_MS, _SMALL_PART * step_ms)):
+    if not predicted or (step_ms is not None and abs(measured - predicted) < max(_SMALL_MS, _SMALL_PART * step_ms)):
         return ""
-    percent = 100 * (found / predicted - 1)
+    percent = 100 * (measured / predicted - 1)
     return f"{percent:+.0f}%" if abs(percent) < 1000 else ""
 
 

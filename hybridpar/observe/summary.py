@@ -45,19 +45,7 @@ def summarize(
     resumed_from: int | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Put a run in numbers, with the keys and units of `SUMMARY_FIGURES`.
-
-    Args:
-        info: The run.
-        table: Its metrics.
-        seed: Its seed.
-        ended: How it ended.
-        resumed_from: Step of the checkpoint it last went on from.
-        versions: Versions to name besides those of python, hybridpar, torch and torchvision.
-
-    Returns:
-        The summary, as `summary.json` holds it.
-    """
+    """Put a run in numbers, with the keys and units of `SUMMARY_FIGURES`."""
     steps = table.steps
     last = int(steps["step"][-1]) if len(steps["step"]) else resumed_from or 0
     steady = _steady(steps["step"], resumed_from)
@@ -119,14 +107,7 @@ def divided_step(step_ms: float | None, workers: Sequence[tuple[float, ...] | No
 
 
 def validate_summary(summary: Mapping[str, Any]) -> None:
-    """Check a summary against `SUMMARY_FIGURES`.
-
-    Args:
-        summary: The summary.
-
-    Raises:
-        ValueError: A key is missing, or a value is not of its type or range, or not a finite number.
-    """
+    """Check a summary against `SUMMARY_FIGURES`."""
     _check_entries(summary, SUMMARY_FIGURES, "summary")
 
 
@@ -142,19 +123,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Check a summary and write it to `summary.json`, as a whole or not at all.
-
-    Args:
-        run_dir: Directory of the run.
-        summary: The summary.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: As for `validate_summary`.
-        RunDirectoryError: The file cannot be written.
-    """
+    """Check a summary and write it to `summary.json`, as a whole or not at all."""
     validate_summary(summary)
     path = Path(run_dir) / SUMMARY_FILE
     replace_file(path, [json.dumps(dict(summary), indent=2, allow_nan=False).encode() + b"\n"])

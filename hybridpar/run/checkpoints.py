@@ -10,7 +10,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.run.best import best_checkpoint, best_epochs
 from hybridpar.run.part import Part, Run
-from hybridpar.run.step import Step
+from hybridpar.run.timings import Step
 from hybridpar.train.checkpoint_files import prune_checkpoints
 
 
@@ -59,13 +59,13 @@ class Checkpoints(Part):
         """Delete those that are neither among the last nor among the best."""
         if run.world.is_main:
             best = [end.step for end in best_epochs(self._rule, run.state.tested)]
-            prune_checkpoints(run.place.checkpoints, self._rule.keep, best)
+            prune_checkpoints(run.folder.checkpoints, self._rule.keep, best)
 
     def summary(self, run: Run) -> dict[str, Any]:
         """The best checkpoint, if it is there."""
-        if (found := best_checkpoint(run.place.directory, run.state.tested, self._rule)) is None:
+        if (found := best_checkpoint(run.folder.directory, run.state.tested, self._rule)) is None:
             return {}
         best, saved = found
-        path = saved.relative_to(run.place.directory).as_posix()
+        path = saved.relative_to(run.folder.directory).as_posix()
         fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": self._rule.by}
         return {"best": {**fields, "checkpoint": path}}

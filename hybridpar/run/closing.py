@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -26,27 +26,13 @@ from hybridpar.run.timings import Share, combine
 _KEYS = tuple(name for name in StepFigures.model_fields if name != "step_ms")
 
 
-@dataclass(frozen=True)
-class WorkerFigures:
-    """What a worker noted of a run.
-
-    Attributes:
-        share: Its times and bytes.
-        saved_bytes: The most that its stages kept for backward passes; None without stages.
-        memory_bytes: The most memory that training needed; None where the system does not tell.
-    """
-
-    share: Share
-    saved_bytes: int | None
-    memory_bytes: int | None
-
-
 def close_run(run: Run) -> None:
     """Gather what all workers measured, write the summary, and print the report; a collective."""
     trainer, world = run.trainer, run.world
     saved = trainer.engine.pipeline.peak_saved_bytes if run.plan.is_staged else None
-    noted = WorkerFigures(run.timings.share(run.clock.ahead), saved, run.memory.peak_bytes())
-    answers = trainer.gather_in_the_end(noted)
+    share = run.timings.share(run.clock.ahead)
+    share = replace(share, peak_saved_bytes=saved, memory_bytes=run.memory.peak_bytes())
+    answers = trainer.gather_in_the_end(share)
     of_parts = [part.summary(run) for part in run.parts]
     if not world.is_main:
         return
@@ -54,7 +40,7 @@ def close_run(run: Run) -> None:
     from hybridpar.observe.report import print_report
     from hybridpar.observe.summary import write_summary
 
-    directory = run.place.directory
+    directory = run.folder.directory
     summary = _summary(run)
     whole = run.state.resumed_from is None  # else what all workers noted covers a part only
     summary |= measured_fields(answers, run.plan.layout.ranks, step_ms=summary["step_ms_median"], whole=whole)
@@ -69,7 +55,7 @@ def close_run(run: Run) -> None:
     warnings = close_plan(run.plan, summary, directory / "plan.json") + run.warnings
     if (drawn := draw_loss(directory, run.info)) is not None:
         pictures.insert(0, drawn)
-    print_report(summary, [write_summary(directory, summary), *pictures, run.place.checkpoints, *run.written])
+    print_report(summary, [write_summary(directory, summary), *pictures, run.folder.checkpoints, *run.written])
     for warning in warnings:
         print(f"warning: {warning}")
     note_orderly_end()
@@ -81,7 +67,7 @@ def _summary(run: Run) -> dict[str, Any]:
     """The summary, as far as options, metrics and checkpoints say it."""
     from hybridpar.observe.summary import summarize
 
-    directory, shares = run.place.directory, run.samples.batches.shares
+    directory, shares = run.folder.directory, run.samples.batches.shares
     summary = summarize(
         run.info,
         read_metrics(directory),
@@ -100,16 +86,16 @@ def measured_fields(
     answers: Sequence[object], replicas: Sequence[Sequence[int]], *, step_ms: float | None, whole: bool
 ) -> dict[str, Any]:
     """What the summary says over all workers, which the metrics of rank 0 do not."""
-    workers = [one for one in answers if isinstance(one, WorkerFigures)]
-    there = [rank for rank, one in enumerate(answers) if isinstance(one, WorkerFigures)]  # one may be lost
-    whole_replicas = [[there.index(rank) for rank in ranks] for ranks in replicas if {*there} >= {*ranks}]
-    fields = combine([one.share for one in workers], whole_replicas, step_ms)
+    shares = {rank: share for rank, share in enumerate(answers) if isinstance(share, Share)}  # a worker may be lost
+    ranks_there = list(shares)
+    whole_replicas = [[ranks_there.index(rank) for rank in ranks] for ranks in replicas if shares.keys() >= {*ranks}]
+    fields = combine(list(shares.values()), whole_replicas, step_ms)
     if not whole:
         fields = {key: fields[key] for key in ("bubble", "overlap") if key in fields}
-    for key in ("saved_bytes", "memory_bytes"):
-        known = [value for one in workers if (value := getattr(one, key)) is not None]
-        if len(known) == len(workers):
-            fields["peak_saved_bytes" if key == "saved_bytes" else key] = max(known)
+    for key in ("peak_saved_bytes", "memory_bytes"):
+        known = [value for share in shares.values() if (value := getattr(share, key)) is not None]
+        if len(known) == len(shares):
+            fields[key] = max(known)
     return fields
 
 
@@ -143,14 +129,14 @@ def ran_of(summary: Mapping[str, Any]) -> StepFigures | None:
     return StepFigures(step_ms=round(step_ms, 3), **{key: summary[key] for key in _KEYS})
 
 
-def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
+def close_plan(plan: Plan, summary: dict[str, Any], path: Path) -> list[str]:
     """Add what was measured to the plan of a run, and say where its prediction failed; for the worker that writes."""
     ran = ran_of(summary)
     if plan.predicted is None or ran is None:
         return []
     problems: list[str] = []
     try:
-        replace_file(place, [plan.model_copy(update={"ran": ran}).to_json().encode()])
+        replace_file(path, [plan.model_copy(update={"ran": ran}).to_json().encode()])
     except RunDirectoryError as error:
         problems.append(f"what was measured is not in the plan: {error.what}")
     from hybridpar.planner.compare import prediction_warnings
@@ -162,15 +148,15 @@ def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
 
 def say_finished(run: Run) -> int:
     """Show the result that a finished run has; what it left behind stays as it is."""
-    if run.world.is_main and (result := read_summary(run.place.directory)) is not None:
+    if run.world.is_main and (result := read_summary(run.folder.directory)) is not None:
         longer = "--steps" if run.config.steps is not None else "--epochs"
         done = f"has done all of its {run.total:,} steps"
         if result["steps"] < run.total:
             longer, done = "stop= of --checkpoints", str(run.over)
         run.progress.message(
-            f"nothing left to train: the run in {run.place.directory} {done}; a larger {longer} goes on"
+            f"nothing left to train: the run in {run.folder.directory} {done}; a larger {longer} goes on"
         )
         from hybridpar.observe.report import print_report
 
-        print_report(result, [run.place.directory / SUMMARY_FILE, run.place.checkpoints])
+        print_report(result, [run.folder.directory / SUMMARY_FILE, run.folder.checkpoints])
     return 0

@@ -48,10 +48,11 @@ _OWN_FILES = (
 )
 _OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "flight", "profile")
 
+#: Options that decide which samples a step sees.
+POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
 #: Options that a resumed run must have as it began, and why.
-_SAMPLES = "A resumed run goes on at the same place in the same order of samples."
 _FIXED = {
-    **dict.fromkeys(("data", "batch_size", "seed"), _SAMPLES),
+    **dict.fromkeys(POSITION_OPTIONS, "A resumed run goes on at the same place in the same order of samples."),
     "image_size": "The model has seen images of this size, and of these statistics.",
     "optimizer": "The checkpoint holds the state of the other optimizer.",
     "weights": "The run has weights of its own by now; those that it started from are not read again.",
@@ -68,7 +69,7 @@ _Config = TypeVar("_Config", bound=TrainConfig)
 
 
 @dataclasses.dataclass(frozen=True)
-class RunPlace:
+class RunFolder:
     """Where a run writes, and what it goes on from.
 
     Attributes:
@@ -95,17 +96,17 @@ class RunPlace:
         return self.directory / "checkpoints"
 
 
-def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None) -> RunPlace:
+def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = None) -> RunFolder:
     """Decide on the run directory; called by one worker, the others are told.
 
-    Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
+    Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_folder`.
     """
     base = _base(config, model)
     job = os.environ.get("TORCHELASTIC_RUN_ID")
     again = was_restarted() if restarted is None else restarted
-    if again and (mine := _place_of_job(base, job)) is not None:
+    if again and (mine := _folder_of_job(base, job)) is not None:
         checkpoint = latest_checkpoint(mine / "checkpoints") or config.resume_from
-        return RunPlace(mine, checkpoint, restarted=True)
+        return RunFolder(mine, checkpoint, restarted=True)
     _check_writable(base)
     if config.resume_from is not None:
         read_manifest(resolve_checkpoint(config.resume_from))
@@ -117,11 +118,11 @@ def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None
                 "--resume goes on from the newest whole checkpoint of the run directory.",
                 "Name the directory with --run-dir, or leave --resume away to start a new run.",
             )
-        return RunPlace(directory, checkpoint)
+        return RunFolder(directory, checkpoint)
     if config.run_dir is None and not config.overwrite:
-        return RunPlace(base, config.resume_from, claim="make")
+        return RunFolder(base, config.resume_from, claim="make")
     if not (base / RUN_FILE).exists():
-        return RunPlace(base, config.resume_from)
+        return RunFolder(base, config.resume_from)
     if not config.overwrite:
         raise UsageError(
             f"{base} already holds a run",
@@ -134,7 +135,7 @@ def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None
             "The run that is replaced is deleted with its checkpoints.",
             "Use --resume instead to continue that run, or name another --run-dir.",
         )
-    return RunPlace(base, config.resume_from, claim="replace")
+    return RunFolder(base, config.resume_from, claim="replace")
 
 
 @contextlib.contextmanager
@@ -151,9 +152,9 @@ def before_the_start() -> Iterator[None]:
         raise
 
 
-def expected_directory(place: RunPlace) -> Path:
+def expected_directory(folder: RunFolder) -> Path:
     """The directory that a run is going to have, unless another run takes it meanwhile."""
-    return next(_numbered(place.directory)) if place.claim == "make" else place.directory
+    return next(_numbered(folder.directory)) if folder.claim == "make" else folder.directory
 
 
 def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...]]:
@@ -211,12 +212,12 @@ def _seen(image_size: int | str | None) -> tuple[Any, ...]:
     return images.size, images.mean, images.std
 
 
-def recorded_batch(place: RunPlace) -> int | None:
+def recorded_batch(folder: RunFolder) -> int | None:
     """The batch of the run that goes on here, or whose checkpoint is gone on from; None where there is none."""
-    if place.continues:
-        directory = place.directory
-    elif place.checkpoint is not None:
-        directory = place.checkpoint.parents[1]
+    if folder.continues:
+        directory = folder.directory
+    elif folder.checkpoint is not None:
+        directory = folder.checkpoint.parents[1]
     else:
         return None
     began = read_facts(directory).get("options")
@@ -224,15 +225,15 @@ def recorded_batch(place: RunPlace) -> int | None:
     return batch if isinstance(batch, int) else None
 
 
-def claim_place(
-    place: RunPlace,
+def claim_folder(
+    folder: RunFolder,
     config: TrainConfig,
     model: str,
     versions: Mapping[str, str],
     *,
     follows_plan: bool = False,
     images: Mapping[str, Any] | None = None,
-) -> RunPlace:
+) -> RunFolder:
     """Make the directory this run's own: delete the run that it replaces, write `run.json` and `config.toml`.
 
     Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
@@ -246,19 +247,19 @@ def claim_place(
         "images": None if images is None else dict(images),
     }
     try:
-        if place.claim == "replace":
-            _clear(place.directory)
-        elif place.claim == "make":
+        if folder.claim == "replace":
+            _clear(folder.directory)
+        elif folder.claim == "make":
             # Who replaces a worker that died goes on with the directory that it had made.
-            made = _place_of_job(place.directory, facts["job"]) if was_restarted() else None
-            place = dataclasses.replace(place, directory=made or _make_unused(place.directory))
-        place.checkpoints.mkdir(parents=True, exist_ok=True)
+            made = _folder_of_job(folder.directory, facts["job"]) if was_restarted() else None
+            folder = dataclasses.replace(folder, directory=made or _make_unused(folder.directory))
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise run_directory_error(place.directory, error) from error
-    replace_file(place.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
+        raise run_directory_error(folder.directory, error) from error
+    replace_file(folder.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
     text = config_text(config, model, config.given or (), "plan.json" if follows_plan else None)
-    replace_file(place.directory / CONFIG_FILE, [text.encode()])
-    return place
+    replace_file(folder.directory / CONFIG_FILE, [text.encode()])
+    return folder
 
 
 def plain_options(config: TrainConfig) -> dict[str, Any]:
@@ -291,7 +292,7 @@ def was_restarted() -> bool:
 
 def _check_writable(directory: Path) -> None:
     """Find out before anything is measured what making the directory would find out."""
-    there = next(place for place in (directory, *directory.absolute().parents) if os.path.lexists(place))
+    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         problem = errno.ENOTDIR
     elif not os.access(there, os.W_OK | os.X_OK):
@@ -301,7 +302,7 @@ def _check_writable(directory: Path) -> None:
     raise run_directory_error(directory, OSError(problem, os.strerror(problem)))
 
 
-def _place_of_job(base: Path, job: str | None) -> Path | None:
+def _folder_of_job(base: Path, job: str | None) -> Path | None:
     directories = () if job is None else _family(base)
     return next((directory for directory in directories if read_facts(directory).get("job") == job), None)
 

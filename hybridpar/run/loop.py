@@ -19,8 +19,7 @@ from hybridpar.observe.records import EpochRecord
 from hybridpar.run.closing import close_run
 from hybridpar.run.data import untested
 from hybridpar.run.part import Run
-from hybridpar.run.step import Step, measured_step
-from hybridpar.run.timings import RunningMean
+from hybridpar.run.timings import RunningMean, Step, measured_step
 from hybridpar.train.evaluation import Evaluation
 from hybridpar.train.step_result import StepResult
 

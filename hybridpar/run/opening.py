@@ -6,9 +6,7 @@ Every worker calls these functions in the same order, as many of them are collec
 from __future__ import annotations
 
 import math
-import os
 import socket
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -19,17 +17,12 @@ import torch
 from torch import nn
 
 from hybridpar.comm.replicate import broadcast_state
-from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig
 from hybridpar.config.data import without_download
 from hybridpar.data import ImageData, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import CheckpointError
-from hybridpar.machine.process import TUNED_VARIABLE
-from hybridpar.machine.process import describe as describe_process
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.observe.files import replace_file
-from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import read_summary
 from hybridpar.planner.fixed import decided_options
@@ -44,17 +37,13 @@ from hybridpar.run.data import (
     start_from_weights,
     steps_of,
 )
-from hybridpar.run.directory import RunPlace, claim_place, find_place, recorded_batch, was_restarted
+from hybridpar.run.directory import RunFolder, claim_folder, find_folder, recorded_batch, was_restarted
 from hybridpar.run.memory import MemoryMeter
-from hybridpar.run.part import Part, Run
+from hybridpar.run.part import Job, Part, Run
 from hybridpar.run.recorded_plan import as_asked, plan_of_run
 from hybridpar.run.recorder import Recorder
 from hybridpar.run.run_trainer import RunTrainer
 from hybridpar.run.samples import Samples
-from hybridpar.run.shares import ShareTuner
-from hybridpar.run.step_profile import StepProfile
-from hybridpar.run.step_timeline import StepTimeline, check_timeline
-from hybridpar.run.wire_table import wire_format_lines
 from hybridpar.run.worker import device_name
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import digest_of, resolve_checkpoint
@@ -67,45 +56,35 @@ if TYPE_CHECKING:
 Model = nn.Module | DeferredModel
 
 
-def open_run(
-    config: TrainConfig,
-    model_name: str,
-    world: World,
-    progress: Progress,
-    changes: Collection[str] = (),
-) -> Run:
+def open_run(job: Job) -> Run:
     """Open all that a run needs, its trainer last."""
-    progress.prepare("loading the data set and the model")
-    data = load_data(config, world)
-    config = replace(config, data=without_download(config.data))  # it is there
-    model, said = open_model(config, model_name, data, world)
-    data_line = world.from_main(lambda: describe_data(data))
-    place = find_place_together(config, model_name, world)
-    config, batch_line = with_batch(config, _module(model), data, place, world, progress)
-    check_batch(config, len(data.train), world.size)
-    notes = [*_notes_of_process(config), *changes, *([] if said is None else [said])]
-    if place.checkpoint is None:
-        notes += read_weights(config, model_name, model, world)
-    planned = open_plan(config, model_name, model, data, place, world, progress)
-    samples = Samples(data, config, planned.plan, world, isinstance(model, DeferredModel))
+    world = job.world
+    job.progress.prepare("loading the data set and the model")
+    data = load_data(job.config, world)
+    job.config = replace(job.config, data=without_download(job.config.data))  # it is there
+    model, said = open_model(job.config, job.model_name, data, world)
+    job.notes += [] if said is None else [said]
+    job.data_line = world.from_main(lambda: describe_data(data))
+    folder = find_folder_together(job)
+    if job.config.batch_size == "auto":
+        choose_batch(job, _module(model), data, folder)
+    check_batch(job.config, len(data.train), world.size)
+    if folder.checkpoint is None and job.config.weights is not None:
+        job.notes += read_weights(job, model)
+    planned = open_plan(job, model, data, folder)
+    job.notes += planned.lines
+    samples = Samples(data, job.config, planned.plan, world, isinstance(model, DeferredModel))
     # What planning left behind is not for training; the model is, and is there already.
     state = chain(_module(model).parameters(), _module(model).buffers())
     memory = MemoryMeter(world.device, holding=sum(tensor.nbytes for tensor in state if not tensor.is_meta))
-    total = config.steps if config.steps is not None else config.epochs * samples.per_epoch
-    trainer = open_trainer(config, model_name, model, planned, samples, total, world)
+    total = job.config.steps if job.config.steps is not None else job.config.epochs * samples.per_epoch
     return Run(
-        config=config,
-        model_name=model_name,
-        world=world,
-        progress=progress,
-        place=place,
+        **vars(job),
+        folder=folder,
         planned=planned,
-        trainer=trainer,
+        trainer=open_trainer(job, model, planned, samples, total),
         samples=samples,
         memory=memory,
-        notes=[*notes, *planned.lines],
-        data_line=data_line,
-        batch_line=batch_line,
         total=total,
         epochs=math.ceil(total / samples.per_epoch),
     )
@@ -115,23 +94,18 @@ def _module(model: Model) -> nn.Module:
     return model.module if isinstance(model, DeferredModel) else model
 
 
-def _notes_of_process(config: TrainConfig) -> list[str]:
-    tuned = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
-    compiled = ["compile  the first step compiles the model, which may take minutes"] if config.compile else []
-    return [*tuned, *compiled]
-
-
-def find_place_together(config: TrainConfig, model: str, world: World) -> RunPlace:
+def find_folder_together(job: Job) -> RunFolder:
     """Where a run writes, as worker 0 decides; every worker must see the checkpoint that it goes on from."""
+    world = job.world
     # With a launcher on each host, only that of the worker that died counts the restart.
     restarted = any(world.gather(was_restarted()))
 
-    def find() -> tuple[RunPlace, Path | None, str]:
-        place = find_place(config, model, restarted=restarted)
-        path = None if place.checkpoint is None else resolve_checkpoint(place.checkpoint)
-        return place, path, digest_of(path)
+    def find() -> tuple[RunFolder, Path | None, str]:
+        folder = find_folder(job.config, job.model_name, restarted=restarted)
+        path = None if folder.checkpoint is None else resolve_checkpoint(folder.checkpoint)
+        return folder, path, digest_of(path)
 
-    place, path, digest = world.from_main(find)
+    folder, path, digest = world.from_main(find)
 
     def check() -> None:
         if digest_of(path) != digest:
@@ -142,55 +116,39 @@ def find_place_together(config: TrainConfig, model: str, world: World) -> RunPla
             )
 
     world.on_all(check)
-    return place
+    return folder
 
 
-def with_batch(
-    config: TrainConfig,
-    model: nn.Module,
-    data: ImageData,
-    place: RunPlace,
-    world: World,
-    progress: Progress,
-) -> tuple[TrainConfig, str]:
-    """The options with a number for `--batch-size auto`, and why: that of the run that goes on, or a new choice."""
-    if config.batch_size != "auto":
-        return config, ""
-    batch, why = world.from_main(lambda: recorded_batch(place)), ""
+def choose_batch(job: Job, model: nn.Module, data: ImageData, folder: RunFolder) -> None:
+    """Put a number for `--batch-size auto`: that of the run that goes on, or a new choice."""
+    batch = job.world.from_main(lambda: recorded_batch(folder))
     if batch is None:
         from hybridpar.planner.batch import measure_batch
 
-        samples, announce = len(data.train), progress.prepare
         choice = measure_batch(
-            model, config, world, data.sample_shape, samples, open_trial=open_trial, announce=announce
+            *(model, job.config, job.world, data.sample_shape, len(data.train)),
+            open_trial=open_trial,
+            announce=job.progress.prepare,
         )
-        batch, why = choice.batch, choice.why
-    return replace(config, batch_size=batch), why
+        batch, job.batch_line = choice.batch, choice.why
+    job.config = replace(job.config, batch_size=batch)
 
 
-def read_weights(config: TrainConfig, model_name: str, model: Model, world: World) -> list[str]:
+def read_weights(job: Job, model: Model) -> list[str]:
     """Give a model the weights that a new run starts from; lines to show."""
-    if config.weights is None:
-        return []
+    config, world = job.config, job.world
     if isinstance(model, DeferredModel):  # each worker reads what it will hold
-        return world.on_all(lambda: start_from_weights(config, model_name, model))
+        return world.on_all(lambda: start_from_weights(config, job.model_name, model))
     with world.patient():
-        lines = world.from_main(lambda: start_from_weights(config, model_name, model))
+        lines = world.from_main(lambda: start_from_weights(config, job.model_name, model))
     if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
         broadcast_state(model, 0, world)
     return lines
 
 
-def open_plan(
-    config: TrainConfig,
-    model_name: str,
-    model: Model,
-    data: ImageData,
-    place: RunPlace,
-    world: World,
-    progress: Progress,
-) -> PlannedRun:
+def open_plan(job: Job, model: Model, data: ImageData, folder: RunFolder) -> PlannedRun:
     """Find the plan of a run."""
+    config, world = job.config, job.world
     asked, decided = config, None
     if config.parameter_servers is not None:  # no plan is searched for, and one worker has something to send, too
         asked, decided = replace(config, plan="none"), decided_options(config)
@@ -200,42 +158,38 @@ def open_plan(
         world,
         sample_shape=data.sample_shape,
         steps=steps_of(config, len(data.train)),
-        name=model_name,
-        stored=place.directory / "plan.json" if place.continues else None,
+        name=job.model_name,
+        stored=folder.directory / "plan.json" if folder.continues else None,
         decided=decided,
-        announce=progress.prepare,
+        announce=job.progress.prepare,
         open_trial=None if isinstance(model, DeferredModel) else open_trial,
     )
-    alone_on_gpus = world.device.type == "cuda" and world.size == 1
-    world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
+    if config.timeline is not None:
+        from hybridpar.run.step_timeline import check_timeline
+
+        alone_on_gpus = world.device.type == "cuda" and world.size == 1
+        world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
     return planned
 
 
-def open_trainer(
-    config: TrainConfig,
-    model_name: str,
-    model: Model,
-    planned: PlannedRun,
-    samples: Samples,
-    total: int,
-    world: World,
-) -> RunTrainer:
+def open_trainer(job: Job, model: Model, planned: PlannedRun, samples: Samples, total: int) -> RunTrainer:
     """Make what trains: together with the other workers, or by parameter servers."""
+    config, images = job.config, samples.images
     options: dict[str, Any] = {
         "config": config,
         "total_steps": total,
         "steps_per_epoch": samples.per_epoch,
-        "world": world,
+        "world": job.world,
         "plan": planned,
-        "name": model_name,
-        "classes": samples.images.classes,
-        "several_labels": samples.images.multi_label,
+        "name": job.model_name,
+        "classes": images.classes,
+        "several_labels": images.multi_label,
     }
     if config.parameter_servers is not None:
         from hybridpar.run.served_trainer import ServedTrainer
 
         return ServedTrainer(_module(model), **options)
-    example = example_batch(samples.images, config, planned.plan) if planned.plan.is_staged else None
+    example = example_batch(images, config, planned.plan) if planned.plan.is_staged else None
     return RunTrainer(model, example=example, **options)
 
 
@@ -255,9 +209,9 @@ def begin(run: Run) -> bool:
         trainer.dismiss()
         return False
     # Only now is it sure that the run can start; what stood in its directory before may go.
-    run.place = world.from_main(
-        lambda: claim_place(
-            run.place,
+    run.folder = world.from_main(
+        lambda: claim_folder(
+            run.folder,
             as_asked(config, plan),
             run.model_name,
             {"torch": torch.__version__},
@@ -265,7 +219,7 @@ def begin(run: Run) -> bool:
             images=ImageFacts.of(run.samples.images).plain(),
         )
     )
-    if not trainer.enter(run.place, run.state, partial(begin_instead, run)):
+    if not trainer.enter(run.folder, run.state, partial(begin_instead, run)):
         return False
     if trainer.joins:
         run.find_position()
@@ -276,14 +230,22 @@ def begin(run: Run) -> bool:
 def open_parts(run: Run) -> list[Part]:
     """What looks at the steps of a run, in the order in which it does."""
     config, trainer, plan = run.config, run.trainer, run.planned.plan
-    parts: list[Part] = [Recorder(), StepTimeline()]
+    parts: list[Part] = [Recorder()]
+    if config.timeline is not None or plan.is_staged:
+        from hybridpar.run.step_timeline import StepTimeline
+
+        parts.append(StepTimeline())
     if config.profile:
+        from hybridpar.run.step_profile import StepProfile
+
         parts.append(StepProfile())
     if config.select_batch > 0:
         from hybridpar.run.batch_search import BatchSelector
 
         parts.append(BatchSelector(trainer, config, run.samples))
     if config.shares.strip() == "auto" and run.samples.replicas > 1:
+        from hybridpar.run.shares import ShareTuner
+
         micro_batches = config.parts_per_step(plan.pipeline.micro_batches)
         rules: dict[str, Any] = {
             "idle": plan.sync.batch_norm != "sync",
@@ -302,13 +264,13 @@ def open_kernels(run: Run) -> KernelUse | None:
     from hybridpar.run.kernel_use import prepare_kernels
 
     # A run that is resumed goes on with the same kernels, bit for bit.
-    confirm, shape = run.place.checkpoint is None, run.samples.images.sample_shape
+    confirm, shape = run.folder.checkpoint is None, run.samples.images.sample_shape
     return prepare_kernels(run.trainer.model, run.config, plan, run.world, shape, confirm)
 
 
 def resume(run: Run) -> None:
     """Go on from the checkpoint of a run, if there is any."""
-    checkpoint = run.place.checkpoint
+    checkpoint = run.folder.checkpoint
     if checkpoint is None:
         return
     extra = run.trainer.load(checkpoint)
@@ -324,15 +286,16 @@ def resume(run: Run) -> None:
 
 def begin_instead(run: Run) -> int:
     """Load what worker 0 died before it brought to the servers; the step that is then done."""
+    run.state.resumed_from = None
     resume(run)
-    if run.place.checkpoint is None:
+    if run.folder.checkpoint is None:
         run.notes += start_from_weights(run.config, run.model_name, run.trainer.model)
     return run.state.resumed_from or 0
 
 
 def is_finished(run: Run) -> bool:
     """Whether a run that is resumed has nothing left to train, and its result is there."""
-    result = read_summary(run.place.directory) if run.place.continues else None
+    result = read_summary(run.folder.directory) if run.folder.continues else None
     return (
         result is not None
         and result["exit"] == "finished"
@@ -343,15 +306,18 @@ def is_finished(run: Run) -> bool:
 
 def describe(run: Run, kernels: KernelUse | None) -> None:
     """Write down what the run does, and find what to show of it at the start."""
-    config, trainer, directory = run.config, run.trainer, run.place.directory
+    config, trainer, directory = run.config, run.trainer, run.folder.directory
     is_main, device = run.world.is_main, device_name(run.world.device)
     if (shares := run.samples.batches.shares) is not None:
         run.notes.append(f"shares   {' : '.join(f'{share:g}' for share in shares)} of every batch")
-    if run.place.restarted:
+    if run.folder.restarted:
         since = f"step {run.state.resumed_from}" if run.state.resumed_from else "the start"
         run.notes.append(f"a worker died; all workers were restarted and go on from {since}")
     wire_format = trainer.engine.wire_format()
-    run.notes += wire_format_lines(wire_format, directory if is_main else None)
+    if wire_format.layers:
+        from hybridpar.run.wire_table import wire_format_lines
+
+        run.notes += wire_format_lines(wire_format, directory if is_main else None)
     run.notes += trainer.notes
     run.plan = plan = plan_of_run(trainer, device, wire_format)
     if kernels is not None:
@@ -359,7 +325,7 @@ def describe(run: Run, kernels: KernelUse | None) -> None:
         run.plan = plan = plan.model_copy(update={"kernels": kernels.section()})
     run.notes += expected_lines(plan.predicted, run.total - trainer.steps_done)
     if is_main:
-        if plan.checksum is None and run.place.continues:
+        if plan.checksum is None and run.folder.continues:
             set_aside(directory / "plan.json")
         replace_file(directory / "plan.json", [plan.to_json().encode()])
     run.info = RunInfo(

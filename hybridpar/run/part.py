@@ -19,13 +19,12 @@ from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.run.best import why_over
-from hybridpar.run.directory import RunPlace
+from hybridpar.run.directory import RunFolder
 from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.run_trainer import RunTrainer
 from hybridpar.run.samples import Samples
 from hybridpar.run.state import RunState
-from hybridpar.run.step import Step
-from hybridpar.run.timings import StepClock, Timings
+from hybridpar.run.timings import Step, StepClock, Timings
 
 
 class Part:
@@ -77,22 +76,38 @@ class Part:
 
 
 @dataclass(eq=False, kw_only=True)
-class Run:
-    """A run on this worker.
+class Job:
+    """What a run is asked for, and what is found while it is opened.
 
     Attributes:
         config: Its options.
         model_name: Name of its model.
         world: Its workers.
         progress: Its display.
-        place: Where it writes.
+        notes: Lines to show at the start.
+        data_line: What the data set is.
+        batch_line: Why `--batch-size auto` chose the batch; empty where it was given.
+    """
+
+    config: TrainConfig
+    model_name: str
+    world: World
+    progress: Progress
+    notes: list[str]
+    data_line: str = ""
+    batch_line: str = ""
+
+
+@dataclass(eq=False, kw_only=True)
+class Run(Job):
+    """A run on this worker.
+
+    Attributes:
+        folder: Where it writes.
         planned: What it is to do.
         trainer: What makes its steps.
         samples: What this worker sees of the data.
         memory: How much memory of the device this worker needs.
-        notes: Lines to show at the start.
-        data_line: What the data set is.
-        batch_line: Why `--batch-size auto` chose the batch; empty where it was given.
         total: Steps to be done.
         epochs: Epochs to be done.
         parts: All that looks at its steps.
@@ -109,18 +124,11 @@ class Run:
         written: Files beside its directory, to be named at the end.
     """
 
-    config: TrainConfig
-    model_name: str
-    world: World
-    progress: Progress
-    place: RunPlace
+    folder: RunFolder
     planned: PlannedRun
     trainer: RunTrainer
     samples: Samples
     memory: MemoryMeter
-    notes: list[str]
-    data_line: str
-    batch_line: str
     total: int
     epochs: int
     parts: Sequence[Part] = ()
@@ -179,7 +187,7 @@ class Run:
         extra = self.state.to_extra(self.config)
         extra |= {part.key: part.state() for part in self.parts if part.key}
         with self.clock.away(), outside("saving a checkpoint"):
-            self.trainer.save(self.place.checkpoints, extra)
+            self.trainer.save(self.folder.checkpoints, extra)
         self.is_saved()
         for part in self.parts:
             part.saved(self)

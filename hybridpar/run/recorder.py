@@ -24,7 +24,7 @@ class Recorder(Part):
         """Open the metrics and the loggers."""
         if not run.world.is_main:
             return
-        directory, resumed_from = run.place.directory, run.state.resumed_from
+        directory, resumed_from = run.folder.directory, run.state.resumed_from
         self._writer = MetricsWriter(directory, resumed_from)
         options = {"model": run.model_name, **plain_options(run.config)}
         options |= {name: getattr(run.info, name) for name in _FACTS}

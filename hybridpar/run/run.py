@@ -22,7 +22,8 @@ from hybridpar.run.data import with_images_of_model
 from hybridpar.run.directory import before_the_start, recall_options
 from hybridpar.run.loop import train
 from hybridpar.run.opening import begin, open_run
-from hybridpar.run.worker import tune_worker
+from hybridpar.run.part import Job
+from hybridpar.run.worker import describe_worker, tune_worker
 
 
 def run_training(config: TrainConfig, model_name: str) -> int:
@@ -60,8 +61,15 @@ def run_training(config: TrainConfig, model_name: str) -> int:
             config = with_images_of_model(config, model_name)
             tune_worker(config, world if config.parameter_servers is None else World(device=world.device))
             with open_progress() if world.is_main else Progress() as progress:
+                asked_for = Job(
+                    config=config,
+                    model_name=model_name,
+                    world=world,
+                    progress=progress,
+                    notes=[*describe_worker(config), *changes],
+                )
                 with before_the_start():
-                    run = open_run(config, model_name, world, progress, changes)
+                    run = open_run(asked_for)
                 with run.trainer:
                     with before_the_start():
                         has_steps = begin(run)

@@ -9,7 +9,7 @@ from typing import Any
 from hybridpar.comm.flight import FLIGHT
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.observe.records import StepRecord
-from hybridpar.run.directory import RunPlace
+from hybridpar.run.directory import RunFolder
 from hybridpar.run.state import RunState
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.trainer import Trainer
@@ -47,9 +47,9 @@ class RunTrainer(Trainer):
         """The same in lines for the start."""
         return []
 
-    def enter(self, place: RunPlace, state: RunState, load: Callable[[], int]) -> bool:
+    def enter(self, folder: RunFolder, state: RunState, load: Callable[[], int]) -> bool:
         """Come to the others before the first step; False where the run turns out to be over."""
-        FLIGHT.open(place.directory / FLIGHT_FOLDER, self.world.rank, self.world.size)
+        FLIGHT.open(folder.directory / FLIGHT_FOLDER, self.world.rank, self.world.size)
         return True
 
     def dismiss(self) -> None:

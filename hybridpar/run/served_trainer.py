@@ -32,7 +32,7 @@ from hybridpar.optim.build import expand
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
-from hybridpar.run.directory import RunPlace
+from hybridpar.run.directory import RunFolder
 from hybridpar.run.run_trainer import RunTrainer
 from hybridpar.run.state import RunState
 from hybridpar.server.checkpoints import merged_states, shard_starts
@@ -199,7 +199,7 @@ class ServedTrainer(RunTrainer):
         """Whether this worker replaces another that died."""
         return self.world.process.joins
 
-    def enter(self, place: RunPlace, state: RunState, load: Callable[[], int]) -> bool:
+    def enter(self, folder: RunFolder, state: RunState, load: Callable[[], int]) -> bool:
         """Come to the servers; False where the run is over.
 
         A worker that replaces another begins with the weights of now, and with what the newest checkpoint says beside
@@ -207,9 +207,9 @@ class ServedTrainer(RunTrainer):
         """
         checkpoint = None
         if self.joins:
-            checkpoint = latest_checkpoint(place.checkpoints) or place.checkpoint
+            checkpoint = latest_checkpoint(folder.checkpoints) or folder.checkpoint
             if self.world.is_main:
-                metrics = read_metrics(place.directory)
+                metrics = read_metrics(folder.directory)
                 state.tested, steps = list(metrics.epochs), metrics.steps["step"]
                 state.resumed_from = int(steps[-1]) if len(steps) else 0
         return self._come(state.resumed_from or 0, checkpoint, load)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from hybridpar.comm.world import World
 from hybridpar.data.sampling import FEWEST_PER_PART, allot
 from hybridpar.run.part import Part, Run
-from hybridpar.run.step import Step
+from hybridpar.run.timings import Step
 from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 
 #: Steps that are left out at first and after a change, and steps of the first and of the longest time of watching.

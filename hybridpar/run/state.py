@@ -79,12 +79,12 @@ def _decisive(config: TrainConfig) -> dict[str, Any]:
 
 def plain_tests(tested: Iterable[EpochRecord]) -> list[list[float | None]]:
     """The ends of epochs as plain values, a row for each; numbers that are not finite are None."""
-    return [[None if value is None or not math.isfinite(value) else value for value in astuple(one)] for one in tested]
+    return [[None if value is None or not math.isfinite(value) else value for value in astuple(end)] for end in tested]
 
 
 def read_tests(rows: Iterable[Iterable[Any]]) -> list[EpochRecord]:
     """What `plain_tests` returned."""
-    found = []
+    tested = []
     for epoch, step, accuracy, loss, train_loss, *rest in rows:
-        found.append(EpochRecord(epoch, step, accuracy, loss, math.nan if train_loss is None else train_loss, *rest))
-    return found
+        tested.append(EpochRecord(epoch, step, accuracy, loss, math.nan if train_loss is None else train_loss, *rest))
+    return tested

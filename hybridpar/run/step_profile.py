@@ -58,7 +58,7 @@ class StepProfile(Part):
         run.trainer.wait()
         FLIGHT.names_ranges = False
         profiler.stop()
-        path = run.place.directory / "profile" / f"rank-{run.world.job_rank}.json.gz"
+        path = run.folder.directory / "profile" / f"rank-{run.world.job_rank}.json.gz"
         aside = path.with_name(f".{path.stem}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

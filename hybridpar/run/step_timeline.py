@@ -15,7 +15,7 @@ from hybridpar.formats.output_files import check_writable
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.observe.timeline import Timeline, add_prediction
 from hybridpar.run.part import Part, Run
-from hybridpar.run.step import Step
+from hybridpar.run.timings import Step
 from hybridpar.schedule.spans import StepSpans
 
 if TYPE_CHECKING:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, StepRecord
 from hybridpar.observe.summary import divided_step, reduced, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
+from hybridpar.sync.figures import SyncFigures
+from hybridpar.train.step_result import StepResult
 
 #: First steps of a run, which count only where there are no others.
 _WARM_UP = 3
@@ -85,6 +87,66 @@ class StepClock:
         return StepTimes(busy - exposed, exposed + exchange_ms, 1e3 * data), spans
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of this worker that is over.
+
+    Attributes:
+        result: What the trainer returned.
+        record: Its figures.
+        spans: What ran in it; with stages without the waiting that lies before it.
+    """
+
+    result: StepResult
+    record: StepRecord
+    spans: StepSpans
+
+
+def measured_step(result: StepResult, data_ms: float, epoch: int, clock: StepClock) -> Step:
+    """A step in figures; reading them waits for the step. `data_ms` is how long the host waited for its batch."""
+    outcome = result.outcome
+    spans, exposed = outcome.spans, outcome.exposed_sync_ms
+    if result.staged and spans.spans:
+        times, spans = clock.divide(spans, data_ms, max(0.0, exposed - spans.exposed_sync_ms))
+    else:
+        times = StepTimes(result.host_ms - exposed, exposed, data_ms)
+    record = StepRecord(
+        step=result.step,
+        epoch=epoch,
+        loss=result.loss,
+        lr=result.lr,
+        samples=outcome.samples,
+        step_ms=times.step_ms,
+        compute_ms=times.compute_ms,
+        exposed_sync_ms=times.exposed_sync_ms,
+        data_ms=times.data_ms,
+        bytes_sent=outcome.bytes_sent,
+        skipped=result.skipped,
+        grad_norm=result.grad_norm,
+        staleness=result.staleness,
+        bytes_pulled=outcome.bytes_pulled,
+        **_sync_fields(outcome.sync, exposed),
+    )
+    return Step(result, record, spans)
+
+
+def _sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
+    """What the sync of gradients took; nothing where none were sent."""
+    if not sync.bytes_before:
+        return {}
+    return {
+        "bytes_before": sync.bytes_before,
+        "bytes_after": sync.bytes_after,
+        "encode_ms": sync.encode_ms,
+        "wire_ms": sync.wire_ms,
+        "decode_ms": sync.decode_ms,
+        "sync_ms": sync.sync_ms,
+        "residual_norm": sync.residual_norm,
+        "residual_norms": sync.residual_norms,
+        "hidden_share": sync.hidden_share(exposed_ms),
+    }
+
+
 #: Figures of a step that the summary takes over the workers.
 _OF_WORKERS = tuple(row for row in STEP_FIGURES if row.workers)
 
@@ -132,7 +194,10 @@ class Timings:
             parts=step_shares(self._parts),
             sync_ms=sum(_steady(self._sync_ms)),
             exposed_ms=sum(_steady(self._columns["exposed_sync_ms"])) if self._sync_ms else 0.0,
-            computed=[one._replace(begin=one.begin - ahead, end=one.end - ahead) for one in _steady(self._computed)],
+            computed=[
+                computed._replace(begin=computed.begin - ahead, end=computed.end - ahead)
+                for computed in _steady(self._computed)
+            ],
             bytes_before=sum(self._columns["bytes_before"]),
             bytes_after=sum(self._columns["bytes_after"]),
         )
@@ -150,6 +215,8 @@ class Share:
         computed: Per step, on one clock for all workers.
         bytes_before: What all-reduces of its gradients in float32 would have sent in all steps.
         bytes_after: What was sent of them.
+        peak_saved_bytes: The most that its stages kept for backward passes; None without stages.
+        memory_bytes: The most memory that training needed; None where the system does not tell.
     """
 
     figures: dict[str, float | None]
@@ -159,18 +226,20 @@ class Share:
     computed: list[Computed]
     bytes_before: float = 0.0
     bytes_after: float = 0.0
+    peak_saved_bytes: int | None = None
+    memory_bytes: int | None = None
 
 
 def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms: float | None = None) -> dict[str, Any]:
     """The figures of a run from those of its workers."""
-    parts = divided_step(step_ms, [one.parts for one in shares])
+    parts = divided_step(step_ms, [share.parts for share in shares])
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
     for row in _OF_WORKERS:
-        known = [value for one in shares if (value := one.figures[row.summary]) is not None]
+        known = [value for share in shares if (value := share.figures[row.summary]) is not None]
         if known:
             result[row.summary] = reduced(replace(row, reduce="mean"), known)
-    if sent := sum(one.bytes_after for one in shares):
-        result["compression_ratio"] = round(sum(one.bytes_before for one in shares) / sent, 3)
+    if sent := sum(share.bytes_after for share in shares):
+        result["compression_ratio"] = round(sum(share.bytes_before for share in shares) / sent, 3)
     bubbles = [
         joint_bubble(step)
         for ranks in replicas
@@ -178,9 +247,9 @@ def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms:
     ]
     if bubbles:
         result["bubble"] = round(statistics.mean(bubbles), 4)
-    total = sum(one.sync_ms for one in shares)
+    total = sum(share.sync_ms for share in shares)
     if total > 0:
-        result["overlap"] = round(max(0.0, 1 - sum(one.exposed_ms for one in shares) / total), 4)
+        result["overlap"] = round(max(0.0, 1 - sum(share.exposed_ms for share in shares) / total), 4)
     return result
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from hybridpar.cli import main
 from hybridpar.commands.show import run_show
 from hybridpar.errors import UsageError
-from hybridpar.observe import write_timeline
+from hybridpar.observe.timeline_file import write_timeline
 from hybridpar.plan import (
     Pipeline,
     StepFigures,

@@ -25,7 +25,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import Compute, Pipeline, Plan, Stage, StepFigures, Sync, read_plan
 from hybridpar.planner import decide, probes
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
@@ -42,7 +42,7 @@ from tests.runs import check_run, saved_state, small_arguments, train, train_ran
 from tests.small_nets import plain
 
 #: Modules that ask on which host they are.
-IDENTIFIED = ("comm.world", "compress.nodes", "run.kernels")
+IDENTIFIED = ("comm.world", "compress.nodes", "run.kernel_use")
 IDENTIFIED += tuple(f"planner.{name}" for name in ("links", "probes", "rates"))
 #: What was predicted, by the keys of the summary.
 PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_per_step", "memory_bytes")

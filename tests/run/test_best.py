@@ -13,7 +13,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.checkpoints import Checkpoints
 from hybridpar.config.trained import TrainedOptions
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import EpochRecord
 from hybridpar.run.best import best_epochs
 from hybridpar.run.trained import find_trained

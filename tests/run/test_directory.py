@@ -11,10 +11,10 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.run.directory import (
-    RunPlace,
+    RunFolder,
     before_the_start,
-    claim_place,
-    find_place,
+    claim_folder,
+    find_folder,
     recall_options,
 )
 from hybridpar.train.checkpoint import CheckpointData, save_checkpoint
@@ -29,13 +29,13 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def start(model="resnet18", **options) -> RunPlace:
+def start(model="resnet18", **options) -> RunFolder:
     """What a run does at its start."""
     config = TrainConfig(**options)
-    return claim_place(find_place(config, model), config, model, {"torch": "x"})
+    return claim_folder(find_folder(config, model), config, model, {"torch": "x"})
 
 
-def save(place: RunPlace, step: int) -> Path:
+def save(place: RunFolder, step: int) -> Path:
     return save_checkpoint(place.checkpoints, CheckpointData(step, "f", {"w": torch.ones(1)}, {}, {}), World())
 
 
@@ -45,9 +45,9 @@ def test_runs_without_a_name_are_numbered():
 
 def test_two_runs_that_start_at_once_get_directories_of_their_own():
     config = TrainConfig()
-    first, second = find_place(config, "resnet18"), find_place(config, "resnet18")
-    assert claim_place(first, config, "resnet18", {}).directory == BASE
-    assert claim_place(second, config, "resnet18", {}).directory == Path(f"{BASE}-2")
+    first, second = find_folder(config, "resnet18"), find_folder(config, "resnet18")
+    assert claim_folder(first, config, "resnet18", {}).directory == BASE
+    assert claim_folder(second, config, "resnet18", {}).directory == Path(f"{BASE}-2")
 
 
 def test_the_users_directory_is_never_taken_for_an_unused_one():
@@ -86,13 +86,13 @@ def test_resume_without_a_name_takes_the_newest_run_that_has_a_checkpoint():
     second = start()
     newest = save(second, 4)
     start()
-    found = find_place(TrainConfig(resume=True), "resnet18")
-    assert found == RunPlace(second.directory, newest)
+    found = find_folder(TrainConfig(resume=True), "resnet18")
+    assert found == RunFolder(second.directory, newest)
     mine, other = start(data="hf/foo"), start(data="hf/foo-2")  # as the second run with hf/foo
     for place in (mine, other):
         save(place, 5)
-        assert find_place(TrainConfig(resume=True, data="hf/foo"), "resnet18").directory == mine.directory
-    assert find_place(TrainConfig(resume=True, data="hf/foo-2"), "resnet18").directory == other.directory
+        assert find_folder(TrainConfig(resume=True, data="hf/foo"), "resnet18").directory == mine.directory
+    assert find_folder(TrainConfig(resume=True, data="hf/foo-2"), "resnet18").directory == other.directory
 
 
 def restarted_as(monkeypatch, job, count):
@@ -169,7 +169,7 @@ def test_what_is_left_out_of_a_named_option_is_as_the_run_began(began_with, now,
 def test_what_cannot_be_used_is_a_wrong_request_until_the_run_has_started(monkeypatch, restarts, code):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     with pytest.raises(CheckpointError) as caught, before_the_start():
-        find_place(TrainConfig(resume=True), "resnet18")
+        find_folder(TrainConfig(resume=True), "resnet18")
     assert caught.value.exit_code == code
 
 
@@ -181,7 +181,7 @@ def test_a_restarted_job_finds_its_own_run(monkeypatch):
     save(start(), 8)
     restarted_as(monkeypatch, "job-a", 1)
     found = start()
-    assert found == RunPlace(mine.directory, path, restarted=True)
+    assert found == RunFolder(mine.directory, path, restarted=True)
 
 
 @pytest.mark.parametrize("text", ["[]", '"job-a"', "{", "[" * 100_000, "\xff"])
@@ -192,23 +192,23 @@ def test_a_damaged_run_beside_it_does_not_hide_a_jobs_own(text, monkeypatch):
     other.mkdir()
     (other / "run.json").write_text(text, encoding="latin-1")
     restarted_as(monkeypatch, "job-a", 1)
-    assert start() == RunPlace(mine.directory, None, restarted=True)
+    assert start() == RunFolder(mine.directory, None, restarted=True)
 
 
 def test_a_job_that_died_before_its_first_checkpoint_starts_again_in_its_directory(monkeypatch):
     restarted_as(monkeypatch, "job-a", 0)
     mine = start(run_dir=Path("mine"))
     restarted_as(monkeypatch, "job-a", 1)
-    assert start(run_dir=Path("mine")) == RunPlace(mine.directory, None, restarted=True)
+    assert start(run_dir=Path("mine")) == RunFolder(mine.directory, None, restarted=True)
 
 
 def test_who_replaces_a_worker_that_died_as_it_made_the_directory_uses_that(monkeypatch):
     restarted_as(monkeypatch, "job-a", 0)
     config = TrainConfig()
-    decided = find_place(config, "resnet18")
-    made = claim_place(decided, config, "resnet18", {})
+    decided = find_folder(config, "resnet18")
+    made = claim_folder(decided, config, "resnet18", {})
     restarted_as(monkeypatch, "job-a", 1)
-    assert claim_place(decided, config, "resnet18", {}).directory == made.directory
+    assert claim_folder(decided, config, "resnet18", {}).directory == made.directory
 
 
 def test_a_restarted_job_does_not_delete_what_it_has_done_with_overwrite(monkeypatch):

@@ -14,7 +14,7 @@ from PIL import Image
 from hybridpar.config.trained import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
 from hybridpar.run.trained import find_trained, load_trained
 from hybridpar.train.checkpoint_files import latest_checkpoint

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import KernelError, UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import read_plan
 from hybridpar.run import kernel_use as kernels_of_run
 from hybridpar.run.kernel_use import prepare_kernels

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.run import batch_search
 from hybridpar.run.batch_search import BatchChoice, TriedSize
 from hybridpar.train.checkpoint_files import list_checkpoints

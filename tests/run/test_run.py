@@ -14,9 +14,10 @@ import torch
 from hybridpar import Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.run import opening, served_trainer
 from hybridpar.run import run as run_module
+from hybridpar.run.part import Part
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import latest_checkpoint, list_checkpoints
 from tests.ranks import run_ranks
@@ -96,6 +97,30 @@ def refused(world, directory, options):
 @pytest.mark.parametrize("options", [{}, {"stages": 2}])
 def test_a_head_that_does_not_fit_the_classes_is_refused_before_anything_is_written(tmp_path, options):
     assert run_ranks(refused, 2, str(tmp_path / "run"), options) == [False, False]
+
+
+class Watch(Part):
+    """Keeps the steps that it sees, and ends the run after the third."""
+
+    def __init__(self):
+        self.seen, self.closed = [], False
+
+    def step(self, run, step):
+        self.seen.append(step.record.step)
+        run.stopping = len(self.seen) == 3
+
+    def close(self, run):
+        self.closed = True
+
+
+def test_a_part_sees_every_step_and_may_end_the_run(tmp_path, monkeypatch):
+    watch, opened = Watch(), opening.open_parts
+    monkeypatch.setattr(opening, "open_parts", lambda run: [watch, *opened(run)])
+    assert train(tmp_path) == 0
+    assert watch.seen == [1, 2, 3]
+    assert watch.closed
+    check_run(tmp_path, ended="interrupted", steps=3)
+    assert saved_steps(tmp_path) == [3]
 
 
 def test_two_workers_are_one_with_two_micro_batches(tmp_path):

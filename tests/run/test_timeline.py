@@ -11,7 +11,8 @@ import pytest
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import StopRequest
-from hybridpar.observe import read_metrics, read_timeline
+from hybridpar.observe.metrics import read_metrics
+from hybridpar.observe.timeline_file import read_timeline
 from hybridpar.plan import read_plan
 from hybridpar.run import loop
 from hybridpar.run.step_timeline import check_timeline

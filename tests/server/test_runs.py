@@ -17,7 +17,7 @@ import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.run import opening, served_trainer
 from hybridpar.run.served_trainer import ServedTrainer
 from hybridpar.server.process import find_process
