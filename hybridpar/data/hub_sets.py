@@ -17,7 +17,7 @@ from hybridpar.data.decode import open_image
 from hybridpar.data.downloads import one_download
 from hybridpar.data.file_sets import some
 from hybridpar.data.labels import LabelledPart, number_labels
-from hybridpar.data.memory_sets import four_of_five
+from hybridpar.data.memory_sets import divided
 from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
 from hybridpar.errors import DataError, UsageError
 
@@ -66,11 +66,7 @@ def _hub(config: DataConfig) -> ImageData:
     label = _label_column(train, name)
     raw, cells = map(list, zip(*(_complete(part, image, label, ignored) for part in parts), strict=True))
     names, *targets = _numbered(train.features[label], cells, name)
-    if len(raw) == 1:
-        chosen = four_of_five(targets[0])
-        raw = [raw[0].select(indices) for indices in chosen]
-        targets = [targets[0][indices] for indices in chosen]
-    labelled = [HubImages(part, image, labels) for part, labels in zip(raw, targets, strict=True)]
+    labelled = [HubImages(raw[part].select(indices), image, labels) for part, indices, labels in divided(targets)]
     return decoded_data(samples_of(config.data), names, config, labelled, ignored=ignored)
 
 
