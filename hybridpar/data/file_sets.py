@@ -16,7 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from hybridpar.config import DataConfig
 from hybridpar.data.downloads import download_fix, one_download
-from hybridpar.data.memory_sets import FIXED_SEED, four_of_five
+from hybridpar.data.memory_sets import FIXED_SEED, divided
 from hybridpar.data.sampling import IntArray, split_by_class
 from hybridpar.data.sources import DATA_SETS, ImageData, ImageFiles, decoded_data
 from hybridpar.errors import DataError
@@ -83,7 +83,7 @@ def _folder(config: DataConfig) -> ImageData:
     test_root = root / "test" if (root / "test").is_dir() else root / "val"
     if root.is_dir() and not train_root.is_dir() and not test_root.is_dir():
         names, paths, labels = _scan(root, ignored)
-        parts = [_files(root, paths, labels, part) for part in four_of_five(torch.tensor(labels))]
+        parts = [_files(root, paths, labels, part) for _, part, _ in divided([torch.tensor(labels)])]
         return decoded_data("folder", names, config, parts, ignored=_told(ignored))
     for directory, wanted in ((train_root, "train/"), (test_root, "test/ or val/")):
         if not directory.is_dir():

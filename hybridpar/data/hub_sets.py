@@ -17,12 +17,22 @@ from hybridpar.data.decode import open_image
 from hybridpar.data.downloads import one_download
 from hybridpar.data.file_sets import some
 from hybridpar.data.labels import LabelledPart, number_labels
-from hybridpar.data.memory_sets import four_of_five
+from hybridpar.data.memory_sets import divided
 from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
 from hybridpar.errors import DataError, UsageError
 
 #: Names of the part that is tested on, best first.
 _TEST_PARTS = ("test", "validation", "val", "valid")
+
+#: Kinds of files in --data-root: what they are, what they must hold, and how their names end.
+_FILES = {
+    "webdataset": (
+        "tar shards",
+        "Members of a tar file belong together by name: KEY.jpg, and KEY.cls, KEY.txt or KEY.json (its `label`).",
+        "tar",
+    ),
+    "parquet": ("parquet files", "A table has a column of images and one of labels.", "parquet"),
+}
 
 #: Columns that are taken for the label where several have classes, best first.
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls", "json.label", "json.labels", "txt")
@@ -52,9 +62,9 @@ def _hub(config: DataConfig) -> ImageData:
     """NAME as `datasets.load_dataset` takes it, with a configuration behind a colon: `hf/org/name:config`.
 
     Where --data-root holds what `save_to_disk` wrote, that is read; else the hub's cache, and with `download` the hub
-    itself. `hf/webdataset` reads the tar shards in --data-root, train*.tar and test*.tar. The column of images is found
-    by its type, that of labels by its type or as `label`. Without a test part, 80 % of the images of each class are for
-    training, always the same ones.
+    itself. `hf/webdataset` reads the tar shards in --data-root, train*.tar and test*.tar, and `hf/parquet` such files.
+    The column of images is found by its type, that of labels by its type or as `label`. Without a test part, 80 % of the
+    images of each class are for training, always the same ones.
     """
     name = data_name(config.data).removeprefix("hf/")
     if name in ("", "hf"):
@@ -66,11 +76,7 @@ def _hub(config: DataConfig) -> ImageData:
     label = _label_column(train, name)
     raw, cells = map(list, zip(*(_complete(part, image, label, ignored) for part in parts), strict=True))
     names, *targets = _numbered(train.features[label], cells, name)
-    if len(raw) == 1:
-        chosen = four_of_five(targets[0])
-        raw = [raw[0].select(indices) for indices in chosen]
-        targets = [targets[0][indices] for indices in chosen]
-    labelled = [HubImages(part, image, labels) for part, labels in zip(raw, targets, strict=True)]
+    labelled = [HubImages(raw[part].select(indices), image, labels) for part, indices, labels in divided(targets)]
     return decoded_data(samples_of(config.data), names, config, labelled, ignored=ignored)
 
 
@@ -89,8 +95,8 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
     try:
         if any((root / file).is_file() for file in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(str(root))
-        elif name == "webdataset":
-            found = _shards(root)
+        elif name in _FILES:
+            found = _files(name, root)
         elif options.download:
             with one_download(name.replace("/", "--"), root):
                 found = datasets.load_dataset(name, options.configuration)
@@ -115,17 +121,19 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
     return [found[part] for part in used]
 
 
-def _shards(root: Path) -> Any:
+def _files(kind: str, root: Path) -> Any:
+    """The parts in files of one kind."""
     import datasets
 
     try:
-        return datasets.load_dataset("webdataset", data_dir=str(root)).flatten()
+        return datasets.load_dataset(kind, data_dir=str(root)).flatten()
     except Exception as error:
-        reason = error.__cause__ or error  # what is wrong with a shard is the cause of an error that does not say it
+        reason = error.__cause__ or error  # what is wrong with a file is the cause of an error that does not say it
+        what, rule, end = _FILES[kind]
         raise DataError(
-            f"cannot load the tar shards in {root}: {' '.join(str(reason).split()) or type(reason).__name__}",
-            "Members of a tar file belong together by name: KEY.jpg, and KEY.cls, KEY.txt or KEY.json (its `label`).",
-            "Name the directory that holds train*.tar and test*.tar with --data-root.",
+            f"cannot load the {what} in {root}: {' '.join(str(reason).split()) or type(reason).__name__}",
+            rule,
+            f"Name the directory that holds train*.{end} and test*.{end} with --data-root.",
         ) from error
 
 

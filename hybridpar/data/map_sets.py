@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional
 
 from hybridpar.config import DataConfig
 from hybridpar.config.data import samples_of
-from hybridpar.data.memory_sets import four_of_five
+from hybridpar.data.memory_sets import divided
 from hybridpar.data.sampling import IntArray
 from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
 from hybridpar.errors import DataError, UsageError, user_error
@@ -79,14 +79,6 @@ def check_labels(name: str, labels: Sequence[Tensor], classes: int) -> None:
                 f"{name} has a {which} label {int(outside[0])}, outside of its {classes} classes",
                 fix="Its files are damaged or incomplete; replace them.",
             )
-
-
-def divided(labels: Sequence[Tensor]) -> list[tuple[int, IntArray, Tensor]]:
-    """For training and for testing: which part of a data set, which samples of it, and their labels."""
-    first, *others = labels
-    if not others:
-        return [(0, indices, first[torch.from_numpy(indices)]) for indices in four_of_five(first)]
-    return [(part, np.arange(len(numbers)), numbers) for part, numbers in enumerate(labels)]
 
 
 @DATA_SETS.register("package.module:factory", "your own map-style data sets of (image, label)")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,17 @@ def proportional_counts(sizes: IntArray, total: int) -> list[int]:
     return [int(count) for count in counts]
 
 
-def four_of_five(labels: Tensor) -> tuple[IntArray, IntArray]:
-    """Divide a data set that has no parts: of each class 80 % are for training, always the same ones."""
-    flat = labels.numpy() if labels.ndim == 1 else np.zeros(len(labels), dtype=np.int64)
-    return split_by_class(flat, [max(1, size * 4 // 5) if size else 0 for size in np.bincount(flat)], FIXED_SEED)
+def divided(labels: Sequence[Tensor]) -> list[tuple[int, IntArray, Tensor]]:
+    """For training and for testing: which part of a data set, which samples of it, and their labels.
+
+    Of each class of a set that has one part 80 % are for training, always the same ones.
+    """
+    first, *others = labels
+    if others:
+        return [(part, np.arange(len(numbers)), numbers) for part, numbers in enumerate(labels)]
+    flat = first.numpy() if first.ndim == 1 else np.zeros(len(first), dtype=np.int64)
+    counts = [max(1, size * 4 // 5) if size else 0 for size in np.bincount(flat)]
+    return [(0, indices, first[torch.from_numpy(indices)]) for indices in split_by_class(flat, counts, FIXED_SEED)]
 
 
 @DATA_SETS.register("cifar10", "CIFAR-10: 50,000 + 10,000 photographs of 10 classes, 32x32")

@@ -491,7 +491,11 @@ def describe_data(data: ImageData) -> str:
         data: The data set.
     """
     channels, height, width = data.sample_shape
-    size = f"{height}x{width}" + ("" if channels == 3 else f", {channels} channel{'' if channels == 1 else 's'}")
+    size = f"{height}x{width}"
+    if channels != 3:
+        size += f", {channels} channel{'' if channels == 1 else 's'}"
+    if data.test_size not in (None, height):
+        size += f", tested at {data.test_size}x{data.test_size}"
     images = f"{len(data.train):,} training and {len(data.test):,} test images"
     told = f"{data.name}, {images}, {data.classes:,} class{'' if data.classes == 1 else 'es'}, {size}"
     return f"{told}; ignored: {', '.join(data.ignored)}" if data.ignored else told

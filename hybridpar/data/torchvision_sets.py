@@ -22,8 +22,8 @@ from torchvision.datasets import ImageFolder
 from hybridpar.config import DataConfig
 from hybridpar.config.data import TORCHVISION_SETS, TorchvisionSet
 from hybridpar.data.downloads import download_fix, one_download
-from hybridpar.data.map_sets import MapImages, check_labels, class_names_of, divided, labels_of
-from hybridpar.data.memory_sets import Statistics, in_memory
+from hybridpar.data.map_sets import MapImages, check_labels, class_names_of, labels_of
+from hybridpar.data.memory_sets import Statistics, divided, in_memory
 from hybridpar.data.sampling import IntArray
 from hybridpar.data.sources import DATA_SETS, ImageData, ImageFiles, ImageSet, MemoryImages, decoded_data
 from hybridpar.errors import DataError
