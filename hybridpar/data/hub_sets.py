@@ -63,8 +63,8 @@ def _hub(config: DataConfig) -> ImageData:
 
     Where --data-root holds what `save_to_disk` wrote, that is read; else the hub's cache, and with `download` the hub
     itself. `hf/webdataset` reads the tar shards in --data-root, train*.tar and test*.tar, and `hf/parquet` such files.
-    The column of images is found by its type, that of labels by its type or as `label`. Without a test part, 80 % of the
-    images of each class are for training, always the same ones.
+    The column of images is found by its type, that of labels by its type or as `label`. Without a test part, 80 % of
+    the images of each class are for training, always the same ones.
     """
     name = data_name(config.data).removeprefix("hf/")
     if name in ("", "hf"):
