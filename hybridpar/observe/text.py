@@ -96,11 +96,15 @@ def describe_run(info: RunInfo) -> list[tuple[str, str]]:
     """The start screen as label and text, without the notes."""
     whole = info.steps_total == info.epochs * info.steps_per_epoch
     epochs = f"{counted(info.epochs, 'epoch')} of {info.steps_per_epoch:,}"
+    batch = f"{info.batch_size:,} samples per step"
+    if info.replicas > 1 and not any(note.startswith("shares") for note in info.notes):
+        least, left = divmod(info.batch_size, info.replicas)
+        batch += f", {least:,}{f' or {least + 1:,}' if left else ''} on each of {info.replicas} replicas"
     return [
         ("model", f"{info.model}, {info.parameters:,} parameters"),
         ("data", info.data_line or info.data),
         ("workers", f"{info.workers} on {info.device}"),
-        ("batch", f"{info.batch_size:,} samples per step{info.batch_line and f' (auto: {info.batch_line})'}"),
+        ("batch", f"{batch}{info.batch_line and f' (auto: {info.batch_line})'}"),
         ("steps", f"{info.steps_total:,} ({epochs if whole else f'{info.steps_per_epoch:,} per epoch'})"),
         ("run dir", str(info.run_dir)),
     ]
