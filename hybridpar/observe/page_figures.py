@@ -75,6 +75,7 @@ def _menu(x: float, buttons: Sequence[tuple[str, str, list[Any]]]) -> dict[str, 
 
 def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[tuple[Scatter, list[float | None]]]:
     """The curves of a run in a chart, the main one first, each with the training time of its points."""
+    of_steps, of_epochs = ([row for row in rows if row.chart == chart] for rows in (STEP_FIGURES, EPOCH_FIGURES))
     steps = table.steps["step"]
     seconds = np.nancumsum(table.steps["step_ms"]) / 1000
 
@@ -82,7 +83,7 @@ def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[tuple[Scat
         times = np.interp(x, steps, seconds) if len(steps) else np.zeros(len(x))
         return Scatter(x=x.tolist(), y=_short(y), **style), _short(times)
 
-    for row in (row for row in STEP_FIGURES if row.chart == chart):
+    for row in of_steps:
         values = table.steps[row.name]
         known = np.flatnonzero(np.isfinite(values))
         if not len(known):
@@ -102,7 +103,7 @@ def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[tuple[Scat
             skipped = skipped[thinned(skipped, 200)]
             foot = np.full(len(skipped), values[known].min())
             yield trace(skipped, foot, mode="markers", name="skipped step", marker={"symbol": "x"})
-    for row in (row for row in EPOCH_FIGURES if row.chart == chart):
+    for row in of_epochs:
         tested = [(epoch.step, value) for epoch in table.epochs if (value := getattr(epoch, row.name)) is not None]
         if tested:
             at, results = np.array(tested, dtype=np.float64).T
