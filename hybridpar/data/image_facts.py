@@ -79,15 +79,15 @@ class ImageFacts:
 
 def find_images(named: Sequence[Path]) -> list[Path]:
     """The image files that a user names."""
-    found: list[Path] = []
-    for one in named:
-        if not one.is_dir():
-            if not one.exists():
-                raise UsageError(f"there is no {one}", "Name image files, or folders that hold some.")
-            found.append(one)
+    images: list[Path] = []
+    for path in named:
+        if not path.is_dir():
+            if not path.exists():
+                raise UsageError(f"there is no {path}", "Name image files, or folders that hold some.")
+            images.append(path)
             continue
         inside: list[Path] = []
-        for folder, folders, files in os.walk(one):
+        for folder, folders, files in os.walk(path):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             inside += [
                 Path(folder, name)
@@ -96,12 +96,12 @@ def find_images(named: Sequence[Path]) -> list[Path]:
             ]
         if not inside:
             raise UsageError(
-                f"there is no image in {one}",
+                f"there is no image in {path}",
                 f"The name of an image ends in {', '.join(IMG_EXTENSIONS)}.",
                 "Name a folder with such files, or the files themselves.",
             )
-        found += inside
-    return found
+        images += inside
+    return images
 
 
 def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) -> ImageData:
