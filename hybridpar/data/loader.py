@@ -87,8 +87,8 @@ class TrainBatches:
         workers: Number of workers.
         micro_batches: Micro-batches per worker and step.
         loader_workers: Loader processes; None for 0 where the images lie in memory, else 2. With 0, files are decoded
-            on the calling thread, and torchvision's transforms borrow torch's CPU generator meanwhile: another thread
-            must not draw from it then.
+            on the calling thread, and transforms borrow the generators of torch's CPU, numpy and Python meanwhile:
+            another thread must not draw from them then.
         device: Where batches are wanted.
         channels_last: Give images in the channels-last memory format.
         in_pairs: Cut a step at even positions, for `hybridpar.data.mix`.
