@@ -184,7 +184,7 @@ def recorded_draw(options: TrainConfig, step: int, size: Any) -> tuple[float, bo
 
     with mock.patch.object(module, "box_around", note):
         draw = draw_mix(options.mixing, options.seed, step, tuple(size))
-    return seen[0] if seen else (draw.own, False, ())
+    return seen[0] if seen else (draw.lam, False, ())
 
 
 def main() -> None:

@@ -77,8 +77,8 @@ def _read(file: Path, split: str) -> tuple[list[_Row], list[str]]:
             reader = csv.reader(opened)
             header = [name.strip() for name in next(reader, [])]
             classes = [] if "label" in header else [name for name in header if name not in ("path", "split")]
-            for column, found in (("path", "path" in header), ("label", "label" in header or classes)):
-                if not found:
+            for column, there in (("path", "path" in header), ("label", "label" in header or classes)):
+                if not there:
                     raise DataError(f"{file} has no column {column!r}; it has {', '.join(header) or 'none'}", _RULE)
             rows = [
                 _row(dict(zip(header, map(str.strip, cells), strict=False)), classes, split, reader.line_num, file)

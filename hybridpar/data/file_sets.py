@@ -66,7 +66,7 @@ def _caltech101(config: DataConfig) -> ImageData:
     train_counts = [min(CALTECH101_TRAIN_PER_CLASS, int(size) - 1) for size in sizes]
     chosen = split_by_class(np.array(labels), train_counts, FIXED_SEED)
     parts = [_files(directory, paths, labels, part) for part in chosen]
-    return decoded_data("caltech101", names, config, parts, ignored=_told(ignored))
+    return decoded_data("caltech101", names, config, parts, ignored=_described(ignored))
 
 
 @DATA_SETS.register(
@@ -84,7 +84,7 @@ def _folder(config: DataConfig) -> ImageData:
     if root.is_dir() and not train_root.is_dir() and not test_root.is_dir():
         names, paths, labels = _scan(root, ignored)
         parts = [_files(root, paths, labels, part) for _, part, _ in divided([torch.tensor(labels)])]
-        return decoded_data("folder", names, config, parts, ignored=_told(ignored))
+        return decoded_data("folder", names, config, parts, ignored=_described(ignored))
     for directory, wanted in ((train_root, "train/"), (test_root, "test/ or val/")):
         if not directory.is_dir():
             raise DataError(
@@ -107,7 +107,7 @@ def _folder(config: DataConfig) -> ImageData:
     numbers = [names.index(name) for name in test_names]
     test_labels = [numbers[at] for at in test_labels]
     parts = [_files(train_root, train_paths, train_labels), _files(test_root, test_paths, test_labels)]
-    return decoded_data("folder", names, config, parts, ignored=_told(ignored))
+    return decoded_data("folder", names, config, parts, ignored=_described(ignored))
 
 
 def _files(root: Path, paths: Sequence[str], labels: Sequence[int], chosen: IntArray | None = None) -> ImageFiles:
@@ -130,15 +130,15 @@ _IGNORED = {
 _Ignored = Counter[tuple[str, str]]
 
 
-def _told(ignored: _Ignored) -> tuple[str, ...]:
+def _described(ignored: _Ignored) -> tuple[str, ...]:
     """Each kind in words, with its number."""
-    told = []
+    texts = []
     for kind, words in _IGNORED.items():
-        found = {name: count for (what, name), count in ignored.items() if what == kind}
-        if count := sum(found.values()):
-            names = [name for name in found if name]
-            told.append(f"{count:,} {words[count > 1]}" + (f" ({some(names)})" if names else ""))
-    return tuple(told)
+        counts = {name: count for (what, name), count in ignored.items() if what == kind}
+        if count := sum(counts.values()):
+            names = [name for name in counts if name]
+            texts.append(f"{count:,} {words[count > 1]}" + (f" ({some(names)})" if names else ""))
+    return tuple(texts)
 
 
 def _no_image(name: str) -> tuple[str, str]:
@@ -162,11 +162,11 @@ def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> t
                 ignored["beside", f"{entry.name}/"] += 1
             else:
                 before = _Ignored()
-                found = _images(entry.path, before)
-                if not found:
-                    empty[entry.name] = _told(before)
-                paths += [os.path.relpath(path, directory) for path in found]
-                labels += [len(names)] * len(found)
+                images = _images(entry.path, before)
+                if not images:
+                    empty[entry.name] = _described(before)
+                paths += [os.path.relpath(path, directory) for path in images]
+                labels += [len(names)] * len(images)
                 names.append(entry.name)
                 ignored.update(before)
     except OSError as error:
@@ -193,12 +193,12 @@ def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> t
 
 def _images(directory: str, ignored: _Ignored) -> list[str]:
     """The image files in and below a directory, in torchvision's order. Links are followed, but not in circles."""
-    found, deeper = [], []
+    images, deeper = [], []
     with os.scandir(directory) as entries:
         for entry in entries:
             if not entry.is_dir():
                 if _is_image(entry.name):
-                    found.append(entry.path)
+                    images.append(entry.path)
                 else:
                     ignored[_no_image(entry.name)] += 1
             elif entry.name.startswith("."):
@@ -207,8 +207,8 @@ def _images(directory: str, ignored: _Ignored) -> list[str]:
                 ignored["loop", ""] += 1
             else:
                 deeper.append(entry.path)
-    found += [path for inner in deeper for path in _images(inner, ignored)]
-    return sorted(found, key=os.path.split)
+    images += [path for inner in deeper for path in _images(inner, ignored)]
+    return sorted(images, key=os.path.split)
 
 
 def _leads_up(link: str) -> bool:

@@ -94,14 +94,14 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
     assert isinstance(options, HubOptions)
     try:
         if any((root / file).is_file() for file in ("dataset_dict.json", "state.json")):
-            found = datasets.load_from_disk(str(root))
+            read = datasets.load_from_disk(str(root))
         elif name in _FILES:
-            found = _files(name, root)
+            read = _files(name, root)
         elif options.download:
             with one_download(name.replace("/", "--"), root):
-                found = datasets.load_dataset(name, options.configuration)
+                read = datasets.load_dataset(name, options.configuration)
         else:
-            found = datasets.load_dataset(
+            read = datasets.load_dataset(
                 name, options.configuration, download_config=datasets.DownloadConfig(local_files_only=True)
             )
     except DataError:
@@ -112,13 +112,13 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
             "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it.",
             f"Run again with --data {samples_of(config.data)},download, or name a copy with --data-root.",
         ) from error
-    if not isinstance(found, dict):
-        return [found]
-    if "train" not in found:
-        raise DataError(f"{config.data} has no part train; it has {', '.join(found)}", "Training needs one.")
-    used = ["train", *[part for part in _TEST_PARTS if part in found][:1]]
-    ignored += [f"{len(rows):,} rows of the part {part}" for part, rows in found.items() if part not in used]
-    return [found[part] for part in used]
+    if not isinstance(read, dict):
+        return [read]
+    if "train" not in read:
+        raise DataError(f"{config.data} has no part train; it has {', '.join(read)}", "Training needs one.")
+    used = ["train", *[part for part in _TEST_PARTS if part in read][:1]]
+    ignored += [f"{len(rows):,} rows of the part {part}" for part, rows in read.items() if part not in used]
+    return [read[part] for part in used]
 
 
 def _files(kind: str, root: Path) -> Any:
@@ -163,7 +163,7 @@ def _classes(feature: Any) -> Any:
 def _numbered(feature: Any, cells: list[list[Any]], name: str) -> tuple[Any, ...]:
     classes = _classes(feature)
     several = bool(cells[0]) and isinstance(cells[0][0], (list, tuple))
-    names = [str(one) for one in classes.names] if classes is not None else None
+    names = [str(word) for word in classes.names] if classes is not None else None
 
     def words(cell: Any) -> list[str]:
         values = cell if several else [cell]
@@ -172,8 +172,8 @@ def _numbered(feature: Any, cells: list[list[Any]], name: str) -> tuple[Any, ...
         return [str(value) for value in values if value is not None]
 
     def part(which: str, column: list[Any]) -> LabelledPart:
-        places = [f"row {row} of {which} of hf/{name}" for row in range(len(column))]
-        return LabelledPart([words(cell) for cell in column], places, several)
+        sources = [f"row {row} of {which} of hf/{name}" for row in range(len(column))]
+        return LabelledPart([words(cell) for cell in column], sources, several)
 
     numbered = number_labels(part("train", cells[0]), part("test", cells[1] if len(cells) > 1 else []), names)
     return numbered if len(cells) > 1 else numbered[:2]

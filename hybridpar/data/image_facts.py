@@ -78,14 +78,14 @@ class ImageFacts:
 
 
 def find_images(named: Sequence[Path]) -> list[Path]:
-    """The image files that a user names; one that is not there is left to be found unreadable."""
-    found: list[Path] = []
-    for one in named:
-        if not one.is_dir():
-            found.append(one)
+    """The image files that a user names; one that is not there is left to be refused as unreadable."""
+    images: list[Path] = []
+    for path in named:
+        if not path.is_dir():
+            images.append(path)
             continue
         inside: list[Path] = []
-        for folder, folders, files in os.walk(one):
+        for folder, folders, files in os.walk(path):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             inside += [
                 Path(folder, name)
@@ -94,12 +94,12 @@ def find_images(named: Sequence[Path]) -> list[Path]:
             ]
         if not inside:
             raise UsageError(
-                f"there is no image in {one}",
+                f"there is no image in {path}",
                 f"The name of an image ends in {', '.join(IMG_EXTENSIONS)}.",
                 "Name a folder with such files, or the files themselves.",
             )
-        found += inside
-    return found
+        images += inside
+    return images
 
 
 def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) -> ImageData:

@@ -87,8 +87,8 @@ class TrainBatches:
         workers: Number of workers.
         micro_batches: Micro-batches per worker and step.
         loader_workers: Loader processes; None for 0 where the images lie in memory, else 2. With 0, files are decoded
-            on the calling thread, and torchvision's transforms borrow torch's CPU generator meanwhile: another thread
-            must not draw from it then.
+            on the calling thread, and transforms borrow the generators of torch's CPU, numpy and Python meanwhile:
+            another thread must not draw from them then.
         device: Where batches are wanted.
         channels_last: Give images in the channels-last memory format.
         in_pairs: Cut a step at even positions, for `hybridpar.data.mix`.
@@ -162,8 +162,8 @@ class TrainBatches:
         parts = [self._own_parts(start, stop) for start, stop in steps]
         jobs = [order[first:last] for step in parts for first, last in step]
         loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
-        for (start, stop), own in zip(steps, parts, strict=True):
-            read = tuple(islice(loaded, len(own)))
+        for (start, stop), micro_batches in zip(steps, parts, strict=True):
+            read = tuple(islice(loaded, len(micro_batches)))
             with self._reader.lent(*read):
                 yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
 
@@ -357,9 +357,9 @@ class _Reader:
 
         Processes are kept from epoch to epoch, as starting them takes a tenth of a second.
         """
-        kept, self._idle = self._idle, None
-        if kept is not None and kept[0].num_workers == count:
-            return kept
+        idle, self._idle = self._idle, None
+        if idle is not None and idle[0].num_workers == count:
+            return idle
         queue: list[_Job] = []
         with warnings.catch_warnings():
             _ignore_advice()

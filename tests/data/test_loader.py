@@ -339,19 +339,23 @@ def test_bug_in_the_transforms_is_not_disguised(tmp_path, loader_workers):
         list(train_batches(data, batch_size=4, loader_workers=loader_workers).epoch(0))
 
 
-def own_pid(image):
-    return torch.full((3, 20, 24), os.getpid() % 251, dtype=torch.uint8)
+def pixels_of_pid(image):
+    """Each channel holds a byte of the number of the process."""
+    number = torch.tensor([os.getpid() >> shift & 255 for shift in (0, 8, 16)], dtype=torch.uint8)
+    return number.view(3, 1, 1).expand(3, 20, 24)
 
 
 def test_loader_processes_are_kept_from_epoch_to_epoch(tmp_path):
-    data = numbered_files(tmp_path / "images", 8, own_pid)
+    data = numbered_files(tmp_path / "images", 8, pixels_of_pid)
     batches = train_batches(data, batch_size=4, loader_workers=1)
 
     def pid():
-        return {round(batch.micro_batches[0][0].mean().item() * 255) for batch in batches.epoch(0)}
+        images = torch.cat([batch.micro_batches[0][0] for batch in batches.epoch(0)])
+        (number,) = (images[:, :, 0, 0] * 255).round().int().unique(dim=0).tolist()
+        return sum(part << shift for part, shift in zip(number, (0, 8, 16), strict=True))
 
     first = pid()
-    assert pid() == first != {os.getpid() % 251}
+    assert pid() == first != os.getpid()
     epoch = batches.epoch(0)
     next(epoch)
     epoch.close()

@@ -78,7 +78,7 @@ def test_draws_follow_from_seed_and_step_alone():
     cuts = sum(draw.box is not None for draw in draws)
     assert off == pytest.approx(200, abs=40)
     assert cuts == pytest.approx(100, abs=30)
-    blended = [draw.own for draw in draws if draw.box is None and draw.own < 1]
+    blended = [draw.lam for draw in draws if draw.box is None and draw.lam < 1]
     assert np.mean(blended) == pytest.approx(0.5, abs=0.08)
     assert np.var(blended) == pytest.approx(1 / (4 * (2 * 0.8 + 1)), abs=0.03)  # that of Beta(0.8, 0.8)
 
