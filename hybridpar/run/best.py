@@ -58,8 +58,8 @@ class MetricRule:
     def ranked(self, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
         """Epochs from the best to the worst, of equal ones the earlier first; those without the figure are left out."""
         sign = -1.0 if METRICS[self.metric] else 1.0
-        known = [one for one in tested if (value := self.value(one)) is not None and math.isfinite(value)]
-        return sorted(known, key=lambda one: sign * float(self.value(one) or 0.0))  # a stable sort
+        known = [record for record in tested if (value := self.value(record)) is not None and math.isfinite(value)]
+        return sorted(known, key=lambda record: sign * float(self.value(record) or 0.0))  # a stable sort
 
     def best(self, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
         """The `count` best epochs."""
@@ -77,13 +77,13 @@ class MetricRule:
 
     def value(self, record: EpochRecord) -> float | None:
         """The figure of an epoch."""
-        found: float | None = getattr(record, self.metric)
-        return found
+        value: float | None = getattr(record, self.metric)
+        return value
 
 
 def best_checkpoint(run: Path, tested: Sequence[EpochRecord], rule: MetricRule) -> tuple[EpochRecord, Path] | None:
     """The best epoch of a run of which there is a checkpoint; with parameter servers that may come some steps later."""
-    checkpoints, ends = list_checkpoints(run / "checkpoints"), [one.step for one in tested]
+    checkpoints, ends = list_checkpoints(run / "checkpoints"), [record.step for record in tested]
     for record in rule.ranked(tested):
         next_end = min((step for step in ends if step > record.step), default=math.inf)
         for path in checkpoints:
