@@ -28,8 +28,8 @@ class TrainedOptions:
     """Model and data: which weights of a run, and what is not as the run's own options say."""
 
     weights: Annotated[str | None, tyro.conf.arg(metavar="[best|last][,ema|,raw]")] = None
-    """Those of the best epoch of the run by --checkpoints, or of its last checkpoint; and of these the moving average of
-    --model-ema, or what was trained. Default: best, and ema where the run keeps one."""
+    """Those of the best epoch of the run by --checkpoints, or of its last checkpoint; and of these the moving average
+    of --model-ema, or what was trained. Default: best, and ema where the run keeps one."""
     model: str | None = None
     """Model that the weights are of; default: that of the run."""
     model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

@@ -67,8 +67,8 @@ def read_json(
 
 def read_toml(path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "") -> dict[str, Any]:
     """What a TOML file holds. Errors are those of `read_text`."""
-    found: dict[str, Any] = _read(path, kind, error, why, fix, 1 << 20, lambda data: parse_toml(data.decode()))
-    return found
+    value: dict[str, Any] = _read(path, kind, error, why, fix, 1 << 20, lambda data: parse_toml(data.decode()))
+    return value
 
 
 def _read(
@@ -99,7 +99,7 @@ def _read(
 def parse_json(text: str | bytes) -> Any:
     """What a JSON text says."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise Unreadable(f"it is not JSON: {error.msg}, line {error.lineno}") from error
     except UnicodeDecodeError as error:
@@ -108,8 +108,8 @@ def parse_json(text: str | bytes) -> Any:
         raise Unreadable("an integer in it has too many digits") from error
     except RecursionError as error:
         raise Unreadable(_TOO_DEEP) from error
-    _check_plain(found)
-    return found
+    _check_plain(value)
+    return value
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -117,23 +117,23 @@ def parse_toml(text: str) -> dict[str, Any]:
     if max(map(len, text.splitlines()), default=0) > _MOST_LINE:
         raise Unreadable(f"a line has more than {_MOST_LINE:,} characters")
     try:
-        found = tomllib.loads(text)
+        value = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Unreadable(f"it is not TOML: {shortened(error)}") from error
     except ValueError as error:
         raise Unreadable("a number or a date in it cannot be") from error
     except RecursionError as error:
         raise Unreadable(_TOO_DEEP) from error
-    _check_plain(found)
-    return found
+    _check_plain(value)
+    return value
 
 
 _TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
 
 
-def _check_plain(found: object) -> None:
+def _check_plain(value: object) -> None:
     """Check the depth, integers and texts of what a parser returned, in which nothing is in two places."""
-    level: list[Any] = [found]
+    level: list[Any] = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []
         for item in level:
@@ -187,8 +187,8 @@ def read_torch(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise Unreadable("it is damaged, or holds more than tensors and plain values") from error
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file
-        told = str(error).strip().partition("\n")[0]
-        raise Unreadable(shortened(told) if told else type(error).__name__) from error
+        reason = str(error).strip().partition("\n")[0]
+        raise Unreadable(shortened(reason) if reason else type(error).__name__) from error
     if not isinstance(loaded, dict):
         raise Unreadable(f"it holds a {type(loaded).__name__} where a dictionary was written")
     return loaded

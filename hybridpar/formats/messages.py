@@ -25,7 +25,7 @@ from hybridpar.errors import HybridparError
 
 _PACKAGE = __name__.partition(".")[0]
 _LENGTH = struct.Struct("!Q")
-DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 #: What JSON has not: the type, what is written of it, and what makes it again. In JSON it is an object with one key.
 _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -43,7 +43,7 @@ def pack(item: Any) -> bytes:
     """Plain values and tensors as bytes."""
     text, tensors = take_apart(item)
     head = json.dumps([text, tensor_facts(tensors)]).encode()
-    return b"".join([_LENGTH.pack(len(head)), head, *(bytes_of(one.cpu()).numpy().tobytes() for one in tensors)])
+    return b"".join([_LENGTH.pack(len(head)), head, *(bytes_of(tensor.cpu()).numpy().tobytes() for tensor in tensors)])
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
@@ -86,7 +86,7 @@ def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
 
 def tensor_facts(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor."""
-    return [(tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in tensors]
+    return [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _plain(item: Any, tensors: list[Tensor]) -> Any:
     if item is None or type(item) in (bool, int, float, str):
         return item
     if isinstance(item, list):
-        return [_plain(one, tensors) for one in item]
+        return [_plain(part, tensors) for part in item]
     if isinstance(item, Tensor):
         tensors.append(item)
         return {"tensor": len(tensors) - 1}
@@ -116,14 +116,14 @@ def _plain(item: Any, tensors: list[Tensor]) -> Any:
 
 def _item(plain: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(plain, list):
-        return [_item(one, tensors) for one in plain]
+        return [_item(part, tensors) for part in plain]
     if not isinstance(plain, dict):
         return plain
     ((kind, value),) = plain.items()
     if kind == "tensor":
         return tensors[value]
     if kind == "object":
-        return _class_of(value[0])(**{name: _item(one, tensors) for name, one in value[1].items()})
+        return _class_of(value[0])(**{name: _item(part, tensors) for name, part in value[1].items()})
     return _KINDS[kind][2](_item(value, tensors))
 
 
@@ -151,9 +151,9 @@ def _class_of(name: str) -> Any:
     module, _, qualified = name.partition(":")
     if module.partition(".")[0] != _PACKAGE or module not in sys.modules:
         raise ValueError(f"no class {name[:100]!r}")
-    found: Any = sys.modules[module]
+    kind: Any = sys.modules[module]
     for part in qualified.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, type) or found.__module__ != module or _arguments(found) is None:
+        kind = getattr(kind, part)
+    if not isinstance(kind, type) or kind.__module__ != module or _arguments(kind) is None:
         raise ValueError(f"no class {name[:100]!r}")
-    return found
+    return kind

@@ -167,13 +167,13 @@ def saved_tensors(module: nn.Module) -> list[Tensor]:
 
 def _check_held(module: nn.Module) -> None:
     """Refuse tensors that are not found when others are replaced, or that would no longer share memory then."""
-    found = {storage_of(held[key]) for _, held, key in places(module)}
+    storages = {storage_of(held[key]) for _, held, key in places(module)}
     saved = {storage_of(tensor): tensor for tensor in saved_tensors(module)}
     for path, part in module.named_modules():
         for key, value in vars(part).items():
             if key not in ("_parameters", "_buffers") and not isinstance(value, Tensor):
                 inside = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-                if any(storage_of(tensor) in found for tensor in inside):
+                if any(storage_of(tensor) in storages for tensor in inside):
                     raise _hidden(part, f"{path}.{key}" if path else key, "in a list or dictionary, too")
     for name, held, key in places(module):
         if saved.get(storage_of(held[key]), held[key]) is not held[key]:

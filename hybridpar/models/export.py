@@ -98,20 +98,20 @@ def export_model(
         scored = model if isinstance(model(images), Tensor) else _Scores(model)
         batches = tuple(sorted({len(images), len(images) - 1, 1}, reverse=True))
         expected = [scored(images[:size]) for size in batches]
-    with _aside(file) as place:
+    with _aside(file) as aside:
         with _explained(form), _quiet():
-            _WRITERS[form](model if form == "safetensors" else scored, images, place, text)
-            loaded = _load_safetensors(model, place) if form == "safetensors" else _LOADERS[form](place)
+            _WRITERS[form](model if form == "safetensors" else scored, images, aside, text)
+            loaded = _load_safetensors(model, aside) if form == "safetensors" else _LOADERS[form](aside)
             with torch.no_grad():
-                found = [loaded(images[:size]) for size in batches]
-        difference, scale = _compare(found, expected)
+                outputs = [loaded(images[:size]) for size in batches]
+        difference, scale = _compare(outputs, expected)
         if not _relative(difference, scale) <= TOLERANCE:  # also where it is no number
             raise ExportError(
                 f"the file differs from the model by {difference:.3g}, where outputs are up to {scale:.3g}",
                 f"It must not differ by more than {TOLERANCE:g} of that.",
                 "Choose another format.",
             )
-        size = place.stat().st_size
+        size = aside.stat().st_size
     return Export(file, size, batches, difference, scale)
 
 
@@ -127,16 +127,16 @@ class _Scores(nn.Module):
         return scores
 
 
-def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
+def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
     """The largest difference, and the largest absolute output of the model; NaN where there is one."""
-    for one, own in zip(found, expected, strict=True):
+    for one, own in zip(outputs, expected, strict=True):
         if one.shape != own.shape:
             raise ExportError(
                 f"the file gives scores of shape {tuple(one.shape)} for {len(own)} images, the model "
                 f"{tuple(own.shape)}",
                 fix="Choose another format.",
             )
-    differences = torch.cat([(one - own).abs().flatten() for one, own in zip(found, expected, strict=True)])
+    differences = torch.cat([(one - own).abs().flatten() for one, own in zip(outputs, expected, strict=True)])
     return float(differences.max()), float(torch.cat([own.abs().flatten() for own in expected]).max())
 
 
@@ -208,8 +208,8 @@ def _aside(file: Path) -> Iterator[Path]:
     """Another name in the same folder, for what becomes the file once it is whole."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(file) as place:
-            yield place
+        with written_aside(file) as aside:
+            yield aside
     except OSError as error:
         raise ExportError(cannot_write(file, error), fix="Name a file that you can write with --output.") from error
 
@@ -222,9 +222,9 @@ def _explained(form: str) -> Iterator[None]:
     except (UsageError, ExportError, OSError):
         raise
     except Exception as error:
-        told = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ExportError(
-            f"the model cannot be written as {form}: {shortened(told, 400)}",
+            f"the model cannot be written as {form}: {shortened(reason, 400)}",
             "Its forward pass must be traceable, with batches of any size.",
             "Choose another format; safetensors holds the weights of any model.",
         ) from error

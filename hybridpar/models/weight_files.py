@@ -64,7 +64,8 @@ def check_file(path: Path) -> None:
     """Refuse a file or directory that is not there; nothing is imported."""
     file = path
     if not file.exists():
-        near = [one.name for one in file.parent.iterdir() if one.suffix in _SUFFIXES] if file.parent.is_dir() else []
+        there = list(file.parent.iterdir()) if file.parent.is_dir() else []
+        near = [other.name for other in there if other.suffix in _SUFFIXES]
         raise UsageError(
             f"--weights {shortened(path)}: there is no such file",
             nearest(file.name, near) if near else f"No file of weights is in {shortened(file.parent.resolve())}.",
@@ -79,9 +80,9 @@ def _checkpoint_of(directory: Path) -> Path:
         for step in directory.glob("checkpoints/step-*")
         if (match := _STEP.match(step.name)) is not None
     ]
-    for place in (directory, *(step for _, step in sorted(steps, reverse=True))):
-        if (place / "manifest.json").is_file():  # else it is not whole
-            return place
+    for folder in (directory, *(step for _, step in sorted(steps, reverse=True))):
+        if (folder / "manifest.json").is_file():  # else it is not whole
+            return folder
     raise UsageError(
         f"--weights {shortened(directory)}: the directory is no checkpoint and no run",
         "A checkpoint is a directory step-N with a manifest.json, and a run has these under checkpoints/.",

@@ -80,7 +80,8 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
         return _in_file(source, options)
     checkpoint = _checkpoint_of(path)
     # RUN/checkpoints/step-N
-    run = next((one for one in (path, *checkpoint.absolute().parents[:2]) if (one / RUN_FILE).is_file()), None)
+    folders = path, *checkpoint.absolute().parents[:2]
+    run = next((folder for folder in folders if (folder / RUN_FILE).is_file()), None)
     if run is None and (options.model is None or options.data is None):
         raise UsageError(
             f"{path} is not in the directory of a run: there is no {RUN_FILE}",
@@ -163,8 +164,8 @@ def _in_file(source: str, options: TrainedOptions) -> Trained:
 
 def _checkpoint_of(path: Path) -> Path:
     try:
-        found = resolve_checkpoint(path)
-        return found if found.name else found.absolute()
+        checkpoint = resolve_checkpoint(path)
+        return checkpoint if checkpoint.name else checkpoint.absolute()
     except CheckpointError as error:
         if not (path / RUN_FILE).exists():
             raise

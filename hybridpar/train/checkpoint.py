@@ -124,8 +124,8 @@ def _files_of(data: CheckpointData, world: World, token: Path) -> tuple[list[int
     if world.is_main or data.training:
         files[f"training-{world.rank}.pt"] = data.training
     states = {"model": data.model, "model_ema": data.average or {}}
-    tensors = {stem: {name: one for name, one in state.items() if can_hold(one)} for stem, state in states.items()}
-    extra = {stem: {name: one for name, one in state.items() if not can_hold(one)} for stem, state in states.items()}
+    tensors = {stem: {name: item for name, item in state.items() if can_hold(item)} for stem, state in states.items()}
+    extra = {stem: {name: item for name, item in state.items() if not can_hold(item)} for stem, state in states.items()}
     if any(extra.values()):
         files[f"extra-{world.rank}.pt"] = extra
     answers: list[Any] = world.gather((token.exists(), [stem for stem in tensors if tensors[stem]]))
@@ -201,7 +201,7 @@ def _explained(final: Path, rank: int) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     """What the system says; torch has it in the context of its own error, safetensors as a number in the text."""
-    causes = [one.errno for one in (error, error.__cause__, error.__context__) if isinstance(one, OSError)]
+    causes = [cause.errno for cause in (error, error.__cause__, error.__context__) if isinstance(cause, OSError)]
     number = re.search(r"\(os error (\d+)\)", str(error))
     code = next(filter(None, causes), None) or (int(number[1]) if number else None)
     if code is None:
@@ -262,7 +262,7 @@ def _add_optimizer(optimizer: dict[str, Any], part: Mapping[str, Any], stepped: 
     state = optimizer.setdefault("state", {})
     for name, values in part["state"].items():
         if stepped is None or name in stepped:
-            state[name] = {key: one.clone() if isinstance(one, Tensor) else one for key, one in values.items()}
+            state[name] = {key: item.clone() if isinstance(item, Tensor) else item for key, item in values.items()}
 
 
 def _read(path: Path, digests: Mapping[str, str], name: str) -> dict[str, Any]:
@@ -297,10 +297,10 @@ def usable(path: Path) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        told = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"the checkpoint {shortened(path)} does not hold what is needed here: {type(error).__name__} "
-            f"{shortened(told)}",
+            f"{shortened(reason)}",
             "Its files are whole, but another program, or another version, may have written them.",
             "Use another checkpoint, or load its weights in a script.",
         ) from error
@@ -323,13 +323,13 @@ def require_model(path: Path, fingerprint: str, model: nn.Module) -> None:
 
 
 def _difference(saved: Mapping[str, tuple[int, ...]], model: nn.Module) -> str:
-    own = {name: tuple(value.shape) for name, value in model.state_dict().items() if can_hold(value)}
+    here = {name: tuple(value.shape) for name, value in model.state_dict().items() if can_hold(value)}
     for name, shape in sorted(saved.items()):
-        if name not in own:
+        if name not in here:
             return f"it has {name}, this model has not"
-        if own[name] != shape:
-            return f"{name} is {shape} there and {own[name]} here"
-    for name in own:
+        if here[name] != shape:
+            return f"{name} is {shape} there and {here[name]} here"
+    for name in here:
         if name not in saved:
             return f"this model has {name}, it has not"
     return "dtypes differ"

@@ -51,8 +51,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def latest_checkpoint(directory: Path) -> Path | None:
     """The newest whole checkpoint, or None."""
-    found = list_checkpoints(directory)
-    return found[-1] if found else None
+    checkpoints = list_checkpoints(directory)
+    return checkpoints[-1] if checkpoints else None
 
 
 def prune_checkpoints(directory: Path, keep: int, best: Collection[int]) -> None:
@@ -60,10 +60,10 @@ def prune_checkpoints(directory: Path, keep: int, best: Collection[int]) -> None
 
     Nobody may be writing a checkpoint there meanwhile.
     """
-    found = list_checkpoints(directory)
-    kept = {*found[-keep:], *(directory / f"step-{step}" for step in best)}
+    checkpoints = list_checkpoints(directory)
+    stays = {*checkpoints[-keep:], *(directory / f"step-{step}" for step in best)}
     for path in directory.glob("step-*"):
-        if path not in kept and path.is_dir():
+        if path not in stays and path.is_dir():
             delete_checkpoint(path)
 
 
