@@ -23,7 +23,7 @@ class Checkpoints:
         keep: How many of the last checkpoints stay.
         best: Of how many of the best epochs the checkpoints stay.
         by: The figure that says which epochs are the best: accuracies the larger, losses the smaller.
-        stop: End the run after so many epochs without a better one; None: never.
+        stop: End the run after so many tested epochs without a better one; None: never.
     """
 
     every: Annotated[tuple[str, ...], UNNAMED] = ("epoch", "60s")
@@ -33,11 +33,12 @@ class Checkpoints:
     stop: Annotated[int | None, AT_LEAST_1] = None
 
     def __post_init__(self) -> None:
-        is_known = all(re.fullmatch(r"epoch|[1-9]\d*s?", part) for part in self.every) or self.never
+        kinds = [part if part == "epoch" else part[-1] == "s" for part in self.every]
+        is_known = all(re.fullmatch(r"epoch|[1-9]\d*s?", part) for part in self.every) and len(kinds) == len(set(kinds))
         check(
-            is_known,
+            is_known or self.never,
             f"--checkpoints {'/'.join(self.every)}",
-            "It must be epoch, a number of steps as 200, seconds as 60s, several of these parted by /, or never.",
+            "It must be epoch, a number of steps as 200, seconds as 60s, one of each parted by /, or never.",
             "Write for instance --checkpoints epoch/60s.",
         )
 

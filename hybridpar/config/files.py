@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -126,6 +127,8 @@ def config_text(config: TrainConfig, model: str, named: Collection[str] = (), pl
         out += ["", f"[{table_name(title)}]"]
         for field in (field for base in bases for field in dataclasses.fields(base)):
             value = getattr(config, field.name)
+            if field.name in _PATHS and value not in (None, "auto", "none"):
+                value = os.path.abspath(value)  # a file is read relative to its folder
             if field.name == "plan" and plan is not None:
                 out.append(f"plan = {_toml(plan)}  # as it was found; auto: search again")
                 continue

@@ -102,7 +102,7 @@ class Optimizer:
     @property
     def momentum(self) -> float:
         """Momentum of SGD, and of other optimizers that have one."""
-        return float(self.arguments.get("momentum", 0.9))
+        return float(self.arguments.get("momentum", 0.9))  # as `check_optimizer` has checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +269,10 @@ def read_limit(text: str | float) -> GradientLimit:
 def check_optimizer(config: OptimizerConfig) -> None:
     """Check the specs of optimizer, rates, loss and clipping, without importing torch or timm."""
     _ = config.rate_schedule, config.ema, config.criterion, config.clipping, config.lr is None or read_rate(config.lr)
+    if type(momentum := config.optim.arguments.get("momentum", 0.9)) not in (int, float):
+        raise UsageError(
+            f"--optimizer {config.optimizer}: momentum={momentum}", "It must be a number.", "Write momentum=0.9."
+        )
     name = config.optim.name
     names = set(TORCH_OPTIMIZERS)
     if name.startswith(TIMM):

@@ -410,7 +410,10 @@ class TrainConfig(
             "shard optimizer": ("--shard-optimizer", self.shard_optimizer),
             "shares": (shares, self.shares.strip() != "equal"),
             "shares auto": (shares, self.shares.strip() == "auto"),
-            "staged": (f"--stages {self.stages}", self.stages > 1),
+            "staged": (
+                f"--stages {self.stages}" if self.stages > 1 else "--recompute all",
+                self.stages > 1 or ("all" in self.recompute and not self.is_staged),
+            ),
             "steps": (f"--steps {self.steps}", self.steps is not None),
             "stop early": (f"--checkpoints {self.checkpoints}", self.saving.stop is not None),
             "timeline": ("--timeline", self.timeline is not None),

@@ -83,6 +83,12 @@ def _folder(config: DataConfig) -> ImageData:
     test_root = root / "test" if (root / "test").is_dir() else root / "val"
     if root.is_dir() and not train_root.is_dir() and not test_root.is_dir():
         names, paths, labels = _scan(root, ignored)
+        if all(len(Path(path).parts) > 2 for path in paths):
+            raise DataError(
+                f"the folders in {root} hold folders, and no images",
+                "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE, or as CLASS/IMAGE.",
+                "Name the directory above the classes, or above train/ and test/, with --data-root.",
+            )
         parts = [_files(root, paths, labels, part) for _, part, _ in divided([torch.tensor(labels)])]
         return decoded_data("folder", names, config, parts, ignored=_described(ignored))
     for directory, wanted in ((train_root, "train/"), (test_root, "test/ or val/")):

@@ -47,6 +47,12 @@ def _load(name: str, config: DataConfig) -> ImageData:
             raise DataError(f"{name} has no images in {config.data_root}", fix=download_fix("its files"))
     # Of QMNIST: the class, and more on each digit.
     labels = [part.targets[:, 0] if made.cls == "QMNIST" else labels_of(part) for part in parts]
+    orders: list[list[int]] = []
+    if (
+        by_path
+    ):  # torchvision lists some folders in the order of the file system, which another machine may have another of
+        orders = [sorted(range(len(part)), key=lambda at, part=part: part[at][0]) for part in parts]
+        labels = [numbers[order] for numbers, order in zip(labels, orders, strict=True)]
     names = class_names_of(parts[0], labels)
     if made.cls == "CLEVRClassification":  # three to ten objects
         labels, names = [numbers - 3 for numbers in labels], tuple(f"{number} objects" for number in range(3, 11))
@@ -65,10 +71,8 @@ def _load(name: str, config: DataConfig) -> ImageData:
     def images(part: int, indices: IntArray, numbers: Tensor) -> ImageSet:
         if not by_path:
             return MapImages(parts[part], indices, numbers)
-        paths = [parts[part][index][0] for index in indices.tolist()]
-        # torchvision lists some folders in the order of the file system, which another machine may have another of.
-        order = sorted(range(len(paths)), key=paths.__getitem__)
-        return ImageFiles(Path("/"), [paths[at] for at in order], numbers[order])
+        paths = [parts[part][orders[part][index]][0] for index in indices.tolist()]
+        return ImageFiles(Path("/"), paths, numbers)
 
     return decoded_data(name, names, config, [images(*part) for part in chosen], size=made.size, flip=made.flip)
 

@@ -61,7 +61,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
         values = tensor.detach().clone(memory_format=torch.contiguous_format) if storage in storages else tensor
-        state[name] = values.detach().cpu().contiguous()
+        state[name] = values.detach().resolve_conj().resolve_neg().cpu().contiguous()
         storages.add(storage)
     file.touch()
     mode = file.stat().st_mode

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -127,7 +128,8 @@ def _one_at_a_time() -> Iterator[None]:
     directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (directory / "building.lock").open("a")
+        # The directory may be one of all hosts.
+        lock = (directory / f"building-{socket.gethostname()}.lock").open("a")
     except OSError:  # nowhere to write
         yield
         return

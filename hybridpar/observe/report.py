@@ -63,7 +63,8 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("of the average", format_accuracy(averaged), ""))
     if (best := summary.get("best")) is not None:
         metric = best["metric"]
-        text = format_accuracy(best["test_accuracy"]) + f", by {metric}," * (metric != "test_accuracy")
+        known = "not tested" if best["test_accuracy"] is None else format_accuracy(best["test_accuracy"])
+        text = known + f", by {metric}," * (metric != "test_accuracy")
         text += f" after step {best['step']:,}, kept in {best['checkpoint']}"
         rows.append(("best", text, ""))
     if summary["images_per_second"] is not None:

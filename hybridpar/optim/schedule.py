@@ -74,7 +74,7 @@ def rate_factor(step: float, total: int, steps_per_epoch: int, config: Optimizer
         if isinstance(schedule, Poly):
             return low + (1.0 - low) * math.pow(1.0 - progress, schedule.power)
         peak = 1.0
-        if isinstance(schedule, Cosine) and schedule.cycle is not None:
+        if isinstance(schedule, Cosine) and schedule.cycle is not None and progress < 1.0:
             number, progress = _cycle(step - first, schedule.cycle * epoch, schedule.grow)
             peak = schedule.decay**number
         return low + max(0.0, peak - low) * 0.5 * (1.0 + math.cos(math.pi * progress))

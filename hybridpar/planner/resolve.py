@@ -120,7 +120,7 @@ def cut_for_recompute(config: TrainConfig, workers: int) -> TrainConfig:
     """The options with stages for `--recompute all` without any: one after the other on the device of each worker."""
     if "all" not in config.recompute or config.is_staged:
         return config
-    return replace(config, stages=8, replicas=config.replicas or workers, placement="loop")
+    return replace(config, stages=8, replicas=config.replicas or workers, placement=config.placement or "loop")
 
 
 def compute_of(config: TrainConfig, threads: int | None = None) -> Compute:

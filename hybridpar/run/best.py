@@ -36,8 +36,9 @@ def best_checkpoint(run: Path, tested: Sequence[EpochRecord], rule: Checkpoints)
 
 def why_over(rule: Checkpoints, tested: Sequence[EpochRecord]) -> str | None:
     """Why training should end, where the last epochs were no better than one before; else None."""
-    best = next(iter(ranked(rule, tested)), None)
-    if rule.stop is None or best is None or (since := len(tested) - 1 - tested.index(best)) < rule.stop:
+    known = [end for end in tested if figure(rule, end) is not None]
+    best = next(iter(ranked(rule, known)), None)
+    if rule.stop is None or best is None or (since := len(known) - 1 - known.index(best)) < rule.stop:
         return None
     epochs = f"the {since:,} epochs" if since > 1 else "the epoch"
     return (

@@ -32,6 +32,8 @@ class Checkpoints(Part):
         """On rank 0: ask for a checkpoint where the last one is old."""
         seconds = self._rule.seconds
         run.save_wanted = seconds is not None and run.world.is_main and time.monotonic() - self._last_time >= seconds
+        if run.save_wanted:  # the step that saves may be behind the next one that asks
+            self._last_time = time.monotonic()
 
     def record(self, run: Run, record: StepRecord) -> None:
         """Without the guard a loss that is not finite reaches the weights."""

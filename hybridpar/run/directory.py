@@ -35,6 +35,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import data_name, images_over, read_images, samples_of
 from hybridpar.config.files import config_text
+from hybridpar.config.optimizer import read_optimizer
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.observe.files import replace_file, run_directory_error
@@ -194,6 +195,8 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
         if name == "image_size":  # what is not named of it is as it was
             now = taken[name] = images_over(began[name], now)
             is_fixed = _seen(now) != _seen(began[name])
+        elif name == "optimizer":  # its arguments are not state
+            is_fixed = read_optimizer(str(now)).name != read_optimizer(str(began[name])).name
         if is_fixed:
             raise UsageError(
                 f"{option} is {_text(now)}, and the run in {directory} began with {before}",
@@ -209,7 +212,7 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
 def _seen(image_size: int | str | None) -> tuple[Any, ...]:
     """What the images of a run cannot change."""
     images = read_images(image_size)
-    return images.size, images.mean, images.std
+    return images.size, images.mean, images.std, images.channels
 
 
 def recorded_batch(folder: RunFolder) -> int | None:

@@ -50,14 +50,16 @@ class PastRun:
     def figures(self) -> dict[str, Any]:
         """What it came to, by the names of `LISTED_FIGURES`; without a summary, as far as the metrics say it."""
         steps, last = self.table.steps["step"], self.table.epochs[-1] if self.table.epochs else None
-        tested = [one.test_accuracy for one in self.table.epochs if one.test_accuracy is not None]
+        tested = [end.test_accuracy for end in self.table.epochs if end.test_accuracy is not None]
+        averaged = [end.ema_test_accuracy for end in self.table.epochs if end.ema_test_accuracy is not None]
+        losses = [end.test_loss for end in self.table.epochs if end.test_loss is not None]
         found: dict[str, Any] = {
             "state": "no report" if self.summary is None else self.summary["exit"],
             "steps": int(steps[-1]) if len(steps) else 0,
             "test_accuracy": tested[-1] if tested else None,
             "best_test_accuracy": max(tested, default=None),
-            "ema_test_accuracy": last.ema_test_accuracy if last is not None else None,
-            "test_loss": last.test_loss if last is not None else None,
+            "ema_test_accuracy": averaged[-1] if averaged else None,
+            "test_loss": losses[-1] if losses else None,
             "train_loss": last.train_loss if last is not None and math.isfinite(last.train_loss) else None,
         }
         others = {row.name for row in LISTED_FIGURES} - found.keys()

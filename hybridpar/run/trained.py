@@ -40,6 +40,7 @@ class Trained:
         average: Whether its weights are those of the moving average.
         images: What `run.json` says of images; None where it says nothing.
         finished: Whether the run has a report.
+        file: Where the weights of the checkpoint are, which a run that still trains may delete.
     """
 
     config: TrainConfig
@@ -50,6 +51,7 @@ class Trained:
     average: bool = False
     images: Mapping[str, Any] | None = None
     finished: bool = True
+    file: Path | None = None
 
     @property
     def step(self) -> int | None:
@@ -65,10 +67,8 @@ class Trained:
         """The model in one line."""
         if self.checkpoint is None:
             return f"{self.name} with the weights {self.source}"
-        kind, stem = ("moving average", "model_ema") if self.average else ("weights", "model")
-        names = shards_of(stem, read_manifest(self.checkpoint)["files"])
-        files = self.checkpoint / (names[0] if len(names) == 1 else f"{stem}.safetensors.index.json")
-        text = f"{self.name}, {kind} of step {self.step:,}{self.why}: {files}"
+        kind = "moving average" if self.average else "weights"
+        text = f"{self.name}, {kind} of step {self.step:,}{self.why}: {self.file}"
         return text if self.finished else f"{text} (the run has no report yet)"
 
 
@@ -110,7 +110,11 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
     config.check()
     check_model_name(name)
     finished = run is None or (run / SUMMARY_FILE).exists()
-    return Trained(config, name, source, checkpoint, why, _takes_average(kind, checkpoint), images, finished)
+    average = _takes_average(kind, checkpoint)
+    stem = "model_ema" if average else "model"
+    names = shards_of(stem, read_manifest(checkpoint)["files"])
+    file = checkpoint / (names[0] if len(names) == 1 else f"{stem}.safetensors.index.json")
+    return Trained(config, name, source, checkpoint, why, average, images, finished, file)
 
 
 def _chosen(text: str | None) -> tuple[str | None, str | None]:

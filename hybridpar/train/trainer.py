@@ -24,7 +24,7 @@ from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.world import GOOD_ORDER, World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import Automatic
-from hybridpar.config.rates import OnPlateau
+from hybridpar.config.rates import OnPlateau, read_rate
 from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
@@ -148,6 +148,13 @@ class Trainer:
                 f"Trainer with sync={self.config.sync!r}",
                 "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
                 "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
+            )
+        per_batch = self.config.lr is not None and read_rate(self.config.lr).samples is not None
+        if per_batch and not isinstance(plan, PlannedRun) and "batch_size" not in self.config.named:
+            raise UsageError(
+                f"Trainer with lr={self.config.lr!r}",
+                "Such a rate is for a number of samples per step, and the batches are those of the script.",
+                "Give batch_size, the samples of a step on all workers, or a plain rate.",
             )
         if self.config.mixing.is_on and classes is None:
             raise UsageError(

@@ -94,6 +94,14 @@ def test_a_run_that_is_repeated_follows_its_plan_and_writes_elsewhere(tmp_path: 
     assert (train.plan, train.run_dir, train.overwrite) == (tmp_path / "plan.json", None, False)
 
 
+def test_paths_of_a_run_s_file_are_where_they_were(tmp_path: Path) -> None:
+    config = TrainConfig(timeline=Path("t.json"), resume_from=Path("runs/a/checkpoints/step-3"), plan=Path("p.json"))
+    train = parsed("--config", write(tmp_path, config_text(config, "resnet18")))
+    here = Path.cwd()
+    assert (train.timeline, train.plan) == (here / "t.json", here / "p.json")
+    assert train.resume_from == here / "runs/a/checkpoints/step-3"
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_valid_with_and_without_servers(name: str) -> None:
     options = parsed("--preset", name)

@@ -128,6 +128,11 @@ def test_a_cosine_restarts_as_torchs_does(grow):
     assert mine == pytest.approx(theirs, rel=1e-6)
 
 
+def test_cycles_end_at_the_cool_down():
+    mine = ours(lr_schedule="cosine:cycle=5,cooldown=3,min=0.01,warmup=0,update=epoch")
+    assert mine[-3:] == pytest.approx([0.01] * 3)
+
+
 def test_the_peak_of_each_cycle_is_lower():
     mine = ours(lr_schedule="cosine:cycle=5,decay=0.5,warmup=0,update=epoch")
     assert mine[::5] == pytest.approx([LR, LR / 2, LR / 4, LR / 8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hybridpar.config.trained import TrainedOptions
 from hybridpar.errors import UsageError
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import EpochRecord
-from hybridpar.run.best import best_epochs
+from hybridpar.run.best import best_epochs, why_over
 from hybridpar.run.trained import find_trained
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import list_checkpoints
@@ -43,6 +44,8 @@ def epochs_of(*accuracies: float, losses: tuple[float, ...] = ()) -> list[EpochR
         ("every=0", "60s"),
         ("every=-5", "60s"),
         ("every=0s", "60s"),
+        ("every=200/300", "60s"),
+        ("every=60s/30s", "60s"),
         ("every=5 m", "60s"),
         ("every=1.5s", "60s"),
     ],
@@ -64,6 +67,18 @@ def test_the_best_are_ranked_by_the_figure_and_earlier_ones_win():
     assert [end.epoch for end in best_epochs(Checkpoints(best=3), tested)] == [1, 2, 3]
     assert [end.epoch for end in best_epochs(Checkpoints(best=2, by="test_loss"), tested)] == [3, 1]
     assert best_epochs(Checkpoints(), []) == []
+
+
+def test_only_epochs_that_were_tested_count_towards_the_end():
+    ends = epochs_of(0.5, 0.4, 0.3, 0.2)
+    assert why_over(Checkpoints(stop=3), ends) is not None
+    untested = [replace(end, test_accuracy=None) if end.epoch else end for end in ends]
+    assert why_over(Checkpoints(stop=3), untested) is None
+
+
+def test_the_best_epoch_by_another_figure_may_not_be_tested(tmp_path):
+    train(tmp_path, epochs=3, test_every=3, checkpoints="epoch,keep=9,by=train_loss", lr=1e-9)
+    assert check_run(tmp_path)["best"]["metric"] == "train_loss"
 
 
 @pytest.fixture

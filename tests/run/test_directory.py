@@ -224,3 +224,14 @@ def test_a_job_that_died_before_it_claimed_a_directory_does_not_take_a_foreign_o
     restarted_as(monkeypatch, "job-a", 1)
     with pytest.raises(UsageError, match="already holds a run"):
         start(run_dir=Path("mine"))
+
+
+def test_arguments_of_the_optimizer_may_change_and_channels_may_not():
+    began(optimizer="sgd:momentum=0.9", image_size=32)
+    config, lines = recall(["optimizer"], optimizer="sgd:momentum=0.8")
+    assert config.optimizer == "sgd:momentum=0.8"
+    assert any("optimizer: sgd:momentum=0.9 -> sgd:momentum=0.8" in line for line in lines)
+    with pytest.raises(UsageError, match="--optimizer is adamw"):
+        recall(["optimizer"], optimizer="adamw")
+    with pytest.raises(UsageError, match="--image-size is"):
+        recall(["image_size"], image_size="channels=1")
