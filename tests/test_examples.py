@@ -175,7 +175,7 @@ def test_recipes_train(path: Path, flowers: Path, tmp_path: Path, monkeypatch: p
     options = read_recipe(path, *small, *alone, *model, "--data=folder", f"--data-root={flowers}")
     monkeypatch.setattr(plots, "_png", lambda draw, height: b"")  # to render pictures takes longer than to train
     with restored_modes():
-        assert run_training(options, options.model, frozenset()) == 0
+        assert run_training(options, options.model) == 0
     losses = read_metrics(tmp_path / "run").steps["loss"]
     assert len(losses) == 2
     assert 0 < float(losses[0]) < 10  # the rates are those of large batches, so the second may be large

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, shortened
 from hybridpar.spec import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -211,7 +211,7 @@ def read_rate(text: str | float) -> LearningRate:
         numbers = []
     if len(numbers) not in (1, 2) or not all(FINITE.holds(number) for number in numbers):
         raise UsageError(
-            f"--lr is {text}",
+            f"--lr is {shortened(str(text))}",
             f"It must be {FINITE.text}, or such a rate and the samples per step that it is for.",
             "Write for instance --lr 0.1, or --lr 0.1/256.",
         )

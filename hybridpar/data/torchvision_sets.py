@@ -48,10 +48,9 @@ def _load(name: str, config: DataConfig) -> ImageData:
     # Of QMNIST: the class, and more on each digit.
     labels = [part.targets[:, 0] if made.cls == "QMNIST" else labels_of(part) for part in parts]
     orders: list[list[int]] = []
-    if (
-        by_path
-    ):  # torchvision lists some folders in the order of the file system, which another machine may have another of
-        orders = [sorted(range(len(part)), key=lambda at, part=part: part[at][0]) for part in parts]
+    if by_path:  # torchvision lists some folders in the order of the file system, which differs between machines
+        listed = [[part[at][0] for at in range(len(part))] for part in parts]
+        orders = [sorted(range(len(paths)), key=paths.__getitem__) for paths in listed]
         labels = [numbers[order] for numbers, order in zip(labels, orders, strict=True)]
     names = class_names_of(parts[0], labels)
     if made.cls == "CLEVRClassification":  # three to ten objects

@@ -129,7 +129,7 @@ def test_ctrl_c_saves_and_torchrun_goes_on(start, tmp_path):
     stopped = check_run(tmp_path / "job", ended="interrupted")["steps"]
     assert load_checkpoint(tmp_path / "job").step == stopped
 
-    options = {"lr_schedule": "constant:warmup=0", "steps": stopped + 4}
+    options = {"lr_schedule": "constant:warmup=0", "checkpoints": "epoch", "steps": stopped + 4}
     rest = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     job = start(
         small_arguments(tmp_path / "job", *rest, "--resume", model="tests.small_nets:dropping"),
