@@ -40,7 +40,7 @@ def train(epochs: int, samples: int) -> float:
 
     # Different seeds on the workers would do no harm: all of them start from rank 0's weights.
     torch.manual_seed(0)
-    config = TrainConfig(lr=0.05, micro_batches=2, clip_norm=5.0)
+    config = TrainConfig(lr=0.05, micro_batches=2, clip_grad=5.0)
     trainer = Trainer(small_net(CLASSES), config=config, total_steps=epochs * steps_per_epoch)
     with trainer:
         rank, workers = trainer.world.rank, trainer.world.size

@@ -47,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with leaving_at_once():
             command = find_command(arguments[0])
-            arguments = [arguments[0], *command.expanded(arguments[0], arguments[1:])]
             options = command.parse(arguments[0], arguments[1:])
         _place_torchs_cache()
         return command.run(options, arguments)

@@ -99,6 +99,11 @@ class KernelError(HybridparError):
     """A kernel that was demanded cannot be had."""
 
 
+def refuse(one: str, other: str, why: str) -> UsageError:
+    """The error for two options that contradict each other."""
+    return UsageError(f"{one} with {other}", why, "Leave out one of them.")
+
+
 def check(holds: bool, what: str, why: str = "", fix: str = "") -> None:
     """Refuse a value that breaks its rule."""
     if not holds:

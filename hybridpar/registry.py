@@ -1,16 +1,19 @@
 """Registries: data sets, schedules, codecs and commands are chosen by name, and an unknown name is one kind of error.
 
-Each entry has a description for listings, and a name can be taken only once.
+Each entry has a description for listings, and a name can be taken only once. Models and data sets of a user's own are
+named as `package.module:factory`.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Generic, TypeVar
 
-from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.errors import UsageError, nearest, shortened, user_error
 
 T = TypeVar("T")
 
@@ -53,15 +56,44 @@ class Registry(Generic[T]):
         return iter(sorted(self._entries))
 
 
-def names_in_source(folder: Path, decorator: str) -> set[str]:
-    """Names that decorators register in the modules of a folder, read from the source: nothing is imported."""
-    found: set[str] = set()
-    for path in folder.glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if f"@{decorator}(" not in text:
-            continue
-        for function in ast.parse(text).body:  # they decorate what a module holds itself
-            for call in getattr(function, "decorator_list", ()):
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
-                    found.add(str(ast.literal_eval(call.args[0])) if call.args else function.name)  # type: ignore[attr-defined]
-    return found
+def find_factory(name: str, kind: str) -> Callable[..., object]:
+    """What `package.module:factory` names, of a user's own; the current directory is searched, too."""
+    module_name, _, factory_name = name.partition(":")
+    module = user_module(module_name, name, kind)
+    factory: Callable[..., object] | None = getattr(module, factory_name, None)
+    if factory is None or not callable(factory):
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise no_factory(module_name, factory_name, callables)
+    return factory
+
+
+def no_factory(module_name: str, factory: str, callables: Sequence[str]) -> UsageError:
+    """The error for a name that a module does not define."""
+    return UsageError(
+        f"module {module_name!r} has no factory {factory!r}",
+        nearest(factory, callables) if callables else "The module defines nothing that can be called.",
+    )
+
+
+def user_module(module_name: str, name: str, kind: str) -> ModuleType:
+    """Import the module that the name of a user's own begins with."""
+    search_here()
+    try:
+        if not all(part.isidentifier() for part in module_name.split(".")):
+            raise ModuleNotFoundError(f"{module_name!r} is no absolute module name", name=module_name)
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a script that reads its command line when it is imported exits
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module_name}.".startswith(f"{missing}."):
+            raise user_error(f"importing {module_name!r} for the {kind} {name!r} failed", error) from error
+        raise UsageError(
+            f"cannot import {module_name!r} for the {kind} {name!r}: {error}",
+            "The part before the colon is a module that Python finds in the current directory or the environment.",
+            "Check the spelling, or run from the directory that holds it.",
+        ) from error
+
+
+def search_here() -> None:
+    """Have Python find modules in the current directory, too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

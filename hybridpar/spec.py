@@ -5,9 +5,9 @@
     0.9998,warmup                     Average(decay=0.9998, warmup=True)
 
 The keys are the fields of the dataclass, and their types say how a value is read: text, whole numbers, numbers, `on`
-and `off`, a choice (`Literal`), or numbers with `/` between them (a tuple). Fields without a default may be given
-without their key, in order; a key alone means `on`; `auto` is None, where the type allows it. What a number
-must be stands beside its type, as in `Annotated[float, POSITIVE]`.
+and `off`, a choice (`Literal`), or numbers with `/` between them (a tuple). Fields without a default, and those marked
+`UNNAMED`, may be given without their key, in order; a key alone means `on`; `auto` is None, where the type allows it.
+What a number must be stands beside its type, as in `Annotated[float, POSITIVE]`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ _T = TypeVar("_T")
 
 _WORDS = {"on": True, "true": True, "off": False, "false": False}
 
+#: Beside the type of a field: it may be given without its key, though it has a default.
+UNNAMED = "unnamed"
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -39,6 +42,13 @@ class Rule:
 
     text: str
     holds: Callable[[float], bool]
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value of any type is a number that the rule holds for."""
+        try:
+            return self.holds(value)
+        except TypeError:
+            return False
 
 
 AT_LEAST_0 = Rule("at least 0", lambda number: number >= 0)
@@ -55,23 +65,60 @@ def between(low: int, high: int) -> Rule:
     return Rule(f"from {low} to {high}", lambda number: low <= number <= high)
 
 
-def read_choice(option: str, text: str, choices: Mapping[str, type[_T]]) -> _T:
-    """The dataclass that `name:key=value,...` or `name,key=value,...` stands for."""
+def check_rules(options: object) -> None:
+    """Check that the fields of a dataclass are what stands beside their types; None is no value, and always allowed."""
+    for name, kind in fields_of(type(options)).items():
+        value = getattr(options, name)
+        for rule in typing.get_args(kind) if typing.get_origin(kind) is Annotated and value is not None else ():
+            if isinstance(rule, Rule) and not all(map(rule.allows, value if isinstance(value, tuple) else (value,))):
+                raise UsageError(f"--{name.replace('_', '-')} is {value}", f"It must be {rule.text}.")
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """`name` and `key=value,...` of `name:key=value,...` or `name,key=value,...`."""
     name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
+    return name, "".join(rest)
+
+
+def read_choice(option: str, text: str, choices: Mapping[str, type[_T]], usual: str | None = None) -> _T:
+    """The dataclass that `name:key=value,...` or `name,key=value,...` stands for; without a name, the usual choice."""
+    name, rest = split_name(text)
+    if usual is not None and "=" in name:
+        name, rest = usual, text
     if name not in choices:
         raise UsageError(f"{option} {shortened(text)}", f"There is no {shortened(repr(name))}.", nearest(name, choices))
-    return read_fields(f"{option} {shortened(text)}", "".join(rest), choices[name])
+    return read_fields(f"{option} {shortened(text)}", rest, choices[name])
 
 
 def read_fields(label: str, text: str, kind: type[_T]) -> _T:
     """A dataclass of the values in `value,key=value,...`."""
-    types_of = fields_of(kind)
-    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
-    given = split_fields(label, text, needed, [name for name, one in types_of.items() if one is bool])
-    values = read_values(label, given, types_of, defaults_of(kind))
-    if missing := [name for name in needed if name not in values]:
+    defaults = defaults_of(kind)
+    values = read_values(label, _split(label, text, kind), fields_of(kind), defaults)
+    if missing := [name for name in fields_of(kind) if name not in defaults and name not in values]:
         raise UsageError(label, f"It needs {missing[0]}.", f"Add {missing[0]}=VALUE.")
     return kind(**values)
+
+
+def overlay(label: str, below: str, above: str, kind: type) -> str:
+    """Two texts of `value,key=value,...` as one, in which the second wins."""
+    given = _split(label, below, kind) | _split(label, above, kind)
+    unnamed = _unnamed(kind)
+    return ",".join(given[key] if key in unnamed else f"{key}={given[key]}" for key in fields_of(kind) if key in given)
+
+
+def _split(label: str, text: str, kind: type) -> dict[str, str]:
+    flags = [name for name, declared in fields_of(kind).items() if declared is bool]
+    return split_fields(label, text, _unnamed(kind), flags)
+
+
+def _unnamed(kind: type) -> list[str]:
+    """The fields that may be given without their key."""
+    defaults = defaults_of(kind)
+    return [
+        name
+        for name, declared in fields_of(kind).items()
+        if name not in defaults or UNNAMED in getattr(declared, "__metadata__", ())
+    ]
 
 
 def fields_of(kind: type) -> Mapping[str, Any]:
@@ -85,13 +132,27 @@ def defaults_of(kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
-def split_fields(label: str, text: str, unnamed: Collection[str] = (), flags: Collection[str] = ()) -> dict[str, str]:
-    """Keys and values of `key=value,...`."""
+def with_options(text: str, **options: object) -> str:
+    """The text of a choice with other values of some keys, and without those that are None.
+
+    `sgd:nesterov` with momentum=0 is `sgd:nesterov,momentum=0`.
+    """
+    name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
+    parts = [part.strip() for part in "".join(rest).split(",") if part.strip()]
+    parts = [part for part in parts if part.partition("=")[0].strip() not in options]
+    parts += [f"{key}={value}" for key, value in options.items() if value is not None]
+    return f"{name}:{','.join(parts)}" if parts else name
+
+
+def split_fields(
+    label: str, text: str, unnamed: Collection[str] = (), flags: Collection[str] | None = ()
+) -> dict[str, str]:
+    """Keys and values of `key=value,...`; a flag, of which None allows any, may be without a value."""
     given: dict[str, str] = {}
     left = list(unnamed)
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key in flags and not equals:
+        if (flags is None or key in flags) and key and not equals:
             value = "on"
         elif key and left and not equals:
             key, value = left.pop(0), key
@@ -115,10 +176,10 @@ def read_values(
 
 
 def _read(label: str, key: str, text: str, kind: Any, defaults: Mapping[str, Any]) -> Any:
-    rules: list[Rule] = []
+    rules = [mark for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, Rule)]
     if typing.get_origin(kind) is Annotated:
-        kind, *rules = typing.get_args(kind)
-    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        kind = kind.__origin__
+    allowed = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     if types.NoneType in allowed and text == "auto":
         return None
     (kind,) = (one for one in allowed if one is not types.NoneType)

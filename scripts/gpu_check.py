@@ -61,7 +61,7 @@ Batch = tuple[Tensor, Tensor]
 EQUAL = {
     "sgd": TrainConfig(lr=1e-3),
     "micro-batches": TrainConfig(lr=1e-3, micro_batches=2),
-    "clipping": TrainConfig(lr=1e-3, clip_norm=0.5),
+    "clipping": TrainConfig(lr=1e-3, clip_grad=0.5),
     "no guard": TrainConfig(lr=1e-3, guard=False),
     "adamw": TrainConfig(lr=1e-4, optimizer="adamw"),
     "channels-last": TrainConfig(lr=1e-3, memory_format="channels_last"),
@@ -98,7 +98,7 @@ def train(device: torch.device, config: TrainConfig, batches: Sequence[Batch]) -
         float64.
     """
     torch.manual_seed(0)
-    model = build_model("resnet18", 10, stem="cifar")
+    model = build_model("resnet18", 10, args={"stem": "cifar"})
     before = _state_vector(model)
     with Trainer(model, config=config, world=World(device=device)) as trainer:
         losses = [trainer.step(batch).loss for batch in batches]
@@ -181,7 +181,7 @@ def main() -> int:
         ("convolutions", gpu_convolutions.run_checks(devices[1], convolutions)),
     ):
         checks += [Check(f"{part}, {one.name}", one.value, one.limit, one.verdict != "FAILED") for one in results]
-    checks.append(run_command(["resnet18", "--data", "synthetic", "--stem", "cifar", "--epochs", "3"]))
+    checks.append(run_command(["resnet18", "--data", "synthetic", "--model-arg", "stem=cifar", "--epochs", "3"]))
     for check in checks:
         print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.value} (limit {check.limit})")
     gpu = devices[1]

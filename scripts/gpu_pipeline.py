@@ -203,12 +203,12 @@ def all_checks(device: torch.device) -> dict[str, Callable[[], Outcome]]:
     add("dropout and recomputation", two, {**two, "recompute": (0, 1)}, dropout=0.3)
     add("recomputation", PLAIN, {**two, "recompute": (0, 1)})
     add("bf16", PLAIN, two, amp="bf16")
-    add("clipping", {"clip_norm": 0.5}, {**two, "clip_norm": 0.5})
+    add("clipping", {"clip_grad": 0.5}, {**two, "clip_grad": 0.5})
     for name, way in {"plain step": PLAIN, "2 stages": two, "4 stages": four}.items():
         add(f"CUDA graph, {name}", way, {**way, "cuda_graph": True})
         add(f"CUDA graph, {name}, a smaller step between", way, {**way, "cuda_graph": True}, uneven=True)
     add("CUDA graph, bf16", two, {**two, "cuda_graph": True}, amp="bf16")
-    adamw: dict[str, object] = {**two, "optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.5}
+    adamw: dict[str, object] = {**two, "optimizer": "adamw", "lr": 1e-3, "clip_grad": 0.5}
     add("CUDA graph, AdamW, clipping", adamw, {**adamw, "cuda_graph": True})
     checks["NCCL, one worker"] = lambda: sum_over_one(device)
     return checks

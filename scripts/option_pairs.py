@@ -39,18 +39,21 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = re.split(
     r",\s+",
     """\
-compile, cuda-graph, deterministic, nesterov, no-guard, no-hierarchy, profile, shard-optimizer, amp bf16, amp fp16,
-augment ra:2,9, batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5, betas 0.8 0.9 --optimizer adamw,
-bucket-mb 0.1, checkpoint-every 1, clip-mode agc --clip-norm 1, clip-norm 1, color-jitter 0.4, compress auto,
-compress onebit, compress powersgd:rank=2, cutmix 0.5, double-buffer delay, double-buffer half, drop-rate 0.1,
-freeze 0*, head-lr-scale 2, keep-best test_loss:2, kernels auto, label-smoothing 0.1, layer-decay 0.8,
-loader-workers 1, loss bce, lr 0.02, lr-per-sample 0.001, lr-schedule plateau, memory-format channels_last,
-micro-batches 2, mixup 0.2, model-ema 0.9, momentum 0, offload 0 --stages 2, optimizer adafactor, optimizer adamw,
-placement loop --stages 4, plan auto --epochs 9999 --stop-early 1, random-erasing 0.5, recipe onebit-sgd,
-recompute 0 --stages 2, repeats 2, replicas 2, schedule gpipe --stages 2,
-select-batch 1 --epochs 2 --data synthetic:samples=512, shares 2,1, shares auto, stages 2, stop-early 1, sync local:2,
-sync outer:2, sync ps, sync ps-async, sync-lanes 1, test-image-size 12, timeline t.json,
-warm-start-steps 1 --sync outer:1, weights none, resume --epochs 3""",
+compile, cuda-graph, deterministic, no-guard, profile, shard-optimizer, amp bf16, amp fp16,
+augment ra,n=2,m=9, augment erase=0.5, augment color_jitter=0.4, augment repeats=2,
+batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5,
+checkpoints 1, clip-grad 1, clip-grad 1,mode=agc, compress auto,
+compress onebit, compress powersgd:rank=2, drop 0.1, freeze 0*, image-size 8,test=12, kernels auto,
+loader-workers 1, loss bce, loss ce:smoothing=0.1, lr 0.02, lr 0.1/256, lr-schedule plateau,
+memory-format channels_last, micro-batches 2, mix mixup=0.2, mix cutmix=0.5, model-ema 0.9, offload 0 --stages 2,
+optimizer adafactor, optimizer adamw:betas=0.8/0.9,
+optimizer sgd:momentum=0, optimizer sgd:nesterov, optimizer sgd:layer_decay=0.8,head_lr=2,
+placement loop --stages 4, plan auto --epochs 9999 --checkpoints stop=1,
+recompute 0 --stages 2, recompute all, replicas 2, schedule gpipe --stages 2,
+select-batch 1 --epochs 2 --data synthetic:samples=512, shares 2,1, shares auto, stages 2, checkpoints stop=1,
+sync allreduce:hierarchy=off, sync allreduce:late=delay, sync allreduce:late=half, sync allreduce:lanes=1,
+sync local:2, sync onebit-sgd, sync outer:2, sync outer:1,warm=1, sync ps, sync ps-async, test-every 2,
+timeline t.json, weights none, resume --epochs 3""",
 )
 
 BASE = ("scripts.option_pairs:net", "--data", "synthetic:samples=32", "--image-size", "8")
@@ -97,7 +100,7 @@ def trained(pair: Sequence[str], workers: int, timeout: float = 300.0) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for options in (fresh, pair) if len(fresh) < len(pair) else (pair,):
             words = [word for option in options for word in f"--{option}".split()]
-            message = _ended(["train", *BASE, *words, "--workers", str(workers)], folder, timeout)
+            message = _ended(["train", *BASE, *words, "--nproc", str(workers)], folder, timeout)
             if message:
                 return message
     return ""

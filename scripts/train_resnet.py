@@ -1,7 +1,7 @@
 """Trains a ResNet from a checkout; `hybridpar train` does the work.
 
     python scripts/train_resnet.py                            # ResNet-18 on digits
-    python scripts/train_resnet.py resnet34 --data cifar10 --stem cifar
+    python scripts/train_resnet.py resnet34 --data cifar10 --model-arg stem=cifar
     python scripts/train_resnet.py thesis --small             # the thesis's benchmark: see benchmarks/thesis
 
 The model, where one is named, comes first; everything behind it is an option of `hybridpar train`, and everything

@@ -75,7 +75,7 @@ def command() -> Counter[str]:
     """The calls of `hybridpar train` with one step and nothing planned, in this process."""
     profile = Profile()
     profile.on = True
-    options = ["--data=synthetic", "--workers=1", "--plan=none", "--steps=1", "--batch-size=8", "--image-size=32"]
+    options = ["--data=synthetic", "--nproc=1", "--plan=none", "--steps=1", "--batch-size=8", "--image-size=32"]
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["hybridpar", "train", "resnet18", *options, f"--run-dir={folder}/run"]
         try:

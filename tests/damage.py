@@ -177,14 +177,14 @@ def kinds() -> list[Kind]:
     ]
 
 
-RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "workers": 2, "mean": [0.1, 0.2, 0.3], "amp": "bf16",
-"keep": 3, "recompute": [1], "data_root": "data", "model_arg": ["a=1"], "plan": "auto"}, "images": {"class_names":
+RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "nproc": 2, "mean": [0.1, 0.2, 0.3], "amp": "bf16",
+"recompute": [1], "data_root": "data", "model_arg": ["a=1"], "plan": "auto"}, "images": {"class_names":
 ["a", "b"], "sample_shape": [3, 8, 8], "mean": [0.5, 0.5, 0.5], "std": [1, 1, 1], "test_size": 8, "whole": true,
 "multi_label": false}}"""
 
 
 def _find_run(path: Path) -> tuple[TrainConfig, ImageFacts | None]:
-    rundir._place_of_job(path.parent, "7")
+    rundir._folder_of_job(path.parent, "7")
     facts = rundir.read_facts(path.parent)
     return rundir.recorded_config(facts, path.parent), ImageFacts.read(facts.get("images"))
 
@@ -318,13 +318,13 @@ class Checkpoints:
         if name == "manifest.json":
             self._write({name: damaged(data, chance)})
             return
-        if chance.random() < 0.7:
+        if name.endswith(".pt") and chance.random() < 0.7:
             data = _with_pickle(data, lambda inner: _damaged_pickle(inner, chance))
         else:
             data = damaged(data, chance)
         manifest = json.loads(self._good["manifest.json"])
         if chance.random() < 0.95:
-            manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            manifest["files"][name] = hashlib.sha256(data).hexdigest()
         self._write({name: data, "manifest.json": json.dumps(manifest).encode()})
 
     def read(self) -> None:

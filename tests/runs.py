@@ -5,7 +5,6 @@ Every run that a test finishes goes through `check_run`, so the files a user rel
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jsonschema
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +23,9 @@ from torch import Tensor
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.observe import plots, read_metrics, summary_schema
+from hybridpar.observe import plots
+from hybridpar.observe.metrics import read_metrics
+from hybridpar.observe.summary import validate_summary
 from hybridpar.plan import read_plan
 from hybridpar.run.run import run_training
 from hybridpar.train.checkpoint import load_checkpoint
@@ -114,17 +114,10 @@ def small_disk(place: Path, *, kilobytes: int) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-@functools.cache  # which checks the schema too, once
-def _summary_validator() -> jsonschema.Draft202012Validator:
-    schema = summary_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
-
-
 def check_run(run_dir: Path, *, ended: str = "finished", steps: int | None = None) -> dict[str, Any]:
     """Check what a run left behind, and return its summary."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    _summary_validator().validate(summary)
+    validate_summary(summary)
     assert summary["exit"] == ended
     if steps is not None:
         assert summary["steps"] == steps

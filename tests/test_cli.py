@@ -20,7 +20,7 @@ from hybridpar.commands import COMMANDS, HELP_ALL, find_command, load_commands
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.train.checkpoint_files import list_checkpoints
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
@@ -37,7 +37,7 @@ def call(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def run(*arguments: str) -> tuple[int, str]:
-        workers = [] if "RANK" in os.environ else ["--workers=1"]
+        workers = [] if "RANK" in os.environ else ["--nproc=1"]
         with restored_modes():
             try:
                 code = main([*arguments, *workers, "--no-tune-process"])
@@ -87,8 +87,8 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
         for text in (short, full):
             assert re.search(rf"^\W*{title} options\W*$", text, flags=re.MULTILINE)
     assert options_in(short) == {f"--{name.replace('_', '-')}" for name in SHOWN if name != "model"}
-    own = {field.name for field in fields(Train)} - {"model"}
-    named = {one if one == "--no-decay" else one.replace("--no-", "--") for one in options_in(full)}
+    own = {field.name for field in fields(Train)} - {"model", "given"}
+    named = {one.replace("--no-", "--") for one in options_in(full)}
     assert named == {f"--{name.replace('_', '-')}" for name in own}
     assert "None" not in full, "a default that is no value says nothing"
 
@@ -101,7 +101,9 @@ def test_the_help_of_a_command_shows_no_default_that_says_nothing(capsys):
 
 def test_none_unsets_what_a_preset_sets():
     parse = find_command("train").parse
-    assert parse("train", ["m", "--weights", "none", "--drop_rate=none", "--compress", "none"]) == Train(model="m")
+    assert parse("train", ["m", "--weights", "none", "--drop=none", "--compress", "none"]) == Train(
+        model="m", given=frozenset({"weights", "drop", "compress"})
+    )
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
@@ -129,12 +131,12 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
     [
         (["tests.small_nets:plane"], ["no factory 'plane'", "Did you mean plain"]),
         (["tests.small_nets:broken"], ["tests.small_nets:broken failed: IndexError", 'nets.py", line', "--debug"]),
-        (["resnet18", "--lr", "-1"], ["--lr is -1.0", "greater than 0"]),
-        (["resnet18", "--checkpoint-every", "often"], ["'often'", "60s"]),
+        (["resnet18", "--lr=-1"], ["--lr is -1.0", "greater than 0"]),
+        (["resnet18", "--checkpoints", "often"], ["--checkpoints often", "60s"]),
         ([*SMALL_NET, "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),
         ([*SMALL_NET, "--batch-size", "8", "--micro-batches", "6"], ["Use --batch-size 12 or more"]),
-        (["mobilenet_v2", "--stem", "cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
-        (["resnet18", "--nesterov", "--momentum", "0"], ["--nesterov", "momentum"]),
+        (["mobilenet_v2", "--model-arg", "stem=cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
+        (["resnet18", "--optimizer", "sgd:nesterov,momentum=0"], ["sgd:nesterov,momentum=0", "needs momentum"]),
     ],
 )
 def test_a_wrong_request_exits_with_2(call, arguments, said, tmp_path):
@@ -183,7 +185,7 @@ def photos(tmp_path):
 
 def test_a_killed_loader_process_of_the_only_worker_exits_with_1_and_resumes(call, tmp_path, photos, monkeypatch):
     arguments = small_arguments(tmp_path / "run", "--data=folder", f"--data-root={photos}", "--batch-size=2")
-    arguments += ["--loader-workers=1", "--checkpoint-every=1"]
+    arguments += ["--loader-workers=1", "--checkpoints=1"]
     step, others = Trainer.step, multiprocessing.active_children()
 
     def killing(trainer, *given, **options):
@@ -238,14 +240,14 @@ def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
     code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest}", "--optimizer=adamw"))
     assert code == 2
     assert_one_error(error, "state of SGD, this run uses AdamW")
-    code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest / 'model.pt'}"))
+    code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest / 'model.safetensors'}"))
     assert code == 2
     assert_one_error(error, "is not a checkpoint", "step-N")
-    content = (newest / "model.pt").read_bytes()
-    (newest / "model.pt").write_bytes(content[:-10])
+    content = (newest / "model.safetensors").read_bytes()
+    (newest / "model.safetensors").write_bytes(content[:-10])
     code, error = call(*small_arguments(tmp_path / "run", "--resume"))
     assert code == 2
-    assert_one_error(error, str(newest / "model.pt"), "is damaged", "--resume-from")
+    assert_one_error(error, str(newest / "model.safetensors"), "is damaged", "--resume-from")
     code, error = call(*small_arguments(tmp_path / "empty", "--resume"))
     assert code == 2
     assert_one_error(error, "nothing to resume")
@@ -300,7 +302,7 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers, said)
         "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
         "def started(*more, **options):\n    print('torch' in sys.modules, file=sys.stderr)\n    sys.exit(7)\n"
         "train.launch_workers = train.prepare_worker = started\n"
-        f"cli.main(['train', 'resnet18', '--workers', '{workers}'])"
+        f"cli.main(['train', 'resnet18', '--nproc', '{workers}'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -348,7 +350,7 @@ def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tm
     program = (
         "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
         "train.launch_workers = train.prepare_worker = train._announce = None\n"
-        f"code = cli.main({['train', *arguments, '--workers', '2']})\n"
+        f"code = cli.main({['train', *arguments, '--nproc', '2']})\n"
         "heavy = {'torch', 'torchvision', 'tvm', 'matplotlib', 'sklearn', 'networkx'}\n"
         "print(code, heavy & set(sys.modules))"
     )
@@ -362,9 +364,9 @@ def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tm
 def test_a_job_that_is_not_described_is_an_error(call, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    code, error = call("train", "resnet18", "--workers", "2")
+    code, error = call("train", "resnet18", "--nproc", "2")
     assert code == 2
-    assert_one_error(error, "--workers 2 in a job of 1", "unset")
+    assert_one_error(error, "--nproc 2 in a job of 1", "unset")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +19,9 @@ from PIL import Image
 
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train, check_names
-from hybridpar.observe import plots, read_metrics
+from hybridpar.config.data import images_over
+from hybridpar.observe import plots
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.run.run import run_training
 from tests.runs import restored_modes
@@ -74,7 +77,7 @@ def test_loops_of_ones_own_on_two_workers(tmp_path: Path) -> None:
 def test_train_resnet_passes_its_options_on_to_a_tuned_process(tmp_path: Path) -> None:
     script = str(ROOT / "scripts/train_resnet.py")
     options = ["--data", "synthetic:samples=40", "--image-size", "16", "--batch-size", "20"]
-    done = run([script, *options, "--epochs", "1", "--workers", "1", "--run-dir", "run"], tmp_path)
+    done = run([script, *options, "--epochs", "1", "--nproc", "1", "--run-dir", "run"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "off with --no-tune-process" in done.stdout
     assert not done.stderr
@@ -139,10 +142,9 @@ LIGHT = {
 def read_recipe(path: Path, *words: str) -> Train:
     """A recipe with more options, without published weights, which would have to be downloaded."""
     command = find_command("train")
-    line = [one for one in command.expanded("train", ["--config", str(path), *words]) if one != "--weights=default"]
-    options = command.parse("train", line)
+    options = command.parse("train", ["--config", str(path), *words])
     assert isinstance(options, Train)
-    return options
+    return replace(options, weights=None) if options.weights == "default" else options
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +168,14 @@ def test_recipes_train(path: Path, flowers: Path, tmp_path: Path, monkeypatch: p
     there = read_recipe(path, f"--data-root={flowers}")
     check_names(there, there.model)  # its data may not be on this machine
     size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 40
-    small = ["--batch-size=8", f"--image-size={size}", f"--test-image-size={size}", "--steps=2", "--loader-workers=0"]
-    alone = ["--plan=none", "--workers=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]
+    images = images_over(as_published.image_size, f"{size},test={size}")
+    small = ["--batch-size=8", f"--image-size={images}", "--steps=2", "--loader-workers=0"]
+    alone = ["--plan=none", "--nproc=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]
     model = [LIGHT[path.stem]] if path.stem in LIGHT else []
     options = read_recipe(path, *small, *alone, *model, "--data=folder", f"--data-root={flowers}")
     monkeypatch.setattr(plots, "_png", lambda draw, height: b"")  # to render pictures takes longer than to train
     with restored_modes():
-        assert run_training(options, options.model, frozenset()) == 0
+        assert run_training(options, options.model) == 0
     losses = read_metrics(tmp_path / "run").steps["loss"]
     assert len(losses) == 2
     assert 0 < float(losses[0]) < 10  # the rates are those of large batches, so the second may be large

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridpar.errors import UsageError
-from hybridpar.registry import Registry, names_in_source
+from hybridpar.registry import Registry
 
 
 @pytest.fixture
@@ -27,11 +27,3 @@ def test_a_name_can_be_taken_only_once(fruits):
     with pytest.raises(ValueError, match="fruit 'pear' is registered twice: as 'green' and as 'another'"):
         fruits.register("pear", "another")("X")
     assert fruits.get("pear") == "P"
-
-
-def test_names_are_read_from_the_source_without_an_import(tmp_path):
-    (tmp_path / "one.py").write_text(
-        "import nothing_that_exists\n@KINDS.register('first', 'text')\ndef _first(): ...\n"
-        "@KINDS.register()\ndef second(): ...\n@OTHER.register('third')\ndef third(): ...\n"
-    )
-    assert names_in_source(tmp_path, "KINDS.register") == {"first", "second"}

@@ -62,7 +62,7 @@ def test_averages() -> None:
         ({"sync": "outer:4,delay=2,delay=1"}, "delay is given twice in --sync"),
         ({"sync": "outer:4,delay="}, "'delay=' in --sync outer:4,delay=\nOptions are key=value"),
         ({"sync": "outer:4,delay=soon"}, "delay=soon\nThe value of delay is a whole number."),
-        ({"sync": "allreduce,servers=2"}, "has no option 'servers'\nIt takes no options."),
+        ({"sync": "allreduce,servers=2"}, "has no option 'servers'\nValid: bucket, hierarchy, lanes, late."),
         ({"lr_schedule": "cosin"}, "--lr-schedule cosin\nThere is no 'cosin'.\nDid you mean cosine?"),
         ({"lr_schedule": "cosine:rate=0.1"}, "--lr-schedule cosine:rate=0.1 has no option 'rate'"),
         ({"lr_schedule": "cosine:min=-1"}, "--lr-schedule cosine:min=-1: min=-1\nIt must be at least 0."),

@@ -31,8 +31,8 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "softsync:2": (3, ("--sync", "softsync:2")),
     "ps-async": (3, ("--sync", "ps-async")),
     "plain, 2 workers": (2, ("--plan", "none")),
-    "onebit-sgd": (2, ("--recipe", "onebit-sgd")),
-    "onebit-sgd, a step late": (2, ("--recipe", "onebit-sgd", "--double-buffer", "delay")),
+    "onebit-sgd": (2, ("--sync", "onebit-sgd")),
+    "onebit-sgd, a step late": (2, ("--sync", "onebit-sgd:late=delay")),
     "local:4": (2, ("--sync", "local:4")),
 }
 #: What a way may lose against the plain run with as many workers, in parts of one.
@@ -86,8 +86,8 @@ def train(way: str, seed: int, arguments: Sequence[str]) -> dict[str, Any]:
     """
     workers, own = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
-        command = ["hybridpar", "train", *arguments, "--workers", str(workers), *own, "--seed", str(seed)]
-        options = ["--run-dir", folder, "--overwrite", "--checkpoint-every", "never"]
+        command = ["hybridpar", "train", *arguments, "--nproc", str(workers), *own, "--seed", str(seed)]
+        options = ["--run-dir", folder, "--overwrite", "--checkpoints", "never"]
         done = subprocess.run([sys.executable, "-m", *command, *options], capture_output=True, text=True, check=False)
         if done.returncode:
             raise HybridparError(f"{' '.join(command)} ended with {done.returncode}", done.stderr.strip()[-2000:])

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.large.main` trains a network of few wide layers, and one of many narrow ones, in one process, then
 as four stages on four workers, each under a limit of 0.35 of the memory that the one process took (`RLIMIT_DATA`, over
-what imports alone take). The pipeline trains, saves, resumes in new processes, evaluates, and its checkpoint is loaded
-by one plain `torch.load`. Losses must be equal. Peaks are resident memory over that after all imports.
+what imports alone take). The pipeline trains, saves, resumes in new processes, evaluates, and its checkpoint has the
+weights of the one process. Losses must be equal. Peaks are resident memory over that after all imports.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import nn
 from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig
 from hybridpar.models.deferred import DeferredModel, imagined, places
+from hybridpar.train.checkpoint import load_model_state
 from hybridpar.train.trainer import Trainer
 
 #: Width and number of its square layers: 255 MB in each.
@@ -184,9 +185,7 @@ def measure(shape: tuple[int, int], stages: int) -> list[dict[str, Any]]:
         need = max(half["peak"] for half in whole)
         cap = int(CAP * need)
         halves = [run(shape, stages, Path(many), cap) for _ in range(2)]
-        exported, plain = (
-            torch.load(Path(where, f"step-{2 * STEPS}", "model.pt"), weights_only=True) for where in (many, one)
-        )
+        exported, plain = (load_model_state(Path(where, f"step-{2 * STEPS}")) for where in (many, one))
         apart = max(float((exported[name] - plain[name]).abs().max()) for name in plain)
     rows = []
     for half, (before, workers) in enumerate(zip(whole, halves, strict=True)):

@@ -92,7 +92,7 @@ def write_images(root: Path, width: int, height: int) -> float:
     from hybridpar.config import DataConfig
     from hybridpar.data import load_dataset
 
-    photographs: list[Image.Image] = load_dataset(DataConfig(data="photos")).train.photographs  # type: ignore[attr-defined]
+    photographs: list[Image.Image] = load_dataset(DataConfig(data="photos")).train.dataset.photographs  # type: ignore[attr-defined]
     rng = np.random.default_rng(0)
     sizes = []
     for number in range(IMAGES):

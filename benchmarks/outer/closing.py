@@ -94,7 +94,7 @@ def main(options: Options) -> int:
         began = time.perf_counter()
         with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
             if options.link == LOOPBACK:
-                command = [sys.executable, *arguments, "--workers", str(options.workers)]
+                command = [sys.executable, *arguments, "--nproc", str(options.workers)]
                 subprocess.run(command, env={**os.environ, **environment}, stdout=said, timeout=TIMEOUT, check=True)
             else:
                 with Network(options.workers, options.link) as network:

@@ -24,7 +24,7 @@ from benchmarks.rig.records import append_dicts
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 _MODELS = ("resnet18", "resnet34", "mobilenet_v2", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5", "vgg11_bn")
 _STEPS = 3
-_TIMEOUT = 300.0
+_TIMEOUT = 1200.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Job:
         """Exit code of the command, and the run's summary."""
         with tempfile.TemporaryDirectory() as folder, _capped(self.cap) as procs:
             options = {"data": "synthetic:samples=1024", "image-size": self.side, "batch-size": batch, "lr": 0.001}
-            options |= {"workers": self.workers, "optimizer": self.optimizer, "steps": _STEPS}
+            options |= {"nproc": self.workers, "optimizer": self.optimizer, "steps": _STEPS}
             words = [f"--{name}={value}" for name, value in options.items()]
             done = subprocess.run(
                 [
@@ -52,7 +52,7 @@ class Job:
                     self.model,
                     *words,
                     f"--run-dir={folder}/run",
-                    "--checkpoint-every=never",
+                    "--checkpoints=never",
                 ],
                 env={**os.environ, "HYBRIDPAR_CACHE": f"{folder}/cache"},
                 preexec_fn=lambda: procs.write_text(str(os.getpid())),

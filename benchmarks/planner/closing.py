@@ -1,6 +1,6 @@
 """Runs `hybridpar train` as a user does and compares the predicted step time with the measured one.
 
-`hybridpar train resnet18 --data digits --workers 2`, again and again, each time with an empty cache: it measures,
+`hybridpar train resnet18 --data digits --nproc 2`, again and again, each time with an empty cache: it measures,
 plans, trains, and compares what it predicted with what it measured. On a shaped link the same command runs once in
 every host, as it does under a launcher. Errors are those of the prediction: over what was measured, less one.
 """
@@ -69,7 +69,7 @@ def _run(link: str, number: int) -> Check:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
             _start(arguments, link, environment, said)
             said.seek(0)
-            planned = re.search(r"plan +(.*?), about .*planned in\s+([\d.]+) s", said.read(), re.DOTALL)
+            planned = re.search(r"plan +(.*?), about .*?planning took\s+([\d.]+) s", said.read(), re.DOTALL)
         assert planned is not None, "the run was not planned"
         plan = read_plan(place / "plan.json")
         lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -105,5 +105,5 @@ def _start(arguments: list[str], link: str, environment: dict[str, str], said: I
         with Network(2, link) as network:
             launch(arguments, network, timeout=TIMEOUT, environment=environment, stdout=said)
         return
-    command = [sys.executable, *arguments, "--workers", "2"]
+    command = [sys.executable, *arguments, "--nproc", "2"]
     subprocess.run(command, env={**os.environ, **environment}, stdout=said, timeout=TIMEOUT, check=True)

@@ -42,7 +42,7 @@ from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.trials import random_batch
-from hybridpar.run.plan import sync_of
+from hybridpar.run.recorded_plan import sync_of
 from hybridpar.train.trainer import MicroBatches, Trainer, open_trial
 
 TARGET = 0.97

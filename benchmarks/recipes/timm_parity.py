@@ -33,6 +33,7 @@ from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig, Trainer
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train
+from hybridpar.config.optimizer import Automatic, Binary
 from hybridpar.config.rates import Cosine
 from hybridpar.data import TrainBatches, load_dataset
 from hybridpar.data.mix import draw_mix
@@ -45,14 +46,14 @@ IMAGES, TESTED = 200, 16
 
 #: Both recipes on small images and batches, in float32, with rates by step, so that they run on a laptop.
 SMALL = (
-    "--batch-size 16 --image-size 64 --test-image-size 96 --epochs 5 --plan none --amp none "
-    "--warmup-epochs 1 --lr-schedule cosine:min=1e-6,warmup_lr=1e-5"
+    "--batch-size 16 --image-size 64,test=96 --epochs 5 --plan none --amp none "
+    "--lr-schedule cosine:min=1e-6,warmup_lr=1e-5"
 )
 
 RECIPES = {
     "a3": f"timm/resnet18 --preset a3 {SMALL} --lr 7e-4",
-    "ema": f"timm/resnet18 {SMALL} --optimizer adamw --lr 1e-4 --weight-decay 0.05 --label-smoothing 0.1 "
-    "--augment timm/rand-m9-mstd0.5-inc1 --mixup 0.2 --cutmix 1.0 "
+    "ema": f"timm/resnet18 {SMALL} --optimizer adamw --lr 1e-4 --weight-decay 0.05 --loss ce:smoothing=0.1 "
+    "--augment timm:rand-m9-mstd0.5-inc1 --mix mixup=0.2,cutmix=1 "
     "--model-ema 0.99,warmup",
 }
 
@@ -61,7 +62,7 @@ def options_of(recipe: str, root: Path) -> TrainConfig:
     """The options of a recipe on the images in a directory."""
     command = find_command("train")
     words = [*RECIPES[recipe].split(), "--data", "folder", "--data-root", str(root)]
-    options = command.parse("train", command.expanded("train", words))
+    options = command.parse("train", words)
     assert isinstance(options, Train)
     return options
 
@@ -89,8 +90,8 @@ def batches_of(options: TrainConfig, steps: int) -> tuple[list[tuple[Tensor, Ten
         workers=1,
         micro_batches=1,
         loader_workers=0,
-        in_pairs=options.mixes,
-        repeats=options.repeats,
+        in_pairs=options.mixing.is_on,
+        repeats=options.augmentation.repeats,
     )
     made: list[tuple[Tensor, Tensor]] = []
     for epoch in range(options.epochs):
@@ -116,7 +117,7 @@ def timms(
     """The same of a loop as in timm's train.py, with `--sched-on-updates` and `--warmup-prefix`."""
     optimizer = create_optimizer_v2(
         model,
-        options.optimizer.removeprefix("timm/"),
+        options.optim.name.removeprefix("timm/"),
         lr=options.peak_lr,
         weight_decay=options.weight_decay,
         momentum=options.momentum,
@@ -125,19 +126,23 @@ def timms(
     assert isinstance(schedule, Cosine)
     scheduler = CosineLRScheduler(
         optimizer,
-        t_initial=(options.epochs * per_epoch) - round(options.warmup_epochs * per_epoch),
+        t_initial=(options.epochs * per_epoch) - round(options.rate_schedule.warmup * per_epoch),
         lr_min=schedule.min,
-        warmup_t=round(options.warmup_epochs * per_epoch),
+        warmup_t=round(options.rate_schedule.warmup * per_epoch),
         warmup_lr_init=schedule.warmup_lr or 0.0,
         warmup_prefix=True,
         t_in_epochs=False,
     )
+    asked = options.criterion
     mixup = Mixup(
-        options.mixup, options.cutmix, switch_prob=0.5, label_smoothing=options.label_smoothing, num_classes=classes
+        *(options.mixing.mixup, options.mixing.cutmix),
+        switch_prob=0.5,
+        label_smoothing=asked.smoothing,
+        num_classes=classes,
     )
     loss_fn: nn.Module = SoftTargetCrossEntropy()
-    if options.loss == "bce":
-        loss_fn = BinaryCrossEntropy(target_threshold=options.bce_threshold)
+    if isinstance(asked, Binary) and not isinstance(asked, Automatic):
+        loss_fn = BinaryCrossEntropy(target_threshold=asked.threshold)
     ema = ModelEmaV3(model, decay=options.ema.decay, use_warmup=True) if options.ema is not None else None
     model.train()
     losses = []
@@ -178,8 +183,8 @@ def recorded_draw(options: TrainConfig, step: int, size: Any) -> tuple[float, bo
         return box_around(own, row, column, size)
 
     with mock.patch.object(module, "box_around", note):
-        draw = draw_mix(options, options.seed, step, tuple(size))
-    return seen[0] if seen else (draw.own, False, ())
+        draw = draw_mix(options.mixing, options.seed, step, tuple(size))
+    return seen[0] if seen else (draw.lam, False, ())
 
 
 def main() -> None:

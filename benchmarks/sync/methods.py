@@ -6,7 +6,7 @@ A method is a name, as it stands in the table:
     ddp, ddp-fp16             DistributedDataParallel, and with torch's own hook
     ddp-psgd1, ddp-psgd4      torch's PowerSGD hook of rank 1 and 4, in one bucket; with several it can hang on gloo
     epfml-..., grace-..., seed-...   see `benchmarks.sync.peers`
-    own:CODEC[@LANES]         hybridpar's trainer with `--compress CODEC --sync-lanes LANES`
+    own:CODEC[@LANES]         hybridpar's trainer with `--compress CODEC --sync allreduce:lanes=LANES`
     own:auto[:FIDELITY]       the same, with a codec that it measures and chooses itself
     hook:CODEC                hybridpar's hook on DistributedDataParallel
 """
@@ -172,7 +172,7 @@ def split_lanes(text: str) -> tuple[str, int]:
     codec, at, lanes = text.partition("@")
     if at and not (lanes.isdigit() and 1 <= int(lanes) <= 8):
         raise UsageError(f"{lanes!r} lanes in {text!r}", "There are 1 to 8.", f"Try {codec}@2.")
-    return codec, int(lanes) if at else TrainConfig().sync_lanes
+    return codec, int(lanes) if at else TrainConfig().exchange.lanes
 
 
 class _ByHand(Method):
@@ -279,7 +279,7 @@ class _Own(Method):
         options: dict[str, Any] = {"compress": codec}
         if name == "auto":  # chooses the codec alone
             options = {"compress": name, "plan": "none", **({"fidelity": fidelity} if fidelity else {})}
-        config = TrainConfig(**options, sync_lanes=lanes, seed=setting.seed)
+        config = TrainConfig(**options, sync=f"allreduce:lanes={lanes}", seed=setting.seed)
         world = place.world(lanes)
         self.model = setting.build()
         # As in `hybridpar train`, the codec is searched for: by the inputs, for a run that is long enough.

@@ -193,7 +193,7 @@ def why_absent(data: str, options: Options) -> str:
     """One line that says what to download, where a data set cannot be read; else empty."""
     root = options.data_root.expanduser().resolve()
     try:
-        load_dataset(DataConfig(data=data, data_root=root, download=options.download))
+        load_dataset(DataConfig(data=f"{data},download" if options.download else data, data_root=root))
     except DataError as error:
         where, folder = cells.SOURCES.get(data, ("", ""))
         todo = f"download {where} and unpack it so that {root / folder} is there, or add --download" if where else ""

@@ -48,7 +48,7 @@ class Task:
             lr=setting.lr,
             seed=self.seed,
             epochs=setting.epochs,
-            workers=self.workers,
+            nproc=self.workers,
             plan="none",  # layouts are compared that were chosen beforehand
         )
 
@@ -60,7 +60,8 @@ class Task:
     def build(self) -> nn.Module:
         """The model; the same weights for every method and worker."""
         seed_everything(self.seed)
-        return build_model(self.setting.model, self.data.classes, stem=self.setting.stem)  # type: ignore[arg-type]
+        args = {"stem": self.setting.stem} if self.setting.stem == "cifar" else {}
+        return build_model(self.setting.model, self.data.classes, args=args)
 
     def batches(self, epoch: int, part: int, parts: int, readers: int, micro_batches: int = 1) -> Iterator[Batch]:
         """The batches of an epoch, without what does not fill a batch.

@@ -31,27 +31,25 @@ def gather_items(item: Any, group: Group) -> list[Any]:
 def gather_on_first(mine: Any, ranks: Sequence[int], group: Group) -> list[Any] | None:
     """Something large of some workers on rank 0 of a group; a collective of all of its workers.
 
-    Tensors follow each into the memory where it stays; of those on the meta device only the form is sent.
+    Tensors follow each into the memory where it stays.
     """
     text, tensors = take_apart(mine) if group.rank in ranks and group.rank else ("null", [])
-    facts = gather_items((text, tensor_facts(tensors), [tensor.is_meta for tensor in tensors]), group)
+    facts = gather_items((text, tensor_facts(tensors)), group)
     if group.rank:
         for tensor in tensors:
-            if not tensor.is_meta:
-                group.send(bytes_of(tensor.to(group.device)), 0)
+            group.send(bytes_of(tensor.to(group.device)), 0)
         return None
     items = []
     for source in ranks:
         if source == 0:
             items.append(mine)
             continue
-        text, forms, without = facts[source]
+        text, forms = facts[source]
         tensors = []
-        for (shape, dtype), is_meta in zip(forms, without, strict=True):
-            tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta" if is_meta else group.device)
-            if not is_meta:
-                group.recv(bytes_of(tensor), source)
-            tensors.append(tensor if is_meta else tensor.cpu())
+        for shape, dtype in forms:
+            tensor = torch.empty(shape, dtype=DTYPES[dtype], device=group.device)
+            group.recv(bytes_of(tensor), source)
+            tensors.append(tensor.cpu())
         items.append(put_together(text, tensors))
     return items
 

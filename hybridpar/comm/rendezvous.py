@@ -96,7 +96,7 @@ def initialise(device: torch.device, timeout: float) -> None:
             f"worker {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the job at "
             f"{_store_address()}: {first_line(error)}",
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
-            _name_hint() or "Start workers with `hybridpar train --workers N`, or with torchrun.",
+            _name_hint() or "Start workers with `hybridpar train --nproc N`, or with torchrun.",
         ) from error
     _group = dist.group.WORLD
 
@@ -124,7 +124,7 @@ def job_store(limit: datetime.timedelta) -> Any:
             raise UsageError(
                 f"the job cannot meet at {address}: the port is in use",
                 "MASTER_PORT must be free on the host of worker 0; another job may be using it.",
-                "Set another MASTER_PORT (with --launch ssh, port= in the line of the first host), or start with "
+                "Set another MASTER_PORT (with --hosts ssh:FILE, port= in the line of the first host), or start with "
                 "`torchrun --standalone`, which chooses a free port.",
             ) from error
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"

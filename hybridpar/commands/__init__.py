@@ -12,12 +12,13 @@ import inspect
 import pkgutil
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
+from hybridpar.config.foreign import check_foreign
 from hybridpar.registry import Registry
 
 Options = TypeVar("Options")
@@ -35,31 +36,40 @@ class Command:
         run: Function that runs it.
         groups: Titles of its help screen, with the base classes of `options` that each shows; empty for one group.
         shown: Names of the options that `--help` shows where there are groups; `--help-all` shows all.
-        expand: Called with a command line and with what reads one; returns the command line that is read in its place.
+        read: Called with a command line; returns the values in the files that it names, by option, and its other words.
     """
 
     options: type
     run: Callable[[Any, Sequence[str]], int]
     groups: Mapping[str, tuple[type, ...]]
     shown: Collection[str]
-    expand: Callable[[Sequence[str], Callable[[list[str]], object]], list[str]] | None = None
-
-    def expanded(self, name: str, arguments: Sequence[str]) -> list[str]:
-        """A command line with what configuration files in it stand for."""
-        if self.expand is None:
-            return list(arguments)
-        return self.expand(arguments, lambda words: self.parse(name, words))
+    read: Callable[[Sequence[str]], tuple[dict[str, Any], list[str]]] | None = None
 
     def parse(self, name: str, arguments: Sequence[str]) -> Any:
-        """Read a command line."""
-        words, target = _unset(arguments, self.options), self.options
+        """Read a command line, and the files that it names."""
         config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
-        if {"--help", "-h", *([HELP_ALL] if self.groups else [])} & set(words):
+        if {"--help", "-h", *([HELP_ALL] if self.groups else [])} & set(arguments):
             most = {one.name for one in fields(self.options)}
-            target = grouped(self.options, self.groups, self.shown if self.groups and HELP_ALL not in words else most)
-            words = ["--help"]
-            config = (*config, tyro.conf.DisallowNone)
-        return tyro.cli(target, args=words, prog=f"hybridpar {name}", config=config)
+            target = grouped(
+                self.options, self.groups, self.shown if self.groups and HELP_ALL not in arguments else most
+            )
+            return tyro.cli(target, args=["--help"], prog=f"hybridpar {name}", config=(*config, tyro.conf.DisallowNone))
+        if self.read is None:
+            return tyro.cli(self.options, args=_unset(arguments, self.options), prog=f"hybridpar {name}", config=config)
+        values, words = self.read(arguments)
+        check_foreign(words, self.options)
+        model = {"model": values.pop("model")} if "model" in values else {}
+        usual = {one.name: one.default for one in fields(self.options) if one.default is not MISSING}
+        default = self.options(**{"model": tyro.MISSING, **usual, **model})
+        # What a file has switched is switched back by the word for the default, which is no option of its own.
+        back = {
+            f"--{'' if on else 'no-'}{option.replace('_', '-')}" for option, on in usual.items() if type(on) is bool
+        }
+        line = _unset([word for word in words if word not in back], self.options)
+        typed = tyro.cli(self.options, args=line, prog=f"hybridpar {name}", config=config, default=default)
+        named = named_options(words, self.options)
+        left = {option: value for option, value in values.items() if option not in named}
+        return replace(typed, given=named | left.keys(), **left)
 
 
 COMMANDS: Registry[Command] = Registry("command")
@@ -72,7 +82,7 @@ def register_command(
     *,
     groups: Mapping[str, tuple[type, ...]] | None = None,
     shown: Collection[str] = (),
-    expand: Callable[[Sequence[str], Callable[[list[str]], object]], list[str]] | None = None,
+    read: Callable[[Sequence[str]], tuple[dict[str, Any], list[str]]] | None = None,
 ) -> Callable[[Callable[[Options, Sequence[str]], int]], Callable[[Options, Sequence[str]], int]]:
     """Decorator that makes a function a command.
 
@@ -85,14 +95,14 @@ def register_command(
         options: Dataclass whose fields are the options; their docstrings are the help.
         groups: Titles of its help screen, with the base classes of `options` that each shows.
         shown: Options that `--help` shows where there are groups.
-        expand: Called with a command line and with what reads one; returns the command line that is read instead.
+        read: Called with a command line; returns the values in the files that it names, by option, and its other words.
 
     Returns:
         The decorator; it returns the function as it is.
     """
 
     def enter(run: Callable[[Options, Sequence[str]], int]) -> Callable[[Options, Sequence[str]], int]:
-        COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, expand))
+        COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, read))
         return run
 
     return enter

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from hybridpar.commands import register_command
+from hybridpar.config import TrainConfig
 from hybridpar.config.trained import RunArgument, TrainedOptions
 from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, note_orderly_end, prepare_worker
@@ -35,7 +36,7 @@ class Evaluate(TrainedOptions):
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
     amp: Literal["none", "bf16", "fp16"] | None = None
     """Precision of the forward pass; default: that of the run."""
-    workers: int | None = None
+    nproc: int | None = None
     """Workers that the test set is divided among; default: one per GPU, else 1. Under torchrun: those it started."""
     json: bool = False
     """Print all figures as JSON, and nothing else, to standard output."""
@@ -44,10 +45,11 @@ class Evaluate(TrainedOptions):
     force: bool = False
     """Replace such files that are there."""
 
-    def changes(self) -> dict[str, Any]:
-        """What is otherwise than in the run, by names of options of `hybridpar train`."""
-        own = {name: getattr(self, name) for name in ("batch_size", "loader_workers", "amp")}
-        return {**super().changes(), **{name: value for name, value in own.items() if value is not None}}
+    def changed(self, config: TrainConfig) -> TrainConfig:
+        """The options of a run, or those by default, with what is otherwise."""
+        options = {name: getattr(self, name) for name in ("batch_size", "loader_workers", "amp")}
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(super().changed(config), **given)
 
 
 @register_command(
@@ -62,13 +64,13 @@ def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
     from hybridpar.run.directory import before_the_start
     from hybridpar.run.trained import find_trained
 
-    if command.workers is not None and command.workers < 1:
-        raise UsageError(f"--workers is {command.workers}", "It must be at least 1.")
+    if command.nproc is not None and command.nproc < 1:
+        raise UsageError(f"--nproc is {command.nproc}", "It must be at least 1.")
     with before_the_start():
         trained = find_trained(command.run, command)
     if not in_job():
         _check_output(command)
-        workers = command.workers or _workers()
+        workers = command.nproc or _workers()
         if workers > 1:
             from hybridpar.machine.supervise import launch_workers
 

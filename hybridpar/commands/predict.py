@@ -6,13 +6,14 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Literal
 
 import tyro
 
 from hybridpar.commands import register_command
+from hybridpar.config import TrainConfig
 from hybridpar.config.trained import RunArgument, TrainedOptions
 from hybridpar.errors import RunDirectoryError, UsageError, cannot_write
 from hybridpar.formats.output_files import written_aside
@@ -51,9 +52,9 @@ class Predict(TrainedOptions):
     loader_workers: int | None = None
     """Loader processes that decode images; default: 2, and 0 for few images."""
 
-    def changes(self) -> dict[str, Any]:
-        """What is otherwise than in the run, by names of options of `hybridpar train`."""
-        return {**super().changes(), "batch_size": self.batch_size, "loader_workers": self.loader_workers}
+    def changed(self, config: TrainConfig) -> TrainConfig:
+        """The options of a run, or those by default, with what is otherwise."""
+        return replace(super().changed(config), batch_size=self.batch_size, loader_workers=self.loader_workers)
 
 
 @register_command(

@@ -83,15 +83,15 @@ def run_runs(command: Runs, _: Sequence[str]) -> int:
     if what.json:
         print(json.dumps([_plain(run) for run in runs], indent=2))
         return 0
-    rows = [("run", "model", "data", "state", "steps", "accuracy", "best", "checkpoints")]
+    rows = [("model", "data", "state", "steps", "accuracy", "best", "checkpoints")]
     for run in runs:
         found, checkpoints = run.figures, run.checkpoints
-        told = ["-" if (one := found[key]) is None else format_accuracy(one) for key in _ACCURACIES]
+        accuracies = ["-" if (one := found[key]) is None else format_accuracy(one) for key in _ACCURACIES]
         size = sum(map(size_of, checkpoints))
         kept = f"{len(checkpoints)}, {format_bytes(size)}" if checkpoints else "none"
         model, data = str(run.options["model"]), str(run.options.get("data", "-"))
-        rows.append((str(run.directory), model, data, found["state"], f"{found['steps']:,}", told[0], told[1], kept))
-    _print_table(rows, right=(4, 5, 6))
+        rows.append((model, data, found["state"], f"{found['steps']:,}", *accuracies, kept))
+    _print_runs(["run", *(str(run.directory) for run in runs)], rows)
     if not runs:
         print(f"there is no run below {', '.join(map(str, what.folders))}")
     return 0
@@ -140,15 +140,23 @@ def _prune(what: PruneRuns) -> int:
     return 0
 
 
-def _print_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+def _print_runs(paths: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a line for each path, which can be copied from a narrow terminal, too, and its row below it."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for path, row in zip(paths, rows, strict=True):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print(f"{path}\n  {'  '.join(cells).rstrip()}")
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns; lines that are too long for a terminal are broken within their cells."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    for number in range(len(rows[0])):
-        table.add_column(overflow="fold", justify="right" if number in right else "left")
+    for _ in rows[0]:
+        table.add_column(overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(*(Text(cell, style="" if number else "bold") for cell in row))
     Console().print(table)

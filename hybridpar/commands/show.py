@@ -20,7 +20,7 @@ from hybridpar.formats.file_reader import read_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hybridpar.observe import Timeline
+    from hybridpar.observe.timeline import Timeline
     from hybridpar.plan import Plan
     from hybridpar.schedule.actions import Schedule
     from hybridpar.schedule.layout import Layout
@@ -89,7 +89,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _show_run(directory: Path, console: Console) -> Plan | None:
     """What a run is, how far it is, its result, its plan and its checkpoints."""
-    from hybridpar.observe import print_report
+    from hybridpar.observe.report import print_report
     from hybridpar.plan import read_plan
     from hybridpar.run.runs import read_run
 
@@ -109,7 +109,7 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
         for line in plan_lines(plan):
             console.print(line, highlight=False)
     best = (run.summary or {}).get("best") or {}
-    label = str(best.get("metric", "test_accuracy")).replace("_", " ")
+    label = str(best.get("metric", "")).replace("_", " ")
     for number, path in enumerate(run.checkpoints):
         said = f" (best {label})" * (path.relative_to(directory).as_posix() == best.get("checkpoint"))
         console.print(f"{'' if number else 'checkpoints':11}  {path}{said}", highlight=False, soft_wrap=True)
@@ -122,8 +122,8 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
 
 
 def _show_trace(data: dict[str, Any], path: Path, console: Console) -> Timeline:
-    from hybridpar.observe import print_timeline
     from hybridpar.observe.timeline_file import timeline_of
+    from hybridpar.observe.timeline_text import print_timeline
 
     timeline = timeline_of(data, str(path))
     print_timeline(timeline, console)

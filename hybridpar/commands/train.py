@@ -6,34 +6,34 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from hybridpar import __version__
-from hybridpar.commands import find_command, named_options, register_command
+from hybridpar.commands import find_command, register_command
 from hybridpar.config import TrainConfig
-from hybridpar.config.files import FileOptions, expand
+from hybridpar.config.files import FileOptions, read_sources
 from hybridpar.config.train import GROUPS
-from hybridpar.errors import HybridparError, UsageError
+from hybridpar.errors import HybridparError, UsageError, nearest, shortened
+from hybridpar.machine.devices import hide_gpus
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.machine.supervise import launch_workers
-from hybridpar.registry import Registry, names_in_source
 
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
     *("config", "preset"),
-    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment", "mixup"),
-    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_norm"),
-    *("workers", "stages", "replicas", "micro_batches", "schedule"),
-    *("compress", "sync", "recipe"),
-    *("amp", "memory_format", "kernels", "compile"),
+    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment"),
+    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule"),
+    *("nproc", "stages", "replicas", "micro_batches"),
+    *("compress", "sync"),
+    *("amp", "kernels"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoint_every", "overwrite", "log"),
-    *("seed", "deterministic"),
+    *("run_dir", "resume", "checkpoints", "overwrite", "log"),
+    "seed",
 )
 
 
@@ -41,13 +41,10 @@ SHOWN = (
 class NodeOptions:
     """Several machines: torchrun lines, ssh, Slurm."""
 
-    hosts: Path | None = None
-    """Train on the machines that this file names, a line each such as `gpu-a slots=4`: print the torchrun lines."""
-    launch: Literal["print", "ssh"] = "print"
-    """With --hosts: only print the lines, or start them by `ssh`, show what they say, and stop all at Ctrl-C or when
-    one fails."""
-    slurm: Path | None = None
-    """Write a batch script for Slurm's sbatch, with a torchrun per node, and do not train."""
+    hosts: Annotated[str | None, tyro.conf.arg(metavar="[ssh:|slurm:]FILE")] = None
+    """Train on the machines that this file names, a line each such as `gpu-a slots=4`: print the torchrun lines, or
+    with `ssh:FILE` start them, show what they say, and stop all at Ctrl-C or when one fails. `slurm:FILE` writes a
+    batch script for Slurm's sbatch, with a torchrun per node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,33 +77,34 @@ class Train(TrainConfig, FileOptions, NodeOptions, DryRunOptions):
         "Planning": (*GROUPS["Planning"], DryRunOptions),
     },
     shown=SHOWN,
-    expand=expand,
+    read=read_sources,
 )
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them."""
     command.check()
-    named = named_options(arguments, TrainConfig)
+    if command.device == "cpu":
+        hide_gpus()
     if not in_job():
         check_names(command, command.model)
-        if command.hosts is not None or command.slurm is not None or command.launch != "print":
-            return _on_several_machines(command, arguments)
+        if command.hosts is not None:
+            return _on_several_machines(command, command.hosts, arguments)
     if command.dry_run:
         plan = find_command("plan")
         shared = {field.name for field in fields(plan.options)} & {field.name for field in fields(Train)}
         return plan.run(plan.options(**{name: getattr(command, name) for name in shared}), arguments)
     if not in_job():
         from hybridpar.machine.devices import default_workers, has_gpu_driver
-        from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
+        from hybridpar.run.directory import before_the_start, expected_directory, find_folder, recall_options
 
         with before_the_start():
             # What follows depends on the options of the run that is resumed; every worker recalls them again.
-            command, _ = recall_options(command, command.model, named)
-            place = find_place(command, command.model)
+            command, _ = recall_options(command, command.model)
+            folder = find_folder(command, command.model)
         planned = _workers_of_plan(command)  # and whether there is such a plan
-        workers = command.workers or command.workers_wanted or planned
+        workers = command.nproc or command.workers_wanted or planned
         if not has_gpu_driver():
             workers = workers or default_workers()
-        _announce(command, workers, str(expected_directory(place)))
+        _announce(command, workers, str(expected_directory(folder)))
         workers = workers or default_workers()
         servers, patient = 0, True
         if (sync := command.parameter_servers) is not None:
@@ -118,11 +116,11 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     elif not launched_here():
         check_workers(command)
         if os.environ["RANK"] == "0":
-            from hybridpar.run.directory import expected_directory, find_place
+            from hybridpar.run.directory import expected_directory, find_folder
 
             with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
-                place = find_place(command, command.model)
-                _announce(command, int(os.environ["WORLD_SIZE"]), str(expected_directory(place)))
+                folder = find_folder(command, command.model)
+                _announce(command, int(os.environ["WORLD_SIZE"]), str(expected_directory(folder)))
     prepare_worker(command.tune_process)
     with leaving_at_once():
         if not command.compile:
@@ -130,58 +128,51 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         from hybridpar.run.run import run_training
     gc.freeze()  # what was imported stays, and need not be searched for garbage
 
-    return run_training(command, command.model, named)
+    return run_training(command, command.model)
 
 
-def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
+def _on_several_machines(command: Train, hosts: str, arguments: Sequence[str]) -> int:
     """Print or start what trains on the machines of a hosts file, or write the script for Slurm."""
     from hybridpar.machine.devices import default_workers, gpu_count
     from hybridpar.machine.nodes import launch_by_ssh, read_hosts, slurm_script, torchrun_lines
 
-    unnamed = command.hosts is None and command.launch != "print"
-    if unnamed or None not in (command.hosts, command.slurm):
-        raise UsageError(
-            f"--launch {command.launch} without --hosts" if unnamed else "--hosts with --slurm",
-            "A hosts file names the machines of a run; Slurm chooses them itself.",
-            "Name a file with --hosts, or leave --launch away." if unnamed else "Leave one of them out.",
-        )
-    own = without_options(arguments, ("hosts", "launch", "slurm", "workers"))
-    if command.slurm is not None:
+    how, _, name = hosts.rpartition(":")
+    if how not in ("", "ssh", "slurm"):
+        how, name = "", hosts
+    file, words = Path(name), without_options(arguments, ("hosts", "nproc"))
+    if how == "slurm":
         script = slurm_script(
             command.model.rpartition("/")[2],
-            command.workers or gpu_count() or None,
-            own,
+            command.nproc or gpu_count() or None,
+            words,
             servers=command.parameter_servers is not None,
         )
         try:
-            command.slurm.write_text(script, encoding="utf-8")
+            file.write_text(script, encoding="utf-8")
         except OSError as error:
-            raise UsageError(
-                f"--slurm {command.slurm}: {error.strerror}", fix="Name a file that can be written."
-            ) from error
-        print(f"written; look at its first lines, then: sbatch {command.slurm}")
+            raise UsageError(f"--hosts {hosts}: {error.strerror}", fix="Name a file that can be written.") from error
+        print(f"written; look at its first lines, then: sbatch {file}")
         return 0
-    assert command.hosts is not None
-    hosts, slots = read_hosts(command.hosts), command.workers or default_workers()
-    if command.launch == "print":
-        print(torchrun_lines(hosts, slots, own))
+    machines, slots = read_hosts(file), command.nproc or default_workers()
+    if not how:
+        print(torchrun_lines(machines, slots, words))
         return 0
-    total = sum(host.slots or slots for host in hosts)
-    names = ", ".join(host.name for host in hosts)
+    total = sum(host.slots or slots for host in machines)
+    names = ", ".join(host.name for host in machines)
     print(
         f"hybridpar {__version__}: training {command.model} on {command.data}, {total} workers on {names}", flush=True
     )
-    return launch_by_ssh(hosts, slots, own)
+    return launch_by_ssh(machines, slots, words)
 
 
 def check_workers(command: TrainConfig) -> None:
     """Refuse a number of workers that is not that of the job which a launcher started."""
     given = int(os.environ["WORLD_SIZE"]) - (sync.servers if (sync := command.parameter_servers) else 0)
-    if command.workers not in (None, given):
+    if command.nproc not in (None, given):
         raise UsageError(
-            f"--workers {command.workers} in a job of {given}",
+            f"--nproc {command.nproc} in a job of {given}",
             "RANK and WORLD_SIZE are set, as a launcher sets them that starts the workers itself.",
-            "Leave out --workers, or unset both variables.",
+            "Leave out --nproc, or unset both variables.",
         )
 
 
@@ -200,14 +191,13 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
 
 
 def check_names(command: TrainConfig, model: str) -> None:
-    """Check what can be known of names, codecs and save rules before there are workers; torch is imported for none.
+    """Check what can be known of names and codecs before there are workers; torch is imported for none.
 
     A codec with options, and a policy, is the exception: only the codec itself can check them.
     """
-    from hybridpar.config.data import TORCHVISION_SETS, data_set_kind
+    from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS, data_name, data_set_kind
+    from hybridpar.config.sync import CODECS
     from hybridpar.models import check_model_name, parse_arguments
-    from hybridpar.run.best import keep_rule, stop_rule
-    from hybridpar.run.save_rule import SaveRule
 
     check_model_name(model)
     parse_arguments(command.model_arg)
@@ -216,18 +206,17 @@ def check_names(command: TrainConfig, model: str) -> None:
 
         if is_file(command.weights):
             check_file(Path(command.weights))
-    _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
-    is_here = not isinstance(command, NodeOptions) or (command.hosts is None and command.slurm is None)
-    if command.data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
+    _check_known("data set", data_set_kind(command.data), {*TORCHVISION_SETS, *OTHER_SETS}, "hybridpar.data")
+    is_here = not isinstance(command, NodeOptions) or command.hosts is None
+    data = data_name(command.data)
+    if data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
         raise UsageError(
             f"--data-root {command.data_root}: there is no such folder",
-            f"--data {command.data} reads the images there.",
+            f"--data {data} reads the images there.",
             "Name the directory that holds train/CLASS/ and test/CLASS/ (or val/CLASS/)."
-            if command.data == "folder"
+            if data == "folder"
             else "Name a table, as FILE.csv, or the directory that holds train.csv and test.csv.",
         )
-    SaveRule.parse(command.checkpoint_every)
-    keep_rule(command), stop_rule(command)
     if command.log:
         from hybridpar.observe.logger import logger_names
 
@@ -239,21 +228,17 @@ def check_names(command: TrainConfig, model: str) -> None:
 
         read_policy(codec)
     elif codec != "auto":
-        _check_registered("codec", "compress/codecs", "CODECS.register", name)
+        _check_known("codec", name, CODECS, "hybridpar.compress.codecs")
         if options:
             from hybridpar.compress import parse_codec
 
             parse_codec(codec)
 
 
-def _check_registered(kind: str, folder: str, decorator: str, name: str, others: Iterable[str] = ()) -> None:
-    """Check that a name is registered in a folder of the package, which is not imported."""
-    if f"hybridpar.{folder.replace('/', '.')}" in sys.modules:  # a program may have registered others
-        return
-    known: Registry[None] = Registry(kind)
-    for one in {*names_in_source(Path(__file__).parents[1] / folder, decorator), *others}:
-        known.register(one, "")(None)
-    known.get(name)
+def _check_known(kind: str, name: str, names: Collection[str], registry: str) -> None:
+    """Check a name, unless the module that registers such names is there: a program may have registered others."""
+    if registry not in sys.modules and name not in names:
+        raise UsageError(f"unknown {kind} {shortened(repr(name))}", fix=nearest(name, names))
 
 
 def _announce(command: Train, workers: int | None, directory: str) -> None:

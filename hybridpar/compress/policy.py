@@ -134,7 +134,7 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
             not of_optimizer,
             f"codec {name!r} with {of_optimizer} in {kind}",
             "The codec keeps the momentum itself; twice would be too much.",
-            "Use torch.optim.SGD with momentum=0 (--optimizer sgd --momentum 0); the codec has the option momentum.",
+            "Use torch.optim.SGD with momentum=0 (--optimizer sgd:momentum=0); the codec has the option momentum.",
         )
 
 

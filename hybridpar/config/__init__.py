@@ -3,18 +3,15 @@
 They are frozen dataclasses: Python users fill them in, and the command line is made from them.
 """
 
-from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig
+from hybridpar.config.data import DataConfig, ModelConfig
 from hybridpar.config.optimizer import OptimizerConfig
-from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig, check_conflicts, check_recipe
+from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig
 
 __all__ = [
-    "AugmentConfig",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PipelineConfig",
     "SyncConfig",
     "TrainConfig",
-    "check_conflicts",
-    "check_recipe",
 ]

@@ -5,14 +5,30 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from hybridpar.errors import UsageError
-from hybridpar.spec import Rule, read_fields
+from hybridpar.errors import UsageError, check
+from hybridpar.spec import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    AT_MOST_1,
+    BELOW_1,
+    POSITIVE,
+    UNNAMED,
+    Rule,
+    between,
+    overlay,
+    read_choice,
+    read_fields,
+    split_name,
+    with_options,
+)
 
 
 def unless(said: str, otherwise: str) -> Any:
@@ -20,35 +36,31 @@ def unless(said: str, otherwise: str) -> Any:
     return tyro.conf.arg(help=said, help_behavior_hint=f"(default: {otherwise})")
 
 
+_BATCH = Rule("at least 1, or auto", lambda size: str(size) == "auto" or size >= 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Model and data: what is trained, on which images, in batches of which size."""
+    """Data: images, batches, and how training images are changed at random."""
 
-    data: str = "digits"
-    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision in lower
-    case (mnist, food101, imagenet, ...), or patterns in noise: `synthetic:samples=1024,classes=10`."""
+    data: Annotated[str, tyro.conf.arg(metavar="NAME")] = "digits"
+    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision (mnist,
+    ...), package.module:factory, or `synthetic:samples=1024`. `,download` fetches it; `,bad=error` ends the run at a
+    bad image."""
     data_root: Path = Path("data")
-    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/), for `csv` it may be the
-    table, and for `hf/webdataset` it holds tar shards."""
-    download: bool = False
-    """Let torchvision download the data set into --data-root."""
-    batch_size: int | Literal["auto"] = 64
+    """Directory of the data set's files; of `csv` it may be the table."""
+    batch_size: Annotated[int | Literal["auto"], _BATCH] = 64
     """Samples per step; `auto`: the smallest as fast as any."""
-    loader_workers: int | None = None
+    loader_workers: Annotated[int | None, AT_LEAST_0] = None
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
-    image_size: int | None = None
-    """Side of square images; default: of the weights or model, else of the data."""
-    test_image_size: int | None = None
-    """Side of the images in testing, in pixels; default: --image-size."""
-    mean: tuple[float, float, float] | None = None
-    """Mean of each channel of pixels in [0, 1], taken off; default: as of --image-size."""
-    std: tuple[float, float, float] | None = None
-    """Standard deviation of each channel, divided by; default: as of --image-size."""
-    bad_images: Literal["skip", "error"] = "skip"
-    """What an image that cannot be read does: named in the log, another takes its place in training and it is left out
-    of the test (skip); or the run ends (error)."""
-    stem: Literal["imagenet", "cifar"] = "imagenet"
-    """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
+    image_size: Annotated[int | str | None, tyro.conf.arg(metavar="PX")] = None
+    """Side of images in pixels; also `224,test=288,crop=0.95,channels=1`, ...; default: of the weights or model, else
+    of the data."""
+    augment: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "none"
+    """Policy `ra,n=2,m=9`, `ta`, `aa`, `augmix` or `timm:SPEC`; also `hflip=0.5,color_jitter=0.4,erase=0.25,repeats=3`,
+    ..."""
+    mix: Annotated[str | None, tyro.conf.arg(metavar="KEY=...")] = None
+    """Mix the images of a batch: `mixup=0.2,cutmix=1,prob=1,switch=0.5,off=280`."""
 
     @property
     def samples_per_step(self) -> int:
@@ -65,19 +77,250 @@ class DataConfig:
             )
         return self.batch_size
 
+    @property
+    def data_options(self) -> DataOptions:
+        """What `data` says behind the name of the data set."""
+        return read_data(self.data)
 
-def data_set_kind(name: str) -> str:
-    """The registered name of a data set."""
-    if name.partition(":")[0] == "synthetic":
-        return "synthetic"
-    return "hf/NAME" if name == "hf" or name.startswith("hf/") else name
+    @property
+    def images(self) -> Images:
+        """What `image_size` stands for."""
+        return read_images(self.image_size)
 
+    @property
+    def augmentation(self) -> Augmentation:
+        """What `augment` stands for."""
+        return read_augmentation(self.augment)
+
+    @property
+    def mixing(self) -> Mixing:
+        """What `mix` stands for."""
+        return read_mixing(self.mix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model: what is handed to its builder, the weights that it starts from, and what stays as it is."""
+
+    model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Argument of the model's builder or factory, as key=value; may be repeated. A value is read as TOML or Python.
+    `stem=cifar` gives a ResNet first layers for small images."""
+    drop: Annotated[float | str | None, tyro.conf.arg(metavar="RATE[,...]")] = None
+    """Dropout before the last layer, and stochastic depth: `0.1,path=0.2`; default: those of the model."""
+    weights: str | None = None
+    """Start from published weights (`default`, or a name of torchvision's or timm's), hf-hub:OWNER/NAME, a .pt or
+    .safetensors file, or a checkpoint; the head is new where classes differ."""
+    freeze: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Do not train what this pattern names, modules or parameters, as layer[12] or *.bias; may be repeated."""
+
+    @property
+    def drop_rates(self) -> DropRates:
+        """What `drop` stands for."""
+        return read_drop_rates(self.drop)
+
+
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 _AT_LEAST_2 = Rule("at least 2", lambda number: number >= 2)
+_AT_LEAST_8 = Rule("at least 8", lambda number: number >= 8)
+_FROM_0_TO_1 = between(0, 1)
 
 
-@dataclass(frozen=True)
-class Synthetic:
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """`224,test=288,...`: the images that a model is fed.
+
+    Attributes:
+        size: Side of the square images, in pixels; None: of the data.
+        test: Side in testing; None: as `size`.
+        crop: Side of the square that is tested over the shorter side of the resized image, of images from files; None:
+            0.875.
+        mean: Mean of each channel of pixels in [0, 1], taken off; None: of the data.
+        std: Standard deviation of each channel, divided by; None: of the data.
+        interpolation: How images from files are resized; None: bilinear.
+        train_interpolation: The same in training, of which `random` is bilinear or bicubic; None: as `interpolation`.
+        channels: Of the images: 1 is grey, 3 is RGB, and 4 is RGBA.
+    """
+
+    size: Annotated[int | None, UNNAMED, _AT_LEAST_8] = None
+    test: Annotated[int | None, _AT_LEAST_8] = None
+    crop: Annotated[float | None, AT_MOST_1] = None
+    mean: Annotated[tuple[float, ...] | None, _FROM_0_TO_1] = None
+    std: Annotated[tuple[float, ...] | None, POSITIVE] = None
+    interpolation: Interpolation | None = None
+    train_interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "random"] | None = None
+    channels: Annotated[int, Rule("1, 3 or 4", (1, 3, 4).__contains__)] = 3
+
+    def __post_init__(self) -> None:
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            fits = values is None or len(values) == self.channels
+            why = f"It needs one for each of {self.channels} channel{'' if self.channels == 1 else 's'}."
+            check(fits, f"--image-size: {key} has {len(values or ())} numbers", why)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """`none`: no policy; and how training images are changed with and without one.
+
+    Attributes:
+        hflip: Probability of mirroring an image left to right; None: 0.5, and 0 for digits, letters and signs.
+        vflip: Probability of mirroring an image upside down.
+        color_jitter: How far brightness, contrast and saturation are changed at most, as a part of them.
+        erase: Probability of erasing a rectangle of an image.
+        erase_mode: What a rectangle is erased to, in timm's words: the mean colour (`const`), a random colour (`rand`),
+            or noise that is drawn for each pixel (`pixel`).
+        scale: Least and largest part of an image's area that a random crop takes, of images from files.
+        ratio: Least and largest aspect ratio of a random crop, of images from files.
+        repeats: Copies of a sample in a batch, each augmented by itself; an epoch then has that many times fewer
+            samples.
+    """
+
+    hflip: Annotated[float | None, _FROM_0_TO_1] = None
+    vflip: Annotated[float, _FROM_0_TO_1] = 0.0
+    color_jitter: Annotated[float, _FROM_0_TO_1] = 0.0
+    erase: Annotated[float, _FROM_0_TO_1] = 0.0
+    erase_mode: Literal["const", "rand", "pixel"] = "const"
+    scale: Annotated[tuple[float, float], AT_MOST_1] = (0.08, 1.0)
+    ratio: Annotated[tuple[float, float], POSITIVE] = (3 / 4, 4 / 3)
+    repeats: Annotated[int, AT_LEAST_1] = 1
+
+    def __post_init__(self) -> None:
+        for key, values in (("scale", self.scale), ("ratio", self.ratio)):
+            fits = len(values) == 2 and values[0] <= values[1]
+            given = "/".join(f"{value:g}" for value in values)
+            check(fits, f"--augment: {key}={given}", "It must be two numbers, the smaller one first.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandAugment(Augmentation):
+    """`ra`: RandAugment.
+
+    Attributes:
+        n: Operations.
+        m: Their magnitude.
+    """
+
+    n: Annotated[int, AT_LEAST_1] = 2
+    m: Annotated[int, between(0, 30)] = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrivialAugment(Augmentation):
+    """`ta`: TrivialAugment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoAugment(Augmentation):
+    """`aa`: AutoAugment.
+
+    Attributes:
+        set: The data set that the policy was learned on.
+    """
+
+    set: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugMix(Augmentation):
+    """`augmix`: AugMix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmAugment(Augmentation):
+    """`timm:SPEC`: a policy of timm.
+
+    Attributes:
+        spec: What timm's `--aa` takes.
+    """
+
+    spec: str
+
+
+_POLICIES: dict[str, type[Augmentation]] = {
+    "none": Augmentation,
+    "ra": RandAugment,
+    "ta": TrivialAugment,
+    "aa": AutoAugment,
+    "augmix": AugMix,
+    "timm": TimmAugment,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """`mixup=0.2,cutmix=1,...`: how the images of a batch are mixed.
+
+    Attributes:
+        mixup: Alpha of mixup: pairs of images are blended; 0: off.
+        cutmix: Alpha of cutmix: a rectangle is taken from the other image of the pair; 0: off.
+        prob: Probability that a batch is mixed.
+        switch: Probability of cutmix where both are on.
+        off: Epoch from which on no batch is mixed; 0: always mix.
+    """
+
+    mixup: Annotated[float, AT_LEAST_0] = 0.0
+    cutmix: Annotated[float, AT_LEAST_0] = 0.0
+    prob: Annotated[float, _FROM_0_TO_1] = 1.0
+    switch: Annotated[float, _FROM_0_TO_1] = 0.5
+    off: Annotated[int, AT_LEAST_0] = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether batches may be mixed, so that samples have neighbours and targets are soft."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropRates:
+    """`0.1,path=0.2`: dropout.
+
+    Attributes:
+        rate: Dropout before the last layer; None: that of the model.
+        path: Stochastic depth; None: that of the model.
+    """
+
+    rate: Annotated[float | None, UNNAMED, BELOW_1] = None
+    path: Annotated[float | None, BELOW_1] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What every data set takes behind its name.
+
+    Attributes:
+        bad: What an image that cannot be read does: another takes its place in training, and it is left out of the test
+            (`skip`); or the run ends (`error`).
+        download: Fetch the data set into --data-root.
+    """
+
+    bad: Literal["skip", "error"] = "skip"
+    download: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubOptions(DataOptions):
+    """`hf/NAME:CONFIGURATION`: a data set of the Hugging Face hub.
+
+    Attributes:
+        configuration: Which of its configurations; None: the only one.
+    """
+
+    configuration: Annotated[str | None, UNNAMED] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserOptions(DataOptions):
+    """`package.module:factory`: data sets of a user's own.
+
+    Attributes:
+        factory: What makes them, in the module.
+    """
+
+    factory: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(DataOptions):
     """`synthetic:samples=1024,classes=10`: patterns in noise.
 
     Attributes:
@@ -88,77 +331,66 @@ class Synthetic:
     samples: Annotated[int, _AT_LEAST_2] = 1024
     classes: Annotated[int, _AT_LEAST_2] = 10
 
-    @classmethod
-    def read(cls, data: str) -> Synthetic:
-        """What `--data` says."""
-        return read_fields(f"--data {data}", data.partition(":")[2], cls)
+
+@functools.cache
+def read_data(text: str) -> DataOptions:
+    """The options of a data set that a value of `--data` stands for."""
+    kinds: dict[str, type[DataOptions]] = {"hf/NAME": HubOptions, "synthetic": Synthetic, USERS: UserOptions}
+    return read_fields(f"--data {text}", split_name(text)[1], kinds.get(data_set_kind(text), DataOptions))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Model: what is handed to its builder, the weights that it starts from, and what stays as it is."""
-
-    model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Argument of the model's builder or factory, as key=value; may be repeated. A value is read as TOML or Python."""
-    drop_rate: float | None = None
-    """Dropout before the last layer; default: that of the model."""
-    drop_path_rate: float | None = None
-    """Stochastic depth; default: that of the model."""
-    weights: str | None = None
-    """Start from published weights (`default`, or a name of torchvision's or timm's), hf-hub:OWNER/NAME, a .pt or
-    .safetensors file, or a checkpoint; the head is new where classes differ."""
-    freeze: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Do not train what this pattern names, modules or parameters, as layer[12] or *.bias; may be repeated."""
+@functools.cache
+def read_images(text: int | str | None) -> Images:
+    """The images that a value of `--image-size` stands for."""
+    return Images() if text is None else read_fields(f"--image-size {text}", str(text), Images)
 
 
-Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+@functools.cache
+def read_augmentation(text: str) -> Augmentation:
+    """What a value of `--augment` stands for."""
+    return read_choice("--augment", text, _POLICIES, usual="none")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AugmentConfig:
-    """Augmentation: how training images are changed at random, and how they are mixed."""
+@functools.cache
+def read_mixing(text: str | None) -> Mixing:
+    """What a value of `--mix` stands for."""
+    return Mixing() if text is None else read_fields(f"--mix {text}", text, Mixing)
 
-    augment: str = "none"
-    """Policy: ra:N,M (RandAugment), ta (TrivialAugment), aa (AutoAugment), augmix, or one of timm as timm/SPEC."""
-    hflip: float | None = None
-    """Probability of mirroring an image left to right; default: 0.5, and 0 for digits and synthetic."""
-    vflip: float = 0.0
-    """Probability of mirroring an image upside down."""
-    color_jitter: float = 0.0
-    """How far brightness, contrast and saturation are changed at most, as a part of them."""
-    scale: tuple[float, float] = (0.08, 1.0)
-    """Least and largest part of an image's area that a random crop takes; of images from files."""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and largest aspect ratio of a random crop; of images from files."""
-    random_erasing: float = 0.0
-    """Probability of erasing a rectangle of an image."""
-    erase_mode: Literal["const", "rand", "pixel"] = "const"
-    """What a rectangle is erased to, in timm's words: the mean colour (const), a random colour (rand), or noise that is
-    drawn for each pixel (pixel)."""
-    interpolation: Interpolation | None = None
-    """How images from files are resized; default: as of --image-size, else bilinear."""
-    train_interpolation: Interpolation | Literal["random"] | None = None
-    """The same in training; `random`: bilinear or bicubic; default: --interpolation."""
-    crop_ratio: float | None = None
-    """Side of the square that is tested over the shorter side of the resized image; of images from files; default: as
-    of --image-size, else 0.875."""
-    repeats: int = 1
-    """Copies of a sample in a batch, each augmented by itself; an epoch then has that many times fewer samples."""
-    mixup: float = 0.0
-    """Alpha of mixup: pairs of images are blended; 0: off."""
-    cutmix: float = 0.0
-    """Alpha of cutmix: a rectangle is taken from the other image of the pair; 0: off."""
-    mix_prob: float = 1.0
-    """Probability that a batch is mixed."""
-    mix_switch: float = 0.5
-    """Probability of cutmix where both are on."""
-    mix_off_epoch: int = 0
-    """Do not mix from this epoch on; 0: always mix."""
 
-    @property
-    def mixes(self) -> bool:
-        """Whether batches may be mixed, so that samples have neighbours and targets are soft."""
-        return self.mixup > 0 or self.cutmix > 0
+@functools.cache
+def read_drop_rates(text: float | str | None) -> DropRates:
+    """What a value of `--drop` stands for."""
+    return DropRates() if text is None else read_fields(f"--drop {text}", str(text), DropRates)
+
+
+def data_name(data: str) -> str:
+    """The name of a data set without its options."""
+    return split_name(data)[0]
+
+
+def data_set_kind(data: str) -> str:
+    """The registered name of a data set."""
+    name = data_name(data)
+    if name == "hf" or name.startswith("hf/"):
+        return "hf/NAME"
+    is_named = name in TORCHVISION_SETS or name in OTHER_SETS
+    return USERS if not is_named and re.match(r"[\w.]+:[A-Za-z_]\w*\s*(,|$)", data.strip()) else name
+
+
+def without_download(data: str) -> str:
+    """What `data` says once the files are there."""
+    return with_options(data, download=None)
+
+
+def samples_of(data: str) -> str:
+    """What `data` says of the samples and their order: all but how their files are got and read."""
+    return with_options(data, bad=None, download=None)
+
+
+def images_over(below: int | str | None, above: int | str | None) -> str:
+    """Two values of `--image-size` as one, in which the second wins."""
+    lower, upper = ("" if text is None else str(text) for text in (below, above))
+    return overlay(f"--image-size {above}", lower, upper, Images)
 
 
 #: Side that images from files of any size are resized to where nothing says another, in pixels.
@@ -251,11 +483,16 @@ TORCHVISION_SETS = {
     "imagenette": TorchvisionSet("Imagenette", "9,469 + 3,925 photographs, 10 classes of ImageNet", _TRAIN, _VAL),
 }
 
-#: Data sets of image files of any size, besides those of the table.
-_FILES = ("folder", "csv", "hf/NAME", "caltech101")
+#: How data sets of a user's own are named.
+USERS = "package.module:factory"
+
+#: Data sets besides those of the table: of image files of any size, and of small images.
+_FILES = ("folder", "csv", "hf/NAME", USERS, "caltech101")
+#: Data sets besides those of torchvision, by the name users type.
+OTHER_SETS = (*_FILES, "digits", "photos", "cifar10", "cifar100", "synthetic")
 
 
 def is_of_any_size(data: str) -> bool:
     """Whether a data set consists of image files of any size, and not of images of one small size."""
-    made = TORCHVISION_SETS.get(data)
+    made = TORCHVISION_SETS.get(data_name(data))
     return data_set_kind(data) in _FILES or (made is not None and made.size == USUAL_SIZE)

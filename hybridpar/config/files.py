@@ -8,23 +8,20 @@
     [optimisation]
     lr = 0.1
 
-A file is turned into the words of a command line, so that its values are read and checked like those that are typed.
-Options that are typed win over `--set`, `--set` over the file, and the file over the preset.
+Options that are typed win over the file, and the file over the preset. Values have the types of `TrainConfig`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
+import functools
+import os
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any, get_type_hints
 
 from hybridpar.config.train import GROUPS, TrainConfig
 from hybridpar.errors import UsageError, nearest
@@ -35,78 +32,44 @@ PRESETS = Path(__file__).parent / "presets"
 #: Options on where a run writes, which a run that is repeated must not take over.
 _OF_ONE_RUN = ("run_dir", "resume", "overwrite", "debug")
 
-#: Options of the command line that name files and settings.
-_SOURCES = ("--preset", "--config", "--set")
+#: Options whose values are paths that are relative to the file.
+_PATHS = ("plan", "resume_from", "timeline")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """Where options come from that are not typed; `expand` replaces these by what they stand for."""
+    """Where options come from that are not typed; see `read_sources`."""
 
     preset: str | None = None
     """Take the options of a preset; `list` prints the names of all and ends."""
     config: Path | None = None
     """Take the options of a TOML file, such as config.toml of a run. What is typed wins over it."""
-    set: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """Set an option as a TOML file would, such as lr=0.1."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The value of one option in a file, or behind `--set`.
-
-    Attributes:
-        name: Field of `TrainConfig`, or `model`.
-        value: As TOML reads it.
-        place: Where it stands, for messages.
-    """
-
-    name: str
-    value: Any
-    place: str
-
-    def words(self) -> list[str]:
-        """The option as it is typed on a command line."""
-        if self.name == "model":
-            return [str(self.value)]
-        option, default = self.name.replace("_", "-"), _fields()[self.name].default
-        if isinstance(default, bool) and isinstance(self.value, bool):
-            return [] if self.value == default else [f"--{option}" if self.value else f"--no-{option}"]
-        if isinstance(self.value, list) and "UseAppendAction" in str(_fields()[self.name].type):
-            return [f"--{option}={one}" for one in self.value]
-        if isinstance(self.value, list):
-            return [f"--{option}", *map(str, self.value)]
-        return [f"--{option}={self.value}"]
+def read_sources(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values in the presets and files that a command line names, and its other words."""
+    values: dict[str, dict[str, Any]] = {"--preset": {}, "--config": {}}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        option, equals, value = word.partition("=")
+        if option not in values:
+            rest.append(word)
+            continue
+        if not equals and (value := next(left, "")) == "":
+            raise UsageError(f"{option} without a value", "It takes a name.")
+        if (option, value) == ("--preset", "list"):
+            names = preset_names()
+            for name, description in names.items():
+                print(f"{name:{max(map(len, names))}}  {description}")
+            raise SystemExit(0)
+        file, label = (preset_file(value), f"the preset {value}") if option == "--preset" else (Path(value), value)
+        values[option] |= read_settings(file, label)
+    return {**values["--preset"], **values["--config"]}, rest
 
 
-def expand(words: Sequence[str], parse: Callable[[list[str]], object]) -> list[str]:
-    """Replace `--preset`, `--config` and `--set` on a command line by the options that they stand for."""
-    given, own = _sources(words)
-    if not given or {"--help", "-h", "--help-all"} & set(own):
-        return list(words)
-    if "list" in given.get("--preset", ()):
-        names = preset_names()
-        for name, description in names.items():
-            print(f"{name:{max(map(len, names))}}  {description}")
-        raise SystemExit(0)
-    settings: dict[str, Setting] = {}
-    for source in _SOURCES:
-        for text in given.get(source, ()):
-            settings |= {one.name: one for one in _read_source(source, text)}
-    model = settings.pop("model", None)
-    typed = {word.partition("=")[0][2:].removeprefix("no-").replace("-", "_") for word in own if word.startswith("--")}
-    added = [one for name, one in settings.items() if name not in typed]
-    for one in added:
-        _check(one, parse)
-    line = [*(word for one in added for word in one.words()), *own]
-    # A word in front of all options is a model, also where another word is wrong and nothing can be parsed.
-    named = bool(own) and not own[0].startswith("-")
-    return line if model is None or named or _parses(parse, line) else [*model.words(), *line]
-
-
-def read_settings(path: Path, label: str | None = None) -> list[Setting]:
-    """Read a configuration file."""
-    label = label or str(path)
+def read_settings(path: Path, label: str) -> dict[str, Any]:
+    """The options that a configuration file sets, and the `model`, by name; `label` names the file in messages."""
     try:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
@@ -120,17 +83,18 @@ def read_settings(path: Path, label: str | None = None) -> list[Setting]:
             "A string needs quotes, and true and false are written small.",
         ) from error
     lines = text.splitlines()
-    found: dict[str, Setting] = {}
+    values: dict[str, Any] = {}
+    where: dict[str, str] = {}
     for table, key, value in _entries(tables, label):
         name = key.replace("-", "_")
-        place = f"{label}, line {_line_of(lines, key, table)}"
-        _require_known(name, key, table, place)
-        if name in found:
-            raise UsageError(f"{key} is set twice, in {found[name].place} and in {place}", "An option has one value.")
-        if name in ("plan", "resume_from", "timeline") and value not in ("auto", "none"):
+        position = f"{label}, line {_line_of(lines, key, table)}"
+        _require_known(name, key, table, position)
+        if name in values:
+            raise UsageError(f"{key} is set twice, in {where[name]} and in {position}", "An option has one value.")
+        if name in _PATHS and value not in ("auto", "none"):
             value = str(path.parent / str(value))
-        found[name] = Setting(name, value, place)
-    return list(found.values())
+        values[name], where[name] = _typed(name, value, position), position
+    return values
 
 
 def preset_names() -> dict[str, str]:
@@ -163,6 +127,8 @@ def config_text(config: TrainConfig, model: str, named: Collection[str] = (), pl
         out += ["", f"[{table_name(title)}]"]
         for field in (field for base in bases for field in dataclasses.fields(base)):
             value = getattr(config, field.name)
+            if field.name in _PATHS and value not in (None, "auto", "none"):
+                value = os.path.abspath(value)  # a file is read relative to its folder
             if field.name == "plan" and plan is not None:
                 out.append(f"plan = {_toml(plan)}  # as it was found; auto: search again")
                 continue
@@ -180,44 +146,6 @@ def table_name(title: str) -> str:
     return title.lower().replace(" ", "-")
 
 
-def _fields() -> dict[str, Any]:
-    return {field.name: field for field in dataclasses.fields(TrainConfig)}
-
-
-def _sources(words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The presets, files and settings that a command line names, and its other words."""
-    given: dict[str, list[str]] = {}
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        option, equals, value = word.partition("=")
-        if option not in _SOURCES:
-            rest.append(word)
-            continue
-        if not equals and (value := next(left, "")) == "":
-            raise UsageError(f"{option} without a value", f"It takes {'KEY=VALUE' if option == '--set' else 'a name'}.")
-        given.setdefault(option, []).append(value)
-    return given, rest
-
-
-def _read_source(source: str, text: str) -> list[Setting]:
-    if source == "--preset":
-        return read_settings(preset_file(text), f"the preset {text}")
-    if source == "--config":
-        return read_settings(Path(text))
-    key, equals, value = text.partition("=")
-    place = f"--set {text}"
-    if not equals:
-        raise UsageError(place, "It takes KEY=VALUE.", f"Write --set {key}=VALUE.")
-    name = key.strip().replace("-", "_")
-    _require_known(name, key.strip(), None, place)
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a string needs no quotes here
-    return [Setting(name, parsed, place)]
-
-
 def _entries(tables: Mapping[str, Any], label: str) -> Iterable[tuple[str | None, str, Any]]:
     """Table, key and value of all entries; the table is None where an entry is in none."""
     names = [table_name(title) for title in GROUPS]
@@ -229,27 +157,29 @@ def _entries(tables: Mapping[str, Any], label: str) -> Iterable[tuple[str | None
             raise UsageError(
                 f"{label} has an unknown table [{key}]", nearest(key, names), f"Tables: {', '.join(names)}."
             )
-        for inner, one in value.items():
-            yield key, inner, one
+        for inner, setting in value.items():
+            yield key, inner, setting
 
 
-def _require_known(name: str, key: str, table: str | None, place: str) -> None:
+def _require_known(name: str, key: str, table: str | None, position: str) -> None:
     """Refuse a key that is no option, or is in another group's table."""
-    homes = {
+    titles = {
         field.name: title for title, bases in GROUPS.items() for base in bases for field in dataclasses.fields(base)
     }
     if name == "model" and table is None:
         return
-    if name not in homes:
-        keys = [one.replace("_", "-") for one in homes]
-        inside = [one.replace("_", "-") for one, title in homes.items() if table in (None, table_name(title))]
+    if name not in titles:
+        keys = [option.replace("_", "-") for option in titles]
+        inside = [option.replace("_", "-") for option, title in titles.items() if table in (None, table_name(title))]
         raise UsageError(
-            f"{place}: unknown option {key!r}",
+            f"{position}: unknown option {key!r}",
             nearest(key, keys),
             f"Options{'' if table is None else f' of [{table}]'}: {', '.join(inside)}.",
         )
-    if table is not None and table != (home := table_name(homes[name])):
-        raise UsageError(f"{place}: {key} is in [{table}]", f"It is an option of [{home}].", f"Move it to [{home}].")
+    if table is not None and table != (right := table_name(titles[name])):
+        raise UsageError(
+            f"{position}: {key} is in [{table}]", f"It is an option of [{right}].", f"Move it to [{right}]."
+        )
 
 
 def _line_of(lines: Sequence[str], key: str, table: str | None) -> int:
@@ -263,24 +193,24 @@ def _line_of(lines: Sequence[str], key: str, table: str | None) -> int:
     return 1
 
 
-def _check(setting: Setting, parse: Callable[[list[str]], object]) -> None:
-    """Refuse a value that the command line would not take for its option."""
-    if isinstance(setting.value, dict) or not _parses(parse, ["model", *setting.words()]):
-        default = _fields()[setting.name].default
+@functools.cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(TrainConfig, include_extras=True) | {"model": str}
+
+
+def _typed(name: str, value: Any, position: str) -> Any:
+    """A value of TOML as the type of an option has it."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(_types()[name]).validate_python(value)
+    except ValidationError:
+        default = next((field.default for field in dataclasses.fields(TrainConfig) if field.name == name), None)
         raise UsageError(
-            f"{setting.place}: {setting.name.replace('_', '-')} cannot be {_toml(setting.value)}",
+            f"{position}: {name.replace('_', '-')} cannot be {_toml(value)}",
             f"Its default is {_toml(default)}." if default is not None else "It is unset by default.",
             "`hybridpar train --help-all` says what it takes.",
-        )
-
-
-def _parses(parse: Callable[[list[str]], object], words: list[str]) -> bool:
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            parse(words)
-        except SystemExit:
-            return False
-    return True
+        ) from None
 
 
 def _toml(value: object) -> str:

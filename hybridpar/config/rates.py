@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and moving averages of the weights: what `--lr-schedule` and `--model-ema` stand for."""
+"""Learning rates, their schedules, and moving averages: what `--lr`, `--lr-schedule` and `--model-ema` stand for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import functools
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from hybridpar.errors import UsageError, shortened
 from hybridpar.spec import (
     AT_LEAST_0,
     AT_LEAST_1,
     AT_MOST_1,
     BELOW_1,
     BETWEEN_0_AND_1,
+    FINITE,
     POSITIVE,
     read_choice,
     read_fields,
@@ -23,10 +25,12 @@ class Schedule:
     """`constant`: the peak rate after the warm-up; and what all schedules have.
 
     Attributes:
+        warmup: Epochs of linear warm-up, at most half of the run.
         warmup_lr: Learning rate of the first step; None: the first of equal steps from zero to the peak rate.
         update: Change the rate before every step, or between epochs only, as timm and torchvision do by default.
     """
 
+    warmup: Annotated[float, AT_LEAST_0] = 1.0
     warmup_lr: Annotated[float | None, AT_LEAST_0] = None
     update: Literal["step", "epoch"] = "step"
 
@@ -55,8 +59,8 @@ class Counted(Falling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Counted):
-    """`cosine`: half a period of a cosine.
+class Ending(Counted):
+    """What schedules have that end where the run does.
 
     Attributes:
         cooldown: Last epochs of the run, at the rate `min`.
@@ -66,7 +70,22 @@ class Cosine(Counted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Poly(Cosine):
+class Cosine(Ending):
+    """`cosine`: half a period of a cosine, or several with warm restarts.
+
+    Attributes:
+        cycle: Epochs of the first half period, after which the rate starts again at its peak; None: no restarts.
+        grow: What the length of a cycle is multiplied with for the next one.
+        decay: What the peak rate is multiplied with for the next cycle.
+    """
+
+    cycle: Annotated[float | None, POSITIVE] = None
+    grow: Annotated[float, AT_LEAST_1] = 1.0
+    decay: Annotated[float, AT_MOST_1] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poly(Ending):
     """`poly`: a power of what is left of the run.
 
     Attributes:
@@ -168,6 +187,35 @@ class Average:
     decay: Annotated[float, BELOW_1]
     warmup: bool = False
     every: Annotated[int, AT_LEAST_1] = 1
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """`0.1`, or `0.1/256`: for so many samples per step, and in proportion for others (Goyal et al. 2017).
+
+    Attributes:
+        value: The rate.
+        samples: Samples per step that it is for; None: for any number.
+    """
+
+    value: float
+    samples: float | None = None
+
+
+@functools.cache
+def read_rate(text: str | float) -> LearningRate:
+    """The peak learning rate that a value of `--lr` stands for."""
+    try:
+        numbers = [float(part) for part in str(text).split("/")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(FINITE.holds(number) for number in numbers):
+        raise UsageError(
+            f"--lr is {shortened(str(text))}",
+            f"It must be {FINITE.text}, or such a rate and the samples per step that it is for.",
+            "Write for instance --lr 0.1, or --lr 0.1/256.",
+        )
+    return LearningRate(*numbers)
 
 
 @functools.cache

@@ -3,30 +3,92 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from hybridpar.errors import UsageError, check
-from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, read_choice
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, between, read_choice
 
 #: Outer steps from which on a run is long enough for much outer momentum; with fewer it overshoots.
 LONG_RUN = 200
 
+#: Part of the run that `onebit-sgd` trains in full precision before it compresses: 24 of 309 hours of speech in the
+#: paper.
+WARM_PART = 0.08
+
+#: Learning rate of `onebit-sgd` where `--lr` is not given. AdaGrad and late gradients need a lower rate: at that of
+#: plain SGD, late ones cost ResNet-18 on digits ten points of accuracy (trainings.csv).
+ONEBIT_RATE = 1e-2
+
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce:
-    """`allreduce`: the gradients of every step are summed."""
+class Exchange:
+    """What all have by which replicas meet without servers.
+
+    Attributes:
+        lanes: Lanes that gradients are sent on: CUDA streams, or threads with a process group each.
+        bucket: Size of the buckets that gradients are sent in, in MiB.
+        hierarchy: With several nodes of several workers: add in full precision inside a node, and use the codec of
+            `--compress` between nodes only.
+    """
+
+    lanes: Annotated[int, between(1, 8)] = 2
+    bucket: Annotated[float, POSITIVE] = 8.0
+    hierarchy: bool = True
+
+    @property
+    def bucket_bytes(self) -> int:
+        """`bucket` in bytes, at least one."""
+        return max(1, int(self.bucket * 2**20))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
+class AllReduce(Exchange):
+    """`allreduce`: the gradients of every step are summed.
+
+    Attributes:
+        late: Send gradients while the next ones are computed, and apply them late: by a step (`delay`), or by half a
+            batch (`half`).
+    """
+
+    late: Literal["off", "delay", "half"] = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBit(AllReduce):
+    """`onebit-sgd`: 1-bit SGD, AdaGrad, momentum at owners of stripes (Seide et al. 2014).
+
+    Attributes:
+        warm: First steps in full precision; None: `WARM_PART` of the run.
+    """
+
+    warm: Annotated[int | None, AT_LEAST_0] = None
+
+    def warm_steps(self, total: int | None) -> int:
+        """Number of first steps in full precision, of so many in all."""
+        if self.warm is not None:
+            return self.warm
+        if total is None:
+            raise UsageError(
+                "--sync onebit-sgd without a number of first steps",
+                f"It spends {WARM_PART:.0%} of the run in full precision, and how long the run is is not known.",
+                "Give total_steps to the Trainer, or write onebit-sgd:warm=STEPS.",
+            )
+        return math.ceil(WARM_PART * total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Exchange):
     """`local:H`: workers train alone for H steps, then take the plain mean of their parameters.
 
     Attributes:
         every: H, the steps from one exchange to the next.
+        warm: First steps, of which all gradients are exchanged.
     """
 
     every: Annotated[int, AT_LEAST_1]
+    warm: Annotated[int, AT_LEAST_0] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +194,20 @@ Sync: TypeAlias = AllReduce | Local | ParameterServers
 
 _CHOICES: dict[str, type[Sync]] = {
     "allreduce": AllReduce,
+    "onebit-sgd": OneBit,
     "outer": Outer,
     "local": Local,
     "ps": ParameterServers,
     "ps-async": AsyncServers,
     "softsync": SoftSync,
 }
+
+
+#: Codecs that ship with the package, by the name users type; each registers itself in `hybridpar.compress.codecs`.
+CODECS = (
+    *("bf16", "fp16", "grandk_mn", "hylo", "none", "nuqsgd", "onebit", "onebit_sgd", "powersgd", "qsgd", "qsgd_mn"),
+    *("qsgd_mn_ms", "qsgd_mn_ts", "signsgd", "terngrad", "topk", "twobit"),
+)
 
 
 @functools.cache

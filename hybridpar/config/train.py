@@ -7,20 +7,28 @@ imports torch, so that the command line is read at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import tyro
 
-from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Synthetic, data_set_kind, unless
+from hybridpar.config.checkpoints import Checkpoints, read_checkpoints
+from hybridpar.config.conflicts import (
+    CONFLICTS,
+    GRADIENT_CONFLICTS,
+    NEED_EQUAL_REPLICAS,
+    NEED_WHOLE_MODEL,
+    refuse_pairs,
+)
+from hybridpar.config.data import DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
-from hybridpar.config.ranges import check_ranges, numbers_of
-from hybridpar.config.recipe import RATE, RecipeConfig, refuse
-from hybridpar.config.sync import Local, Outer, ParameterServers, read_sync
-from hybridpar.errors import UsageError
+from hybridpar.config.rates import read_rate
+from hybridpar.config.sync import ONEBIT_RATE, AllReduce, Exchange, Local, OneBit, Outer, ParameterServers, read_sync
+from hybridpar.errors import UsageError, refuse
 from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES
+from hybridpar.spec import AT_LEAST_1, POSITIVE, check_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +36,12 @@ class SyncConfig:
     """How workers exchange gradients."""
 
     sync: Annotated[str, tyro.conf.arg(metavar="NAME[,KEY=VALUE,...]")] = "allreduce"
-    """Replicas meet by `allreduce`, `outer:H,opt=nesterov`, `local:H`, or at servers: `ps,servers=2`,
-    `ps-async`, `softsync:N`."""
+    """Replicas meet by `allreduce`, `onebit-sgd`, `outer:H,opt=nesterov`, `local:H`, or at servers: `ps,servers=2`,
+    `ps-async`, `softsync:N`. Without servers: `lanes=2`, `bucket=8` (MiB), `hierarchy=off`."""
     compress: str = "none"
     """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; rules
     such as `layer4.* -> powersgd; *.weight -> onebit`; or `auto`, which measures. Anything but `none` changes the
     result."""
-    hierarchy: Annotated[
-        bool, unless("Use the codec of --compress inside a node, too.", "workers of a node add in full precision")
-    ] = True
-    """With several nodes of several workers: add in full precision inside a node, and use the codec of `--compress`
-    between nodes only."""
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
     """BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over all replicas;
     `local`: per replica, averaged at checkpoints; `frozen`: normalise by those that the model has, and keep them."""
@@ -49,18 +52,30 @@ class SyncConfig:
     shard_optimizer: bool = False
     """Divide the optimizer's state among the replicas, each of which updates a part of the parameters and hands it
     round: the same result in less memory, for another half of the traffic."""
-    sync_lanes: int = 2
-    """Lanes that gradients are sent on: CUDA streams, or threads with a process group each."""
-    bucket_mb: float = 8.0
-    """Size of the buckets that gradients are sent in, in MiB."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """How replicas meet without servers; with servers, what holds for the workers that share a host."""
+        sync = read_sync(self.sync)
+        return sync if isinstance(sync, Exchange) else Exchange()
+
+    @property
+    def is_onebit(self) -> bool:
+        """Whether this is the recipe `onebit-sgd`."""
+        return isinstance(self.exchange, OneBit)
+
+    @property
+    def late(self) -> Literal["off", "delay", "half"]:
+        """By how much gradients are applied late."""
+        return self.exchange.late if isinstance(self.exchange, AllReduce) else "off"
 
     @property
     def outer(self) -> Outer | None:
         """The outer loop of `outer:H`, or of `local:H`, which is one with the plain mean; None otherwise."""
-        sync = read_sync(self.sync)
-        if isinstance(sync, Outer):
-            return sync
-        return Outer(every=sync.every) if isinstance(sync, Local) else None
+        sync = self.exchange
+        if isinstance(sync, Outer) or not isinstance(sync, Local):
+            return sync if isinstance(sync, Outer) else None
+        return Outer(every=sync.every, warm=sync.warm)
 
     @property
     def parameter_servers(self) -> ParameterServers | None:
@@ -73,26 +88,23 @@ class SyncConfig:
         """Whether codecs are measured and chosen (`--compress auto`)."""
         return self.compress.strip() == "auto"
 
-    @property
-    def bucket_bytes(self) -> int:
-        """`bucket_mb` in bytes, at least one."""
-        return max(1, int(self.bucket_mb * 2**20))
-
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """Parallelism: workers, and the stages, replicas and micro-batches that they are used for."""
 
-    workers: int | None = None
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto`: a GPU for each worker, where there are any; `cpu`: the CPU in any case."""
+    nproc: Annotated[int | None, AT_LEAST_1] = None
     """Workers on this machine; default: one per GPU, else 2 on the CPU. Under torchrun: the workers it started."""
-    stages: int = 1
+    stages: Annotated[int, AT_LEAST_1] = 1
     """Stages that the model is cut into: lanes of one worker, or spread over the workers."""
-    replicas: int | None = None
+    replicas: Annotated[int | None, AT_LEAST_1] = None
     """Copies of the whole pipeline, which share each batch; default: as many as the workers allow."""
     shares: str = "equal"
     """What each replica gets of a batch, for workers of unequal speed: `equal`; numbers such as `1,2`, by rank, in any
     unit; or `auto`: from equal parts on, as measured while training, and again when speeds change."""
-    micro_batches: int = 1
+    micro_batches: Annotated[int, AT_LEAST_1] = 1
     """Micro-batches per replica and step; their gradients are added up."""
     schedule: str | None = None
     """Order of passes: 1f1b, gpipe, interleaved, looped_bfs, or another registered one; default: greedy, the fastest of
@@ -101,8 +113,9 @@ class PipelineConfig:
     """Stages on lanes: one per lane (`linear`), round-robin (`loop`), or V-shaped (`v`); default: linear, and loop
     where there are more stages than workers. Or, for every replica, the rank that runs each stage: `0,0;1,2` is worker
     0 alone beside workers 1 and 2 as a pipeline."""
-    recompute: tuple[int, ...] = ()
-    """Stages that keep only their inputs, and compute their activations again in the backward pass."""
+    recompute: tuple[int | Literal["all"], ...] = ()
+    """Stages that keep only their inputs, and compute their activations again in the backward pass; or `all`, which
+    without --stages cuts the model into eight that run one after the other on each device."""
     offload: tuple[int, ...] = ()
     """Stages whose activations wait for the backward pass in the host's memory, where they wait long enough. The result
     is the same; on a CPU it saves nothing."""
@@ -114,7 +127,7 @@ class PipelineConfig:
         Raises:
             UsageError: It is neither a word nor a list of numbers, or they sum to nothing.
         """
-        shares = numbers_of(self.shares)
+        shares = _numbers(self.shares)
         if shares is not None and not (sum(shares) > 0 and all(0 <= share < math.inf for share in shares)):
             raise UsageError(
                 f"--shares is {self.shares}",
@@ -219,14 +232,10 @@ class RunConfig:
     """Go on from the last whole checkpoint of the run directory."""
     resume_from: Path | None = None
     """Start from this checkpoint (a step-N directory) of any run with the same model."""
-    checkpoint_every: str = "epoch,60s"
-    """When to save: `epoch`, a number of steps, seconds as `60s`, several joined by commas, or `never`."""
-    keep: int = 2
-    """Checkpoints to keep besides the best."""
-    keep_best: Annotated[str, tyro.conf.arg(metavar="[METRIC:]K")] = "1"
-    """Checkpoints of the K best epochs to keep, by `test_accuracy` or another figure, as in `test_loss:3`."""
-    stop_early: Annotated[str | None, tyro.conf.arg(metavar="[METRIC:]EPOCHS")] = None
-    """End the run after so many epochs without a better `test_accuracy`, or other figure, as in `test_loss:5`."""
+    checkpoints: Annotated[str, tyro.conf.arg(metavar="[WHEN][,KEY=VALUE,...]")] = "epoch/60s,keep=2"
+    """When to save: `epoch`, a number of steps, seconds as `60s`, several with / between them, or `never`; how
+    many of the last to keep (`keep`) and of the best (`best=3,by=test_loss`); with `stop=5` the run ends after so many
+    epochs without a better one."""
     overwrite: bool = False
     """Replace a finished run in the run directory."""
     log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
@@ -237,6 +246,11 @@ class RunConfig:
     profile: bool = False
     """Write a trace of torch.profiler of some steps of every worker, for Perfetto, to profile/ in the run directory."""
 
+    @property
+    def saving(self) -> Checkpoints:
+        """What `checkpoints` stands for."""
+        return read_checkpoints(self.checkpoints)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdvancedConfig:
@@ -246,7 +260,7 @@ class AdvancedConfig:
     """Seed of weights, shuffling, augmentation and dropout."""
     deterministic: bool = False
     """Use deterministic algorithms only."""
-    timeout: float = 120.0
+    timeout: Annotated[float, POSITIVE] = 120.0
     """Seconds after which a worker that does not answer is an error."""
     tune_process: Annotated[
         bool,
@@ -263,15 +277,27 @@ class TrainConfig(
     RunConfig,
     PlanningConfig,
     KernelConfig,
-    RecipeConfig,
     SyncConfig,
     PipelineConfig,
     OptimizerConfig,
-    AugmentConfig,
     DataConfig,
     ModelConfig,
 ):
-    """All options of a training run."""
+    """All options of a training run.
+
+    Attributes:
+        given: Names of the options that the user named, on the command line or in a file, whatever the values; None
+            for a configuration that was made in Python, where all values are meant.
+    """
+
+    given: Annotated[frozenset[str] | None, tyro.conf.Suppress] = None
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Names of the options that the user set: those that are given, and those that are not at their default."""
+        defaults = {field.name: field.default for field in fields(TrainConfig) if field.name != "given"}
+        differing = {name for name, default in defaults.items() if getattr(self, name) != default}
+        return (self.given or frozenset()) & defaults.keys() | differing
 
     @property
     def is_staged(self) -> bool:
@@ -281,17 +307,18 @@ class TrainConfig(
     @property
     def peak_lr(self) -> float:
         """The learning rate of which every step's is a fraction."""
-        if self.lr_per_sample is not None:
-            return self.lr_per_sample * self.samples_per_step
-        return RATE if self.lr is None and self.recipe != "none" else super().peak_lr
+        if self.lr is None:
+            return ONEBIT_RATE if self.is_onebit else super().peak_lr
+        rate = read_rate(self.lr)
+        return rate.value if rate.samples is None else rate.value * self.samples_per_step / rate.samples
 
     def parts_per_step(self, micro_batches: int) -> int:
-        """Micro-batches that a worker is given for a step; with `--double-buffer half` those of both halves.
+        """Micro-batches that a worker is given for a step; with `late=half` those of both halves.
 
         Args:
             micro_batches: Of a replica.
         """
-        return micro_batches * (2 if self.double_buffer == "half" else 1)
+        return micro_batches * (2 if self.late == "half" else 1)
 
     def may_compress(self, codec: str) -> bool:
         """Whether gradients may be sent compressed.
@@ -300,7 +327,7 @@ class TrainConfig(
             codec: As `compress`; a plan may say otherwise than `compress` does.
         """
         said = codec.strip()
-        return self.recipe != "none" or said not in ("none", "auto") or (said == "auto" and self.fidelity != "exact")
+        return self.is_onebit or said not in ("none", "auto") or (said == "auto" and self.fidelity != "exact")
 
     def check(self) -> None:
         """Check what can be checked without the data and the machine.
@@ -308,15 +335,20 @@ class TrainConfig(
         Raises:
             UsageError: A value is out of range, with the rule it breaks.
         """
-        check_ranges(self)
+        check_rules(self)
         check_optimizer(self)
-        if data_set_kind(self.data) == "synthetic":
-            Synthetic.read(self.data)
+        _ = self.data_options, self.images, self.augmentation, self.mixing, self.drop_rates  # each is read, or refused
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
-        check_conflicts(self)
-        if (servers := self.parameter_servers) is not None and self.workers is not None:
-            servers.split_count(self.workers)
+        if self.saving.by.startswith("ema_") and self.model_ema is None:
+            raise UsageError(
+                f"--checkpoints {self.checkpoints} without --model-ema",
+                "There is no moving average to test.",
+                "Add for instance --model-ema 0.9998.",
+            )
+        self.check_conflicts()
+        if (servers := self.parameter_servers) is not None and self.nproc is not None:
+            servers.split_count(self.nproc)
         for option, named in (("--overwrite", self.overwrite), ("--resume-from", self.resume_from is not None)):
             if self.resume and named:
                 raise UsageError(
@@ -327,15 +359,88 @@ class TrainConfig(
                 )
         if self.layout is not None:
             self.check_unequal()
-        if self.nesterov and self.momentum == 0:
-            raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
-        check_recipe(self)
+        if self.optim.arguments.get("nesterov") and self.momentum == 0:
+            raise UsageError(
+                f"--optimizer {self.optimizer}", "Nesterov's method needs momentum.", "Write sgd:momentum=0.9,nesterov."
+            )
+        self.check_gradients()
+
+    @property
+    def features(self) -> dict[str, tuple[str, bool]]:
+        """What the tables of conflicts name: an option as users type it, and whether it is given."""
+        kron = self.optim.name.startswith("timm/kron")
+        sync, optimizer, shares = f"--sync {self.sync}", f"--optimizer {self.optimizer}", f"--shares {self.shares}"
+        coded = sync if self.is_onebit else f"--compress {self.compress}"
+        another_codec = self.compress.strip() != "none" and not self.compress.startswith("onebit_sgd")
+        return {
+            "adafactor on servers": (
+                f"{optimizer} --memory-format channels_last",
+                "adafactor" in self.optim.name and self.uses_channels_last,
+            ),
+            "another codec": (f"--compress {self.compress}", another_codec),
+            "batch auto": ("--batch-size auto", self.batch_size == "auto"),
+            "batch norm sync": ("--batch-norm sync", self.batch_norm == "sync"),
+            "codec": (coded, self.may_compress(self.compress)),
+            "codec auto": ("--compress auto", self.chooses),
+            "compile": ("--compile", self.compile),
+            "cuda graph": ("--cuda-graph", self.cuda_graph),
+            "ema": (f"--model-ema {self.model_ema}", self.model_ema is not None),
+            "fp16": ("--amp fp16", self.amp == "fp16"),
+            "half": (sync, self.late == "half"),
+            "placed": (f"--placement {self.placement}", self.layout is not None),
+            "kernels": (f"--kernels {self.kernels}", self.uses_kernels),
+            "kron": (optimizer, kron),
+            "late": (sync, self.late != "off"),
+            "local": (sync, type(read_sync(self.sync)) is Local),
+            "nesterov": (optimizer, bool(self.optim.arguments.get("nesterov"))),
+            "no guard": ("--no-guard", not self.guard),
+            "no share": (shares, 0 in (self.share_list or ())),
+            "not sgd": (optimizer, self.optim.name != "sgd"),
+            "outer": (sync, self.outer is not None),
+            "plan file": (f"--plan {self.plan}", self.plan_file is not None),
+            "profile": ("--profile", self.profile),
+            "recipe": (sync, self.is_onebit),
+            "replicas without stages": (
+                f"--replicas {self.replicas}",
+                self.replicas is not None and not self.is_staged,
+            ),
+            "resume from": (f"--resume-from {self.resume_from}", self.resume_from is not None),
+            "select batch": (f"--select-batch {self.select_batch}", bool(self.select_batch)),
+            "servers": (sync, self.parameter_servers is not None),
+            "shard optimizer": ("--shard-optimizer", self.shard_optimizer),
+            "shares": (shares, self.shares.strip() != "equal"),
+            "shares auto": (shares, self.shares.strip() == "auto"),
+            "staged": (
+                f"--stages {self.stages}" if self.stages > 1 else "--recompute all",
+                self.stages > 1 or ("all" in self.recompute and not self.is_staged),
+            ),
+            "steps": (f"--steps {self.steps}", self.steps is not None),
+            "stop early": (f"--checkpoints {self.checkpoints}", self.saving.stop is not None),
+            "timeline": ("--timeline", self.timeline is not None),
+            "weights": (f"--weights {self.weights}", self.weights is not None),
+        }
 
     @property
     def needs_whole(self) -> str | None:
         """An option with which every worker of a pipeline holds the whole model; None where there is none."""
-        options = _options(self)
-        return next((text for text, given in map(options.__getitem__, NEED_WHOLE_MODEL) if given), None)
+        features = self.features
+        return next((text for text, given in map(features.__getitem__, NEED_WHOLE_MODEL) if given), None)
+
+    def check_conflicts(self) -> None:
+        """Refuse two options that contradict each other."""
+        refuse_pairs(self.features, CONFLICTS)
+
+    def check_gradients(self) -> None:
+        """Refuse two options on gradients that contradict each other; they are all that a `Trainer` knows of."""
+        refuse_pairs(self.features, GRADIENT_CONFLICTS)
+
+    def check_unequal(self) -> None:
+        """Refuse what needs replicas of equal numbers of workers."""
+        features = self.features
+        for name, why in NEED_EQUAL_REPLICAS.items():
+            text, given = features[name]
+            if given:
+                raise refuse(text, "replicas of different numbers of workers", why)
 
     @property
     def may_be_unequal(self) -> bool:
@@ -346,203 +451,26 @@ class TrainConfig(
             return False
         return self.shares.strip() == "equal" and not (self.cuda_graph or self.select_batch)
 
-    def check_unequal(self) -> None:
-        """Refuse what needs replicas of equal numbers of workers.
 
-        Raises:
-            UsageError: Such an option is given.
-        """
-        options = _options(self)
-        for name, why in NEED_EQUAL_REPLICAS.items():
-            text, given = options[name]
-            if given:
-                raise refuse(text, "replicas of different numbers of workers", why)
+def _numbers(text: str) -> tuple[float, ...] | None:
+    """The numbers of an option such as `1,2`; None for `equal` and `auto`, and empty for anything else."""
+    said = text.strip()
+    if said in ("equal", "auto"):
+        return None
+    try:
+        return tuple(map(float, said.split(",")))
+    except ValueError:
+        return ()
 
 
 #: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
 GROUPS: dict[str, tuple[type, ...]] = {
-    "Model and data": (ModelConfig, DataConfig, AugmentConfig),
+    "Model and data": (ModelConfig, DataConfig),
     "Optimisation": (OptimizerConfig,),
     "Parallelism": (PipelineConfig,),
-    "Gradient exchange": (SyncConfig, RecipeConfig),
+    "Gradient exchange": (SyncConfig,),
     "Kernels and precision": (KernelConfig,),
     "Planning": (PlanningConfig,),
     "Run directory and checkpoints": (RunConfig,),
     "Advanced": (AdvancedConfig,),
 }
-
-
-def check_recipe(config: TrainConfig) -> None:
-    """Check that a recipe, or a way to sync, and the other options agree.
-
-    Args:
-        config: The options.
-
-    Raises:
-        UsageError: Two of them contradict each other; it names both.
-    """
-    if config.lr_per_sample is not None and config.lr is not None:
-        raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
-    _refuse(config, RECIPE_CONFLICTS)
-    if config.warm_start_steps and config.recipe == "none" and config.outer is None:
-        why = "Only recipes, and --sync outer:H and local:H, begin in another way than they go on."
-        raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
-
-
-def check_conflicts(config: TrainConfig) -> None:
-    """Check that no two options contradict each other.
-
-    Args:
-        config: The options.
-
-    Raises:
-        UsageError: Two do; it names both.
-    """
-    _refuse(config, CONFLICTS)
-
-
-def _refuse(config: TrainConfig, conflicts: tuple[tuple[str, str, str], ...]) -> None:
-    options = _options(config)
-    for one, other, why in conflicts:
-        if options[one][1] and options[other][1]:
-            raise refuse(options[one][0], options[other][0], why)
-
-
-def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
-    """What the tables below name: an option as users type it, and whether it is given."""
-    recipe, kron = config.recipe, config.optimizer.startswith("timm/kron")
-    sync, optimizer, shares = f"--sync {config.sync}", f"--optimizer {config.optimizer}", f"--shares {config.shares}"
-    coded = f"--compress {config.compress}" if recipe == "none" else f"--recipe {recipe}"
-    another_codec = config.compress.strip() != "none" and not config.compress.startswith(recipe.replace("-", "_"))
-    return {
-        "adafactor on servers": (
-            f"{optimizer} --memory-format channels_last",
-            "adafactor" in config.optimizer and config.uses_channels_last,
-        ),
-        "another codec": (f"--compress {config.compress}", another_codec),
-        "batch auto": ("--batch-size auto", config.batch_size == "auto"),
-        "batch norm sync": ("--batch-norm sync", config.batch_norm == "sync"),
-        "codec": (coded, config.may_compress(config.compress)),
-        "codec auto": ("--compress auto", config.chooses),
-        "compile": ("--compile", config.compile),
-        "cuda graph": ("--cuda-graph", config.cuda_graph),
-        "ema": (f"--model-ema {config.model_ema}", config.model_ema is not None),
-        "fp16": ("--amp fp16", config.amp == "fp16"),
-        "half": ("--double-buffer half", config.double_buffer == "half"),
-        "placed": (f"--placement {config.placement}", config.layout is not None),
-        "kernels": (f"--kernels {config.kernels}", config.uses_kernels),
-        "kron": (optimizer, kron),
-        "late": (f"--double-buffer {config.double_buffer}", config.double_buffer != "off"),
-        "local": (sync, type(read_sync(config.sync)) is Local),
-        "nesterov": ("--nesterov", config.nesterov),
-        "no guard": ("--no-guard", not config.guard),
-        "no share": (shares, 0 in (config.share_list or ())),
-        "not sgd": (optimizer, config.optimizer != "sgd"),
-        "outer": (sync, config.outer is not None),
-        "plan file": (f"--plan {config.plan}", config.plan_file is not None),
-        "profile": ("--profile", config.profile),
-        "recipe": (f"--recipe {recipe}", recipe != "none"),
-        "replicas without stages": (
-            f"--replicas {config.replicas}",
-            config.replicas is not None and not config.is_staged,
-        ),
-        "resume from": (f"--resume-from {config.resume_from}", config.resume_from is not None),
-        "select batch": (f"--select-batch {config.select_batch}", bool(config.select_batch)),
-        "servers": (sync, config.parameter_servers is not None),
-        "shard optimizer": ("--shard-optimizer", config.shard_optimizer),
-        "shares": (shares, config.shares.strip() != "equal"),
-        "shares auto": (shares, config.shares.strip() == "auto"),
-        "staged": (f"--stages {config.stages}", config.stages > 1),
-        "steps": (f"--steps {config.steps}", config.steps is not None),
-        "stop early": ("--stop-early", config.stop_early is not None),
-        "timeline": ("--timeline", config.timeline is not None),
-        "weights": (f"--weights {config.weights}", config.weights is not None),
-    }
-
-
-#: Options, as named by `_options`, with which every worker of a pipeline holds the whole model.
-NEED_WHOLE_MODEL = (
-    "kernels", "select batch", "outer", "codec auto", "late", "cuda graph", "recipe", "placed",
-)  # fmt: skip
-
-#: Options that need replicas of equal numbers of workers, and why.
-NEED_EQUAL_REPLICAS = {
-    "batch norm sync": "Workers would wait for each other in different orders.",
-    "codec auto": "It measures the links of all replicas at once.",
-    "late": "It was made for replicas of equal numbers of workers.",
-    "outer": "Groups between outer steps are equal.",
-    "timeline": "It pairs the workers of equal replicas.",
-    "shard optimizer": "Its parts belong to the workers of equal replicas.",
-}
-
-_WHOLE = "With parameter servers every worker computes the whole model, at its own pace."
-_TOGETHER = "No step is made by all workers together."
-
-#: Pairs of options that contradict each other, and why.
-CONFLICTS = (
-    ("batch auto", "servers", "It times steps that all workers make together."),
-    ("batch auto", "plan file", "A plan is for the batch that it was made with."),
-    ("batch auto", "staged", "It times steps of the whole model."),
-    ("batch auto", "shares", "It times steps of equal parts."),
-    ("batch auto", "select batch", "Both choose the batch."),
-    ("plan file", "servers", "Replicas make their steps apart, and each would have to follow it."),
-    ("placed", "servers", _WHOLE),
-    ("staged", "servers", _WHOLE),
-    ("recipe", "servers", "Its state is the workers', and servers keep their own."),
-    ("late", "servers", "Servers that do not wait are late already."),
-    ("select batch", "servers", _WHOLE),
-    ("replicas without stages", "servers", _WHOLE),
-    ("shares auto", "servers", _TOGETHER),
-    ("no share", "servers", "A worker without samples has nothing to push."),
-    ("cuda graph", "servers", _WHOLE),
-    ("timeline", "servers", "A timeline is of workers that make one step together."),
-    ("profile", "servers", "It is of workers that make one step together."),
-    ("kron", "servers", "It draws random numbers of its own: a shard could neither save nor redraw them."),
-    ("adafactor on servers", "servers", "It looks at the order of dimensions; servers hold parameters as they lie."),
-    ("codec auto", "servers", "It is searched for among predicted all-reduces, of which there are none."),
-    ("stop early", "servers", "Where workers do not wait, rank 0 alone tests, and no shard hears of it."),
-    ("kernels", "servers", "Which kernels run is agreed on by all workers together."),
-    ("batch norm sync", "servers", "Workers do not meet in the middle of a step."),
-    ("weights", "resume from", "Both say where to start."),
-    ("cuda graph", "codec", "What a codec keeps is put back by the host where a step does not count."),
-    ("cuda graph", "timeline", "A graph runs as a whole, so the actions inside it have no times of their own."),
-    ("shares auto", "cuda graph", "A captured step has one size."),
-    ("shares auto", "select batch", "Both change batches by trials."),
-    ("no share", "batch norm sync", "Every replica must have samples to normalise."),
-    ("shard optimizer", "outer", "Workers make steps alone, of all parameters."),
-    ("shard optimizer", "servers", "Servers hold the optimizer's state, each a part of it."),
-    ("shard optimizer", "recipe", "Its owners of stripes keep the state in parts already."),
-    ("shard optimizer", "late", "A late step would wait for the parameters that others have stepped."),
-    ("shard optimizer", "cuda graph", "A captured step makes the whole step on every worker."),
-    ("shard optimizer", "kron", "It draws random numbers for one parameter after the other."),
-)
-
-#: Those of recipes, of the outer loop and of what changes gradients or weights, which a `Trainer` checks, too.
-RECIPE_CONFLICTS = (
-    ("recipe", "another codec", "The recipe says what gradients travel as."),
-    ("recipe", "nesterov", "The recipe's momentum is the plain one."),
-    ("recipe", "not sgd", "The recipe is one of SGD."),
-    ("recipe", "outer", "The recipe exchanges gradients in every step."),
-    ("compile", "batch norm sync", "A compiled pass cannot wait for other workers in its middle."),
-    ("late", "outer", "Only gradients of every step are applied late."),
-    ("late", "cuda graph", "A captured step ends with its own gradients."),
-    ("half", "not sgd", "Half a batch is half a step for SGD alone: Adam's steps do not grow with gradients."),
-    ("local", "codec", "Parameters are averaged in full precision; outer:H sends them by a codec."),
-    ("outer", "codec auto", "It measures the exchange of gradients in every step."),
-    ("outer", "cuda graph", "Some steps end with an exchange, and others do not."),
-    ("outer", "batch norm sync", "Workers do not meet in a forward pass."),
-    ("outer", "shares auto", _TOGETHER),
-    ("outer", "no share", "A worker without samples would train on nothing between two exchanges."),
-    ("ema", "half", "Each half of a batch would count as a step."),
-    ("ema", "cuda graph", "The decay of the average is not the same in every step."),
-    ("ema", "select batch", "Trials are undone, and averages are not."),
-    ("fp16", "no guard", "A step whose gradients overflow is rolled back, and the loss scale falls."),
-    ("fp16", "late", "Late gradients have the scale of another step."),
-    ("fp16", "cuda graph", "A captured step does not follow the scale."),
-    ("fp16", "select batch", "Steps on trial would change the scale."),
-    ("fp16", "kernels", "Tuned kernels compute in float32 and bfloat16."),
-    ("select batch", "steps", "How many steps there are depends on what is selected."),
-    ("select batch", "outer", "Trials end with the same weights on all workers."),
-    ("select batch", "cuda graph", "A captured step has one size."),
-    ("select batch", "not sgd", "Learning rates follow the batch size by the rule of SGD."),
-)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import tyro
 
-Weights = Literal["ema", "raw"]
+from hybridpar.config.data import images_over
+from hybridpar.config.train import TrainConfig
 
 #: The argument without a flag of these commands: `run: RunArgument`.
 RunArgument = Annotated[
@@ -16,8 +17,8 @@ RunArgument = Annotated[
     tyro.conf.Positional,
     tyro.conf.arg(
         metavar="RUN",
-        help="A run directory, of which the last checkpoint is taken; a checkpoint (step-N); or weights as "
-        "`train --weights` takes them, with --model and --data.",
+        help="A run directory; a checkpoint in it (step-N); or weights as `train --weights` takes them, with --model "
+        "and --data.",
     ),
 ]
 
@@ -26,15 +27,13 @@ RunArgument = Annotated[
 class TrainedOptions:
     """Model and data: which weights of a run, and what is not as the run's own options say."""
 
-    weights: Weights | None = None
-    """Weights of a checkpoint: the moving average of --model-ema (`ema`), or those that were trained (`raw`); default:
-    ema where the run keeps one."""
+    weights: Annotated[str | None, tyro.conf.arg(metavar="[best|last][,ema|,raw]")] = None
+    """Those of the best epoch of the run by --checkpoints, or of its last checkpoint; and of these the moving average
+    of --model-ema, or what was trained. Default: best, and ema where the run keeps one."""
     model: str | None = None
     """Model that the weights are of; default: that of the run."""
     model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Argument of the model's builder, as key=value; may be repeated. Default: those of the run."""
-    stem: Literal["imagenet", "cifar"] | None = None
-    """First layers of a ResNet; default: those of the run."""
     data: str | None = None
     """Data set, as `train --data` takes it; default: that of the run."""
     data_root: Path | None = None
@@ -44,10 +43,10 @@ class TrainedOptions:
     debug: bool = False
     """Show tracebacks."""
 
-    def changes(self) -> dict[str, Any]:
-        """What is otherwise than in the run, by names of options of `hybridpar train`."""
-        named = {"model_arg", "stem", "data", "data_root", "debug"}
-        changed = {name: value for name in named if (value := getattr(self, name))}
+    def changed(self, config: TrainConfig) -> TrainConfig:
+        """The options of a run, or those by default, with what is otherwise."""
+        named = ("model_arg", "data", "data_root", "debug")
+        changes = {name: value for name in named if (value := getattr(self, name))}
         if self.image_size is not None:
-            changed |= {"image_size": self.image_size, "test_image_size": None}
-        return changed
+            changes["image_size"] = images_over(config.image_size, f"{self.image_size},test=auto")
+        return replace(config, **changes)

@@ -3,8 +3,8 @@
 `load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
 says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (whole batches in
 memory), `decode` (image files), `sources` (images in memory or in files), `downloads` and
-`labels` (for the next), `memory_sets`, `photos`, `file_sets`, `torchvision_sets`, `csv_set` and `hub_sets`
-(the data sets by name), `loader` (the batches of a worker).
+`labels` (for the next), `memory_sets`, `photos`, `file_sets`, `map_sets`, `torchvision_sets`, `csv_set` and
+`hub_sets` (the data sets by name), `loader` (the batches of a worker).
 """
 
 from hybridpar.data import (  # noqa: F401 (each enters its sets into DATA_SETS)
@@ -20,8 +20,9 @@ from hybridpar.data.sampling import cut_epoch, divide
 from hybridpar.data.sources import (
     DATA_SETS,
     DecodedImages,
-    FileImages,
     ImageData,
+    ImageFiles,
+    ImageSet,
     ImageSource,
     MemoryImages,
     describe_data,
@@ -32,8 +33,9 @@ __all__ = [
     "DATA_SETS",
     "Batch",
     "DecodedImages",
-    "FileImages",
     "ImageData",
+    "ImageFiles",
+    "ImageSet",
     "ImageSource",
     "MemoryImages",
     "TestBatches",

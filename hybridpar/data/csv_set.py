@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from hybridpar.config import DataConfig
 from hybridpar.data.labels import LabelledPart, number_labels
-from hybridpar.data.memory_sets import four_of_five
-from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoded_data
+from hybridpar.data.memory_sets import divided
+from hybridpar.data.sources import DATA_SETS, ImageData, ImageFiles, decoded_data
 from hybridpar.errors import DataError
 
 _RULE = "The first line names the columns: path, label and maybe split; or path, maybe split, and a column per class."
@@ -61,23 +61,13 @@ def _csv(config: DataConfig) -> ImageData:
     several = bool(classes) or any(len(row.labels) > 1 for row in rows)
     train, test = (LabelledPart([row.labels for row in part], [row.line for row in part], several) for part in parts)
     names, *targets = number_labels(train, test, classes or None)
-    if not parts[1]:
-        chosen = four_of_five(targets[0])
-        parts = [[parts[0][index] for index in indices] for indices in chosen]
-        targets = [targets[0][indices] for indices in chosen]
-        if not parts[1]:
-            fix = "Add some, with `test` in the column split."
-            raise DataError(f"{config.data_root} lists no test images", fix=fix)
-    paths = [[row.path for row in part] for part in parts]
+    chosen = divided(targets if parts[1] else targets[:1])
+    images = [ImageFiles(root, [parts[part][at].path for at in indices], numbers) for part, indices, numbers in chosen]
+    if len(images[1]) == 0:
+        raise DataError(f"{config.data_root} lists no test images", fix="Add some, with `test` in the column split.")
     if unused := sum(row.split not in ("train", tested) for row in rows):
         ignored.append(f"{unused:,} images of the split val")
-    return decoded_data(
-        "csv",
-        names,
-        config,
-        lambda use: [FileImages(root, *part, **use) for part in zip(paths, targets, strict=True)],
-        ignored=tuple(ignored),
-    )
+    return decoded_data("csv", names, config, images, ignored=ignored)
 
 
 def _read(file: Path, split: str) -> tuple[list[_Row], list[str]]:
@@ -87,8 +77,8 @@ def _read(file: Path, split: str) -> tuple[list[_Row], list[str]]:
             reader = csv.reader(opened)
             header = [name.strip() for name in next(reader, [])]
             classes = [] if "label" in header else [name for name in header if name not in ("path", "split")]
-            for column, found in (("path", "path" in header), ("label", "label" in header or classes)):
-                if not found:
+            for column, there in (("path", "path" in header), ("label", "label" in header or classes)):
+                if not there:
                     raise DataError(f"{file} has no column {column!r}; it has {', '.join(header) or 'none'}", _RULE)
             rows = [
                 _row(dict(zip(header, map(str.strip, cells), strict=False)), classes, split, reader.line_num, file)

@@ -1,9 +1,10 @@
-"""Decodes image files of any kind to upright RGB images.
+"""Decodes image files of any kind to upright images of 8 bits, in RGB, grey or RGBA.
 
 What becomes of the kinds:
 
-- grey and palette images get three equal or looked-up channels; 16-bit grey keeps its upper 8 bits;
-- transparency (RGBA, LA, palettes) is dropped, as torchvision's loader does; CMYK is converted by Pillow's formula;
+- in RGB, grey and palette images get three equal or looked-up channels; 16-bit grey keeps its upper 8 bits;
+- in RGB and grey, transparency (RGBA, LA, palettes) is dropped, as torchvision's loader does;
+- CMYK is converted by Pillow's formula;
 - an image is turned as the camera noted in its EXIF data; of an animation or several pages the first one counts;
 - a file that is truncated, empty, broken or no image is a `DataError`.
 
@@ -22,22 +23,27 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.functional import pil_to_tensor
 
 from hybridpar.errors import DataError
+
+#: Modes of Pillow by their number of channels.
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 #: Fractions of its size that a JPEG can be decoded at, as divisors.
 SCALES = (8, 4, 2)
 
 
 def open_image(file: Path | bytes, name: str) -> Image.Image:
-    """Open an image as upright RGB."""
+    """Open an image upright, in any mode."""
     try:
         content = file if isinstance(file, bytes) else file.read_bytes()
         image = Image.open(io.BytesIO(content))
         if image.format == "JPEG" and image.mode == "RGB" and _orientation(image) == 1:
             return image
         image.load()
-        return _as_rgb(_upright(image))
+        return _upright(image)
     except Exception as error:  # Pillow's decoders report damage by almost any
         raise _unreadable(file, name, error) from error
 
@@ -53,13 +59,13 @@ def decode(image: Image.Image, name: str) -> Image.Image:
 
 def read_image(path: Path) -> Image.Image:
     """Decode an image file to RGB, upright as its EXIF data say."""
-    return decode(open_image(path, str(path)), str(path))
+    return as_mode(decode(open_image(path, str(path)), str(path)), "RGB")
 
 
 class RandomCrop(nn.Module):
     """Cuts a random area out of an image and resizes it to a square: Szegedy et al. 2015, "Inception" sec. 6.
 
-    The distribution is that of torchvision's RandomResizedCrop. A JPEG that is not decoded yet is decoded at 1/2, 1/4
+    The area is that of torchvision's RandomResizedCrop. A JPEG that is not decoded yet is decoded at 1/2, 1/4
     or 1/8 of its size, where the area still has at least `size` pixels on each side then. Such an image differs a
     little from one that is decoded in full and scaled down, as any two ways of scaling do.
     """
@@ -75,14 +81,14 @@ class RandomCrop(nn.Module):
     ) -> None:
         super().__init__()
         self.size = size
-        self.scale = scale
-        self.ratio = ratio
+        self.scale = list(scale)
+        self.ratio = list(ratio)
         self.interpolation = interpolation
         self.draft = draft
 
     def forward(self, image: Image.Image) -> Tensor:
         """Crop and resize."""
-        left, top, width, height = self.area(*image.size)
+        top, left, height, width = RandomResizedCrop.get_params(image, self.scale, self.ratio)
         box = (left, top, left + width, top + height)
         if self.draft:
             whole = image.size
@@ -101,25 +107,13 @@ class RandomCrop(nn.Module):
             mode = ("bilinear", "bicubic")[int(torch.randint(2, ()))]
         if mode not in ("bilinear", "bicubic"):
             resized = image.resize((self.size, self.size), Image.Resampling[mode.upper()], box)
-            return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+            tensor: Tensor = pil_to_tensor(resized)
+            return tensor
         area = image.crop(box)
-        # Rows of RGB pixels: the layout that torch resizes fastest.
+        # Rows of pixels: the layout that torch resizes fastest.
         pixels = torch.frombuffer(bytearray(area.tobytes()), dtype=torch.uint8)
-        pixels = pixels.view(1, area.height, area.width, 3).permute(0, 3, 1, 2)
+        pixels = pixels.view(1, area.height, area.width, -1).permute(0, 3, 1, 2)
         return functional.interpolate(pixels, (self.size, self.size), mode=mode, antialias=True)[0]
-
-    def area(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Draw an area of an image."""
-        shortest, longest = math.log(self.ratio[0]), math.log(self.ratio[1])
-        for part, shape, across, down in torch.rand(10, 4).tolist():
-            area = width * height * (self.scale[0] + part * (self.scale[1] - self.scale[0]))
-            ratio = math.exp(shortest + shape * (longest - shortest))
-            wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < wide <= width and 0 < high <= height:
-                return int(across * (width - wide + 1)), int(down * (height - high + 1)), wide, high
-        wide = max(1, min(width, round(height * self.ratio[1])))
-        high = max(1, min(height, round(width / self.ratio[0])))
-        return (width - wide) // 2, (height - high) // 2, wide, high
 
 
 def _orientation(image: Image.Image) -> int:
@@ -137,12 +131,15 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def as_mode(image: Image.Image, mode: str) -> Image.Image:
+    """An image of any mode in one of 8 bits for each channel."""
+    if image.mode == mode:  # the pixels need not be decoded yet
+        return image
     if image.mode == "I" or image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would cut off at 255
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # what Pillow asks for, in a warning
-    return image.convert("RGB")
+    return image.convert(mode)
 
 
 def _unreadable(file: Path | bytes, name: str, error: Exception) -> DataError:

@@ -47,4 +47,4 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 def download_fix(looked_for: str) -> str:
     """What to do about files that are not there."""
-    return f"Run again with --download, or name the directory that holds {looked_for} with --data-root."
+    return f"Run again with --data NAME,download, or name the directory that holds {looked_for} with --data-root."

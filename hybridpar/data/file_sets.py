@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 import torchvision
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from hybridpar.config import DataConfig
 from hybridpar.data.downloads import download_fix, one_download
-from hybridpar.data.memory_sets import FIXED_SEED
-from hybridpar.data.sampling import split_by_class
-from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoded_data
+from hybridpar.data.memory_sets import FIXED_SEED, divided
+from hybridpar.data.sampling import IntArray, split_by_class
+from hybridpar.data.sources import DATA_SETS, ImageData, ImageFiles, decoded_data
 from hybridpar.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def _caltech101(config: DataConfig) -> ImageData:
     """
     root = config.data_root.resolve()
     directory = root / "caltech101" / "101_ObjectCategories"
-    if config.download:
+    if config.data_options.download:
         with one_download("caltech101", root):
             torchvision.datasets.Caltech101(root, download=True)
     if not directory.is_dir():
@@ -60,33 +61,43 @@ def _caltech101(config: DataConfig) -> ImageData:
         raise DataError(
             f"the class {names[int(sizes.argmin())]!r} of caltech101 has 1 image in {directory}",
             "A class needs one image for training and one for testing.",
-            f"Remove {directory} and run again with --download.",
+            f"Remove {directory} and run again with --data caltech101,download.",
         )
     train_counts = [min(CALTECH101_TRAIN_PER_CLASS, int(size) - 1) for size in sizes]
     chosen = split_by_class(np.array(labels), train_counts, FIXED_SEED)
-    parts = [(directory, [paths[at] for at in part], [labels[at] for at in part]) for part in chosen]
-    return decoded_data(
-        "caltech101", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=_told(ignored)
-    )
+    parts = [_files(directory, paths, labels, part) for part in chosen]
+    return decoded_data("caltech101", names, config, parts, ignored=_described(ignored))
 
 
-@DATA_SETS.register("folder", "your own images: --data-root with train/CLASS/ and test/CLASS/ (or val/CLASS/), 224x224")
+@DATA_SETS.register(
+    "folder", "your own images: --data-root with train/CLASS/ and test/CLASS/ (or val/CLASS/), or CLASS/; 224x224"
+)
 def _folder(config: DataConfig) -> ImageData:
     """The layout of torchvision's ImageFolder, without hidden files and directories.
 
-    Where there are both test/ and val/, test/ is used. Folders beside those that are used are named.
+    Where there are both test/ and val/, test/ is used. Folders beside those that are used are named. Without any of the
+    three the folders are the classes, and 80 % of the images of each are for training, always the same ones.
     """
-    root = config.data_root.resolve()
+    root, ignored = config.data_root.resolve(), _Ignored()
     train_root = root / "train"
     test_root = root / "test" if (root / "test").is_dir() else root / "val"
+    if root.is_dir() and not train_root.is_dir() and not test_root.is_dir():
+        names, paths, labels = _scan(root, ignored)
+        if all(len(Path(path).parts) > 2 for path in paths):
+            raise DataError(
+                f"the folders in {root} hold folders, and no images",
+                "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE, or as CLASS/IMAGE.",
+                "Name the directory above the classes, or above train/ and test/, with --data-root.",
+            )
+        parts = [_files(root, paths, labels, part) for _, part, _ in divided([torch.tensor(labels)])]
+        return decoded_data("folder", names, config, parts, ignored=_described(ignored))
     for directory, wanted in ((train_root, "train/"), (test_root, "test/ or val/")):
         if not directory.is_dir():
             raise DataError(
                 f"the data set has no directory {wanted} in {root}",
-                "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE.",
+                "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE, or as CLASS/IMAGE.",
                 "Name the directory that holds train/ and test/ with --data-root.",
             )
-    ignored = _Ignored()
     with suppress(OSError):
         for entry in os.scandir(root):
             if entry.is_dir() and not entry.name.startswith(".") and Path(entry) not in (train_root, test_root):
@@ -100,10 +111,15 @@ def _folder(config: DataConfig) -> ImageData:
             "Rename or remove the directories, or add training images of these classes.",
         )
     numbers = [names.index(name) for name in test_names]
-    parts = [(train_root, train_paths, train_labels), (test_root, test_paths, [numbers[at] for at in test_labels])]
-    return decoded_data(
-        "folder", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=_told(ignored)
-    )
+    test_labels = [numbers[at] for at in test_labels]
+    parts = [_files(train_root, train_paths, train_labels), _files(test_root, test_paths, test_labels)]
+    return decoded_data("folder", names, config, parts, ignored=_described(ignored))
+
+
+def _files(root: Path, paths: Sequence[str], labels: Sequence[int], chosen: IntArray | None = None) -> ImageFiles:
+    """Some of the files, or all."""
+    indices = range(len(paths)) if chosen is None else chosen.tolist()
+    return ImageFiles(root, [paths[at] for at in indices], [labels[at] for at in indices])
 
 
 #: What lies in a data set and is not used, in the order in which it is told.
@@ -120,15 +136,15 @@ _IGNORED = {
 _Ignored = Counter[tuple[str, str]]
 
 
-def _told(ignored: _Ignored) -> tuple[str, ...]:
+def _described(ignored: _Ignored) -> tuple[str, ...]:
     """Each kind in words, with its number."""
-    told = []
+    texts = []
     for kind, words in _IGNORED.items():
-        found = {name: count for (what, name), count in ignored.items() if what == kind}
-        if count := sum(found.values()):
-            names = [name for name in found if name]
-            told.append(f"{count:,} {words[count > 1]}" + (f" ({some(names)})" if names else ""))
-    return tuple(told)
+        counts = {name: count for (what, name), count in ignored.items() if what == kind}
+        if count := sum(counts.values()):
+            names = [name for name in counts if name]
+            texts.append(f"{count:,} {words[count > 1]}" + (f" ({some(names)})" if names else ""))
+    return tuple(texts)
 
 
 def _no_image(name: str) -> tuple[str, str]:
@@ -152,11 +168,11 @@ def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> t
                 ignored["beside", f"{entry.name}/"] += 1
             else:
                 before = _Ignored()
-                found = _images(entry.path, before)
-                if not found:
-                    empty[entry.name] = _told(before)
-                paths += [os.path.relpath(path, directory) for path in found]
-                labels += [len(names)] * len(found)
+                images = _images(entry.path, before)
+                if not images:
+                    empty[entry.name] = _described(before)
+                paths += [os.path.relpath(path, directory) for path in images]
+                labels += [len(names)] * len(images)
                 names.append(entry.name)
                 ignored.update(before)
     except OSError as error:
@@ -183,12 +199,12 @@ def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> t
 
 def _images(directory: str, ignored: _Ignored) -> list[str]:
     """The image files in and below a directory, in torchvision's order. Links are followed, but not in circles."""
-    found, deeper = [], []
+    images, deeper = [], []
     with os.scandir(directory) as entries:
         for entry in entries:
             if not entry.is_dir():
                 if _is_image(entry.name):
-                    found.append(entry.path)
+                    images.append(entry.path)
                 else:
                     ignored[_no_image(entry.name)] += 1
             elif entry.name.startswith("."):
@@ -197,8 +213,8 @@ def _images(directory: str, ignored: _Ignored) -> list[str]:
                 ignored["loop", ""] += 1
             else:
                 deeper.append(entry.path)
-    found += [path for inner in deeper for path in _images(inner, ignored)]
-    return sorted(found, key=os.path.split)
+    images += [path for inner in deeper for path in _images(inner, ignored)]
+    return sorted(images, key=os.path.split)
 
 
 def _leads_up(link: str) -> bool:

@@ -6,32 +6,43 @@ import re
 import tarfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
 from hybridpar.config import DataConfig
+from hybridpar.config.data import HubOptions, data_name, samples_of
 from hybridpar.data.decode import open_image
 from hybridpar.data.downloads import one_download
 from hybridpar.data.file_sets import some
 from hybridpar.data.labels import LabelledPart, number_labels
-from hybridpar.data.memory_sets import four_of_five
-from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoded_data
+from hybridpar.data.memory_sets import divided
+from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
 from hybridpar.errors import DataError, UsageError
 
 #: Names of the part that is tested on, best first.
 _TEST_PARTS = ("test", "validation", "val", "valid")
 
+#: Kinds of files in --data-root: what they are, what they must hold, and how their names end.
+_FILES = {
+    "webdataset": (
+        "tar shards",
+        "Members of a tar file belong together by name: KEY.jpg, and KEY.cls, KEY.txt or KEY.json (its `label`).",
+        "tar",
+    ),
+    "parquet": ("parquet files", "A table has a column of images and one of labels.", "parquet"),
+}
+
 #: Columns that are taken for the label where several have classes, best first.
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls", "json.label", "json.labels", "txt")
 
 
-class HubImages(DecodedImages):
+class HubImages(ImageSet):
     """Images of a data set of the `datasets` library."""
 
-    def __init__(self, dataset: Any, column: str, labels: Tensor, **use: Unpack[Decoding]) -> None:
-        super().__init__(labels, **use)
+    def __init__(self, dataset: Any, column: str, labels: Tensor) -> None:
+        super().__init__(labels)
         self.dataset = dataset
         self.column = column
 
@@ -50,13 +61,13 @@ class HubImages(DecodedImages):
 def _hub(config: DataConfig) -> ImageData:
     """NAME as `datasets.load_dataset` takes it, with a configuration behind a colon: `hf/org/name:config`.
 
-    Where --data-root holds what `save_to_disk` wrote, that is read; else the hub's cache, and with --download the hub
-    itself. `hf/webdataset` reads the tar shards in --data-root, train*.tar and test*.tar. The column of images is found
-    by its type, that of labels by its type or as `label`. Without a test part, 80 % of the images of each class are for
-    training, always the same ones.
+    Where --data-root holds what `save_to_disk` wrote, that is read; else the hub's cache, and with `download` the hub
+    itself. `hf/webdataset` reads the tar shards in --data-root, train*.tar and test*.tar, and `hf/parquet` such files.
+    The column of images is found by its type, that of labels by its type or as `label`. Without a test part, 80 % of
+    the images of each class are for training, always the same ones.
     """
-    name = config.data.removeprefix("hf/")
-    if not name or name == config.data:
+    name = data_name(config.data).removeprefix("hf/")
+    if name in ("", "hf"):
         raise UsageError(f"--data {config.data}", "The name of the data set follows: hf/NAME.", "Use --data hf/NAME.")
     ignored: list[str] = []
     parts = _parts(name, config, ignored)
@@ -65,18 +76,8 @@ def _hub(config: DataConfig) -> ImageData:
     label = _label_column(train, name)
     raw, cells = map(list, zip(*(_complete(part, image, label, ignored) for part in parts), strict=True))
     names, *targets = _numbered(train.features[label], cells, name)
-    if len(raw) == 1:
-        chosen = four_of_five(targets[0])
-        raw = [raw[0].select(indices) for indices in chosen]
-        targets = [targets[0][indices] for indices in chosen]
-    labelled = list(zip(raw, targets, strict=True))
-    return decoded_data(
-        config.data,
-        names,
-        config,
-        lambda use: [HubImages(part, image, found, **use) for part, found in labelled],
-        ignored=tuple(ignored),
-    )
+    labelled = [HubImages(raw[part].select(indices), image, labels) for part, indices, labels in divided(targets)]
+    return decoded_data(samples_of(config.data), names, config, labelled, ignored=ignored)
 
 
 def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
@@ -89,18 +90,19 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
             fix="Install it: pip install 'hybridpar[hf]'",
         ) from error
     root = config.data_root.resolve()
-    hub, _, configuration = name.partition(":")
+    options = config.data_options
+    assert isinstance(options, HubOptions)
     try:
         if any((root / file).is_file() for file in ("dataset_dict.json", "state.json")):
-            found = datasets.load_from_disk(str(root))
-        elif name == "webdataset":
-            found = _shards(root)
-        elif config.download:
-            with one_download(hub.replace("/", "--"), root):
-                found = datasets.load_dataset(hub, configuration or None)
+            read = datasets.load_from_disk(str(root))
+        elif name in _FILES:
+            read = _files(name, root)
+        elif options.download:
+            with one_download(name.replace("/", "--"), root):
+                read = datasets.load_dataset(name, options.configuration)
         else:
-            found = datasets.load_dataset(
-                hub, configuration or None, download_config=datasets.DownloadConfig(local_files_only=True)
+            read = datasets.load_dataset(
+                name, options.configuration, download_config=datasets.DownloadConfig(local_files_only=True)
             )
     except DataError:
         raise
@@ -108,28 +110,30 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
         raise DataError(
             f"cannot load {config.data}: {' '.join(str(error).split()) or type(error).__name__}",
             "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it.",
-            "Run again with --download, or name the directory of a copy with --data-root.",
+            f"Run again with --data {samples_of(config.data)},download, or name a copy with --data-root.",
         ) from error
-    if not isinstance(found, dict):
-        return [found]
-    if "train" not in found:
-        raise DataError(f"{config.data} has no part train; it has {', '.join(found)}", "Training needs one.")
-    used = ["train", *[part for part in _TEST_PARTS if part in found][:1]]
-    ignored += [f"{len(rows):,} rows of the part {part}" for part, rows in found.items() if part not in used]
-    return [found[part] for part in used]
+    if not isinstance(read, dict):
+        return [read]
+    if "train" not in read:
+        raise DataError(f"{config.data} has no part train; it has {', '.join(read)}", "Training needs one.")
+    used = ["train", *[part for part in _TEST_PARTS if part in read][:1]]
+    ignored += [f"{len(rows):,} rows of the part {part}" for part, rows in read.items() if part not in used]
+    return [read[part] for part in used]
 
 
-def _shards(root: Path) -> Any:
+def _files(kind: str, root: Path) -> Any:
+    """The parts in files of one kind."""
     import datasets
 
     try:
-        return datasets.load_dataset("webdataset", data_dir=str(root)).flatten()
+        return datasets.load_dataset(kind, data_dir=str(root)).flatten()
     except Exception as error:
-        reason = error.__cause__ or error  # what is wrong with a shard is the cause of an error that does not say it
+        reason = error.__cause__ or error  # what is wrong with a file is the cause of an error that does not say it
+        what, rule, end = _FILES[kind]
         raise DataError(
-            f"cannot load the tar shards in {root}: {' '.join(str(reason).split()) or type(reason).__name__}",
-            "Members of a tar file belong together by name: KEY.jpg, and KEY.cls, KEY.txt or KEY.json (its `label`).",
-            "Name the directory that holds train*.tar and test*.tar with --data-root.",
+            f"cannot load the {what} in {root}: {' '.join(str(reason).split()) or type(reason).__name__}",
+            rule,
+            f"Name the directory that holds train*.{end} and test*.{end} with --data-root.",
         ) from error
 
 
@@ -159,7 +163,7 @@ def _classes(feature: Any) -> Any:
 def _numbered(feature: Any, cells: list[list[Any]], name: str) -> tuple[Any, ...]:
     classes = _classes(feature)
     several = bool(cells[0]) and isinstance(cells[0][0], (list, tuple))
-    names = [str(one) for one in classes.names] if classes is not None else None
+    names = [str(word) for word in classes.names] if classes is not None else None
 
     def words(cell: Any) -> list[str]:
         values = cell if several else [cell]
@@ -168,8 +172,8 @@ def _numbered(feature: Any, cells: list[list[Any]], name: str) -> tuple[Any, ...
         return [str(value) for value in values if value is not None]
 
     def part(which: str, column: list[Any]) -> LabelledPart:
-        places = [f"row {row} of {which} of hf/{name}" for row in range(len(column))]
-        return LabelledPart([words(cell) for cell in column], places, several)
+        sources = [f"row {row} of {which} of hf/{name}" for row in range(len(column))]
+        return LabelledPart([words(cell) for cell in column], sources, several)
 
     numbered = number_labels(part("train", cells[0]), part("test", cells[1] if len(cells) > 1 else []), names)
     return numbered if len(cells) > 1 else numbered[:2]

@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms import v2
 
 from hybridpar.config import TrainConfig
-from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of
-from hybridpar.data.sources import FileImages, ImageData, imagenet_transforms
+from hybridpar.data.decode import MODES
+from hybridpar.data.policies import eval_transform
+from hybridpar.data.sources import DecodedImages, ImageData, ImageFiles
 from hybridpar.errors import UsageError
 
 
@@ -78,16 +78,14 @@ class ImageFacts:
 
 
 def find_images(named: Sequence[Path]) -> list[Path]:
-    """The image files that a user names."""
-    found: list[Path] = []
-    for one in named:
-        if not one.is_dir():
-            if not one.exists():
-                raise UsageError(f"there is no {one}", "Name image files, or folders that hold some.")
-            found.append(one)
+    """The image files that a user names; one that is not there is left to be refused as unreadable."""
+    images: list[Path] = []
+    for path in named:
+        if not path.is_dir():
+            images.append(path)
             continue
         inside: list[Path] = []
-        for folder, folders, files in os.walk(one):
+        for folder, folders, files in os.walk(path):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             inside += [
                 Path(folder, name)
@@ -96,29 +94,27 @@ def find_images(named: Sequence[Path]) -> list[Path]:
             ]
         if not inside:
             raise UsageError(
-                f"there is no image in {one}",
+                f"there is no image in {path}",
                 f"The name of an image ends in {', '.join(IMG_EXTENSIONS)}.",
                 "Name a folder with such files, or the files themselves.",
             )
-        found += inside
-    return found
+        images += inside
+    return images
 
 
 def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) -> ImageData:
     """Image files as a data set whose labels are their places in the list."""
-    if facts.sample_shape[0] != 3:
+    channels, size, images = facts.sample_shape[0], facts.test_size, config.images
+    if channels not in MODES:
         raise UsageError(
-            f"the model takes images of {facts.sample_shape[0]} channels",
-            "Image files are read as RGB.",
+            f"the model takes images of {channels} channels",
+            "Image files are read in grey, RGB or RGBA.",
             "Call the model in a script of your own.",
         )
-    size = facts.test_size
-    _, prepare = imagenet_transforms(size, config, facts.mean)
-    if facts.whole:
-        mode = interpolation_of(config.interpolation or DEFAULT_INTERPOLATION)
-        prepare = v2.Compose([v2.Resize(size, mode, antialias=True), v2.CenterCrop(size), v2.PILToTensor()])
+    prepare = eval_transform(size, replace(images, crop=1.0) if facts.whole else images)
     names = [os.path.abspath(file) for file in files]
-    source = FileImages(Path("/"), names, range(len(files)), augment=prepare, prepare=prepare)
+    listed = ImageFiles(Path("/"), names, range(len(files)))
+    source = DecodedImages(listed, augment=prepare, prepare=prepare, channels=channels)
     return ImageData(
         name="files",
         class_names=facts.class_names,

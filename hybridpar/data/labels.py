@@ -17,12 +17,12 @@ class LabelledPart:
 
     Attributes:
         labels: The labels of each image; several where `several`.
-        places: Where each was found, for messages ("line 7 of train.csv").
+        sources: Where each stands, for messages ("line 7 of train.csv").
         several: Whether images may have several labels, or none.
     """
 
     labels: Sequence[Sequence[str]]
-    places: Sequence[str]
+    sources: Sequence[str]
     several: bool = False
 
 
@@ -41,23 +41,23 @@ def number_labels(
 
 def _targets(part: LabelledPart, numbers: dict[str, int], several: bool) -> Tensor:
     targets = torch.zeros(len(part.labels), len(numbers), dtype=torch.bool) if several else torch.zeros(0)
-    found = []
-    for place, labels in enumerate(part.labels):
+    numbered = []
+    for row, labels in enumerate(part.labels):
         for label in labels:
             if label not in numbers:
                 known = ", ".join(list(numbers)[:8]) + (", ..." if len(numbers) > 8 else "")
                 raise DataError(
-                    f"{part.places[place]} has the label {label!r}, which is none of the {len(numbers)} classes",
+                    f"{part.sources[row]} has the label {label!r}, which is none of the {len(numbers)} classes",
                     f"The classes are those of the training images: {known}",
                     "Correct the label, or add training images of that class.",
                 )
             if several:
-                targets[place, numbers[label]] = True
+                targets[row, numbers[label]] = True
         if not several:
             if not labels:
-                raise DataError(f"{part.places[place]} has no label", fix="Give it one, or remove the image.")
-            found.append(numbers[labels[0]])
-    return targets if several else torch.tensor(found, dtype=torch.int64)
+                raise DataError(f"{part.sources[row]} has no label", fix="Give it one, or remove the image.")
+            numbered.append(numbers[labels[0]])
+    return targets if several else torch.tensor(numbered, dtype=torch.int64)
 
 
 def _order(label: str) -> tuple[bool, int, str]:

@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hybridpar.data.augment import normalise
-from hybridpar.data.erasing import NoiseErasing
-from hybridpar.data.repeats import RepeatedImages
 from hybridpar.data.sampling import (
+    COPY,
     FEWEST_PER_PART,
     AugmentKey,
     IntArray,
@@ -88,8 +87,8 @@ class TrainBatches:
         workers: Number of workers.
         micro_batches: Micro-batches per worker and step.
         loader_workers: Loader processes; None for 0 where the images lie in memory, else 2. With 0, files are decoded
-            on the calling thread, and torchvision's transforms borrow torch's CPU generator meanwhile: another thread
-            must not draw from it then.
+            on the calling thread, and transforms borrow the generators of torch's CPU, numpy and Python meanwhile:
+            another thread must not draw from them then.
         device: Where batches are wanted.
         channels_last: Give images in the channels-last memory format.
         in_pairs: Cut a step at even positions, for `hybridpar.data.mix`.
@@ -131,9 +130,8 @@ class TrainBatches:
         self.workers = workers
         self.micro_batches = micro_batches
         self._steps = cut_epoch(len(data.train), batch_size, workers * micro_batches)
-        train = data.train if repeats == 1 else RepeatedImages(data.train, repeats)
         self._samples = len(data.train)
-        self._reader = _Reader(data, train, loader_workers, device, channels_last)
+        self._reader = _Reader(data, data.train, loader_workers, device, channels_last)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -159,13 +157,13 @@ class TrainBatches:
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
         order = epoch_order(self._samples, self.seed, epoch)
-        order = repeated(order, self._steps, self._repeats, self._samples)
+        order = repeated(order, self._steps, self._repeats)
         steps = self._steps[start_step:]
         parts = [self._own_parts(start, stop) for start, stop in steps]
         jobs = [order[first:last] for step in parts for first, last in step]
         loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
-        for (start, stop), own in zip(steps, parts, strict=True):
-            read = tuple(islice(loaded, len(own)))
+        for (start, stop), micro_batches in zip(steps, parts, strict=True):
+            read = tuple(islice(loaded, len(micro_batches)))
             with self._reader.lent(*read):
                 yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
 
@@ -267,7 +265,6 @@ class _Reader:
                 "Name another: TMPDIR=/tmp; or use --loader-workers 0.",
             )
         self._device = torch.device(device or "cpu")
-        self._erasing = data.erasing
         self._size = data.sample_shape[1:]
         self._channels_last = channels_last
         self._opened: tuple[Lanes, Lane] | None = None
@@ -313,10 +310,11 @@ class _Reader:
     def _place(self, loaded: Loaded, placed: list[Tensor]) -> None:
         """Put images, as floats, and labels on the device."""
         images = loaded.images.to(self._device, non_blocking=True)
-        labels = self.source.labels[torch.from_numpy(loaded.indices)]
-        images = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
-        if self._erasing is not None and loaded.erased is not None:
-            self._erasing.apply(images, loaded.erased)
+        labels = self.source.labels[torch.from_numpy(loaded.indices % COPY)]
+        if images.dtype == torch.uint8:
+            images = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
+        elif self._channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
         placed.append(images)
         placed.append(to_device(labels.float() if labels.ndim == 2 else labels, self._device))
 
@@ -332,7 +330,7 @@ class _Reader:
 
     def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         for indices in jobs:
-            yield _read(self.source, self._erasing, (indices, key), self._device)
+            yield self.source.load_readable(indices, key, self._device)
 
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         loader, queue = self._processes(min(self._loader_workers, len(jobs)))
@@ -359,14 +357,14 @@ class _Reader:
 
         Processes are kept from epoch to epoch, as starting them takes a tenth of a second.
         """
-        kept, self._idle = self._idle, None
-        if kept is not None and kept[0].num_workers == count:
-            return kept
+        idle, self._idle = self._idle, None
+        if idle is not None and idle[0].num_workers == count:
+            return idle
         queue: list[_Job] = []
         with warnings.catch_warnings():
             _ignore_advice()
             loader = DataLoader(
-                _Jobs(self.source, self._erasing),
+                _Jobs(self.source),
                 batch_size=None,  # A job is a batch already.
                 sampler=queue,
                 num_workers=count,
@@ -386,22 +384,14 @@ class _Jobs(Dataset[Loaded | DataError]):
     An error is handed over as a value: torch would bury an exception's message in the traceback of the process.
     """
 
-    def __init__(self, source: ImageSource, erasing: NoiseErasing | None) -> None:
+    def __init__(self, source: ImageSource) -> None:
         self._source = source
-        self._erasing = erasing
 
     def __getitem__(self, job: _Job) -> Loaded | DataError:
         try:
-            return _read(self._source, self._erasing, job, _CPU)
+            return self._source.load_readable(*job, _CPU)
         except DataError as error:
             return error
-
-
-def _read(source: ImageSource, erasing: NoiseErasing | None, job: _Job, device: torch.device) -> Loaded:
-    """Load the images of a job; in training also draw the noise that parts of them are erased to."""
-    indices, key = job
-    loaded = source.load_readable(indices, key, device)
-    return loaded if erasing is None or key is None else loaded._replace(erased=erasing.draw(key, indices))
 
 
 @contextmanager

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hybridpar.config import DataConfig
 from hybridpar.config.data import Synthetic
 from hybridpar.data.downloads import download_fix, one_download
 from hybridpar.data.sampling import IntArray, split_by_class
-from hybridpar.data.sources import DATA_SETS, ImageData, MemoryImages
+from hybridpar.data.sources import DATA_SETS, GREY, ImageData, MemoryImages, for_channels
 from hybridpar.errors import DataError
 
 #: Seed of fixed splits and of synthetic images: the data stay the same whatever --seed says.
@@ -43,13 +44,14 @@ def _digits(config: DataConfig) -> ImageData:
     Split into 1,437 training and 360 test images, each digit in proportion, always in the same way. Writers are not
     known, so the same hand may be in both parts. Digits are shifted in training but never mirrored.
     """
-    size = config.image_size or 32
+    size = config.images.size or 32
     images, labels = digit_images(size)
     train, test = split_by_class(labels, proportional_counts(np.bincount(labels), DIGITS_TRAIN), FIXED_SEED)
     return in_memory(
         "digits",
         tuple(str(digit) for digit in range(10)),
         *(_picked(images, labels, indices, pad=size // 8, flip=False) for indices in (train, test)),
+        config=config,
         size=size,
         statistics=DIGITS_STATISTICS,
     )
@@ -93,10 +95,17 @@ def proportional_counts(sizes: IntArray, total: int) -> list[int]:
     return [int(count) for count in counts]
 
 
-def four_of_five(labels: Tensor) -> tuple[IntArray, IntArray]:
-    """Divide a data set that has no parts: of each class 80 % are for training, always the same ones."""
-    flat = labels.numpy() if labels.ndim == 1 else np.zeros(len(labels), dtype=np.int64)
-    return split_by_class(flat, [max(1, size * 4 // 5) if size else 0 for size in np.bincount(flat)], FIXED_SEED)
+def divided(labels: Sequence[Tensor]) -> list[tuple[int, IntArray, Tensor]]:
+    """For training and for testing: which part of a data set, which samples of it, and their labels.
+
+    Of each class of a set that has one part 80 % are for training, always the same ones.
+    """
+    first, *others = labels
+    if others:
+        return [(part, np.arange(len(numbers)), numbers) for part, numbers in enumerate(labels)]
+    flat = first.numpy() if first.ndim == 1 else np.zeros(len(first), dtype=np.int64)
+    counts = [max(1, size * 4 // 5) if size else 0 for size in np.bincount(flat)]
+    return [(0, indices, first[torch.from_numpy(indices)]) for indices in split_by_class(flat, counts, FIXED_SEED)]
 
 
 @DATA_SETS.register("cifar10", "CIFAR-10: 50,000 + 10,000 photographs of 10 classes, 32x32")
@@ -118,7 +127,7 @@ def _cifar(
     """Krizhevsky 2009. Torchvision checks the MD5 of every file before it unpickles it."""
     root = config.data_root.resolve()
     try:
-        if config.download:
+        if config.data_options.download:
             with one_download(name, root):
                 cifar(root, download=True)
         parts = [cifar(root, train=train) for train in (True, False)]
@@ -133,7 +142,7 @@ def _cifar(
         )
         for part in parts
     ]
-    return in_memory(name, tuple(parts[0].classes), *sources, size=config.image_size or 32, statistics=statistics)
+    return in_memory(name, tuple(parts[0].classes), *sources, config=config, size=32, statistics=statistics)
 
 
 def _cifar_problem(name: str, cifar: type[torchvision.datasets.CIFAR10], root: Path) -> DataError:
@@ -141,7 +150,7 @@ def _cifar_problem(name: str, cifar: type[torchvision.datasets.CIFAR10], root: P
     if not folder.is_dir():
         return DataError(f"{name} is not there: no directory {folder}", fix=download_fix(f"{cifar.base_folder}/"))
     # Torchvision downloads nothing while it finds the image files whole, so what is left must go first.
-    again = f"Remove {folder}, then run again with --download."
+    again = f"Remove {folder}, then run again with --data {name},download."
     for file, md5 in [*cifar.train_list, *cifar.test_list, (cifar.meta["filename"], cifar.meta["md5"])]:
         if not (folder / file).is_file():
             return DataError(f"{name} is not complete: no file {folder / file}", fix=again)
@@ -159,7 +168,8 @@ def _synthetic(config: DataConfig) -> ImageData:
 
     The same whatever --seed says.
     """
-    size, spec = config.image_size or 32, Synthetic.read(config.data)
+    size, spec = config.images.size or 32, config.data_options
+    assert isinstance(spec, Synthetic)
     generator = torch.Generator().manual_seed(FIXED_SEED)
     coarse = torch.rand(spec.classes, 3, 4, 4, generator=generator)
     smooth = functional.interpolate(coarse, (size, size), mode="bilinear", align_corners=False)
@@ -175,6 +185,7 @@ def _synthetic(config: DataConfig) -> ImageData:
         tuple(f"pattern-{label}" for label in range(spec.classes)),
         images(spec.samples),
         images(max(spec.classes, spec.samples // 4)),
+        config=config,
         size=size,
         statistics=SYNTHETIC_STATISTICS,
     )
@@ -191,10 +202,26 @@ def in_memory(
     train: MemoryImages,
     test: MemoryImages,
     *,
+    config: DataConfig,
     size: int,
     statistics: Statistics,
 ) -> ImageData:
-    """A data set that is held in memory."""
-    mean, std = statistics
-    shape = (train.images.shape[1], size, size)
+    """A data set that is held in memory, in the size and the channels that options say, else in its usual ones."""
+    size, channels = config.images.size or size, config.images.channels
+    for part in (train, test):
+        part.images = _with_channels(part.images, channels)
+    mean, std = (for_channels(values, 0.5, channels) for values in statistics)
+    shape = (channels, size, size)
     return ImageData(name=name, class_names=class_names, sample_shape=shape, train=train, test=test, mean=mean, std=std)
+
+
+def _with_channels(images: Tensor, channels: int) -> Tensor:
+    """Images in grey, RGB or RGBA, from images in grey or RGB."""
+    if images.shape[1] == channels:
+        return images
+    if images.shape[1] == 1:  # one channel three times, without three times the memory
+        images = images.expand(-1, 3, -1, -1)
+    if channels == 1:
+        weights = torch.tensor([round(1000 * part) for part in GREY], dtype=torch.int32).view(3, 1, 1)
+        return ((images * weights).sum(1, keepdim=True, dtype=torch.int32) + 500).floor_divide_(1000).to(torch.uint8)
+    return images if channels == 3 else torch.cat([images, torch.full_like(images[:, :1], 255)], dim=1)

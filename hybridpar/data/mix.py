@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridpar.config.data import AugmentConfig
+from hybridpar.config.data import Mixing
 from hybridpar.data.sampling import Draw, counter_hash
 
 
@@ -45,19 +45,19 @@ class MixDraw(NamedTuple):
     """How a batch is mixed.
 
     Attributes:
-        own: Lambda: what part of a sample stays its own; 1 for a batch that is not mixed.
+        lam: Lambda, the part of a sample that stays; 1 for a batch that is not mixed.
         box: The rectangle that is taken from the partner (cutmix); None blends whole images (mixup).
     """
 
-    own: float = 1.0
+    lam: float = 1.0
     box: Box | None = None
 
 
-def draw_mix(config: AugmentConfig, seed: int, step: int, size: tuple[int, int]) -> MixDraw:
+def draw_mix(mixing: Mixing, seed: int, step: int, size: tuple[int, int]) -> MixDraw:
     """The draw of a global batch.
 
     Args:
-        config: `mixup`, `cutmix`, `mix_prob`, `mix_switch`.
+        mixing: How much, how often, and which of the two.
         seed: Seed of the run.
         step: Number of the step, from 0.
         size: Height and width of the images.
@@ -69,20 +69,20 @@ def draw_mix(config: AugmentConfig, seed: int, step: int, size: tuple[int, int])
     """
     key = counter_hash(seed, step, Draw.MIX, np.arange(2))
     random = np.random.Generator(np.random.Philox(key=key))
-    if not config.mixes or random.random() >= config.mix_prob:
+    if not mixing.is_on or random.random() >= mixing.prob:
         return MixDraw()
-    cuts = config.cutmix > 0 and (config.mixup <= 0 or random.random() < config.mix_switch)
-    alpha = config.cutmix if cuts else config.mixup
-    own = float(random.beta(alpha, alpha))
+    cuts = mixing.cutmix > 0 and (mixing.mixup <= 0 or random.random() < mixing.switch)
+    alpha = mixing.cutmix if cuts else mixing.mixup
+    lam = float(random.beta(alpha, alpha))
     if not cuts:
-        return MixDraw(own)
-    box = box_around(own, int(random.integers(size[0])), int(random.integers(size[1])), size)
+        return MixDraw(lam)
+    box = box_around(lam, int(random.integers(size[0])), int(random.integers(size[1])), size)
     return MixDraw(1.0 - box.area / (size[0] * size[1]), box)
 
 
-def box_around(own: float, row: int, column: int, size: tuple[int, int]) -> Box:
+def box_around(lam: float, row: int, column: int, size: tuple[int, int]) -> Box:
     """A rectangle of 1 - lambda of the area of an image around a pixel, clipped to the image."""
-    part = math.sqrt(1.0 - own)
+    part = math.sqrt(1.0 - lam)
     bounds = []
     for centre, length in zip((row, column), size, strict=True):
         cut = int(length * part)
@@ -111,21 +111,21 @@ def mix(
         soft = dense.scatter_(1, targets.long().view(-1, 1), 1.0 - smoothing + off)
     else:
         soft = targets.float() * (1.0 - smoothing) + 0.5 * smoothing
-    own, box = draw
-    if own == 1.0:
+    lam, box = draw
+    if lam == 1.0:
         return images, soft
     if box is None:
-        images = images.mul(own).add_(_partners(images).mul_(1.0 - own))
+        images = images.mul(lam).add_(_partners(images).mul_(1.0 - lam))
     else:
         partners = _partners(images[:, :, box.top : box.bottom, box.left : box.right])
         images = images.clone()
         images[:, :, box.top : box.bottom, box.left : box.right] = partners
-    return images, soft * own + _partners(soft) * (1.0 - own)
+    return images, soft * lam + _partners(soft) * (1.0 - lam)
 
 
 def mix_step(
     micro_batches: Sequence[tuple[Tensor, Tensor]],
-    config: AugmentConfig,
+    mixing: Mixing,
     seed: int,
     step: int,
     epoch: float,
@@ -137,9 +137,9 @@ def mix_step(
     draw = MixDraw()
     if not micro_batches:
         return []
-    if not config.mix_off_epoch or epoch < config.mix_off_epoch:
+    if not mixing.off or epoch < mixing.off:
         height, width = micro_batches[0][0].shape[-2:]
-        draw = draw_mix(config, seed, step, (height, width))
+        draw = draw_mix(mixing, seed, step, (height, width))
     return [mix(images, targets, draw, classes=classes, smoothing=smoothing) for images, targets in micro_batches]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Unpack
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from hybridpar.config import DataConfig
 from hybridpar.data.decode import read_image
 from hybridpar.data.memory_sets import FIXED_SEED
 from hybridpar.data.sampling import Draw, IntArray, bounded, counter_hash
-from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoded_data
+from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
 from hybridpar.errors import DataError
 
 DEFAULT_SIZE = 96
@@ -62,7 +61,7 @@ def _photos(config: DataConfig) -> ImageData:
     pixel is in both parts. A crop is a square of half to all of its cell's shorter side, 65 to 470 pixels, and is
     resized. The crops are the same whatever --seed says.
     """
-    photographs = [_photograph(*place) for place in PHOTOGRAPHS.values()]
+    photographs = [_photograph(*names) for names in PHOTOGRAPHS.values()]
     every = [(row, column) for row in range(ROWS) for column in range(COLUMNS)]
     train_cells = [cell for cell in every if cell not in TEST_CELLS]
     crops = [
@@ -70,22 +69,23 @@ def _photos(config: DataConfig) -> ImageData:
         crops_of(photographs, list(TEST_CELLS), TEST_CROPS),
     ]
     mean, std = STATISTICS
+    parts = [PhotographCrops(photographs, chosen) for chosen in crops]
     return decoded_data(
         "photos",
         list(PHOTOGRAPHS),
         config,
-        lambda use: [PhotographCrops(photographs, chosen, **use) for chosen in crops],
+        parts,
         size=DEFAULT_SIZE,
         mean=mean,
         std=std,
     )
 
 
-class PhotographCrops(DecodedImages):
+class PhotographCrops(ImageSet):
     """Squares of photographs that are held in memory."""
 
-    def __init__(self, photographs: list[Image.Image], crops: IntArray, **use: Unpack[Decoding]) -> None:
-        super().__init__(torch.from_numpy(crops[:, 0].copy()), **use)
+    def __init__(self, photographs: list[Image.Image], crops: IntArray) -> None:
+        super().__init__(torch.from_numpy(crops[:, 0].copy()))
         self.photographs = photographs
         self.crops = crops
 
@@ -99,29 +99,29 @@ class PhotographCrops(DecodedImages):
 
 def crops_of(photographs: list[Image.Image], cells: list[tuple[int, int]], count: int) -> IntArray:
     """Choose squares of photographs, always the same."""
-    found = []
+    crops = []
     for number, photograph in enumerate(photographs):
         wide, high = photograph.width // COLUMNS, photograph.height // ROWS
         shorter = min(wide, high)
         for row, column in cells:
-            place = (number * ROWS + row) * COLUMNS + column
+            cell = (number * ROWS + row) * COLUMNS + column
             sides, lefts, tops = (
-                counter_hash(FIXED_SEED, place, draw, np.arange(count)) for draw in (Draw.SPLIT, Draw.COLUMN, Draw.ROW)
+                counter_hash(FIXED_SEED, cell, draw, np.arange(count)) for draw in (Draw.SPLIT, Draw.COLUMN, Draw.ROW)
             )
-            for one in range(count):
-                side = shorter - int(bounded(sides[one : one + 1], shorter - shorter // 2)[0])
-                left = column * wide + int(bounded(lefts[one : one + 1], wide - side + 1)[0])
-                top = row * high + int(bounded(tops[one : one + 1], high - side + 1)[0])
-                found.append((number, left, top, side))
-    return np.array(found, dtype=np.int64)
+            for crop in range(count):
+                side = shorter - int(bounded(sides[crop : crop + 1], shorter - shorter // 2)[0])
+                left = column * wide + int(bounded(lefts[crop : crop + 1], wide - side + 1)[0])
+                top = row * high + int(bounded(tops[crop : crop + 1], high - side + 1)[0])
+                crops.append((number, left, top, side))
+    return np.array(crops, dtype=np.int64)
 
 
 def _photograph(folder: str, file: str) -> Image.Image:
     package, _, below = folder.partition("/")
     installed = importlib.util.find_spec(package)
-    for place in installed.submodule_search_locations or () if installed is not None else ():
+    for directory in installed.submodule_search_locations or () if installed is not None else ():
         # Importing the package takes a second in every worker.
-        if (path := Path(place, below, file)).is_file():
+        if (path := Path(directory, below, file)).is_file():
             return read_image(path)
     distribution = {"skimage": "scikit-image", "sklearn": "scikit-learn"}[package]
     state = "is not installed" if installed is None else f"has no {below}/{file}"

@@ -1,111 +1,117 @@
-"""Random changes of training images by name: torchvision's transforms, and timm's policies.
+"""What is done to images: torchvision's transforms, and timm's policies.
 
-All of them draw from torch's CPU generator, which a source seeds for each image, so that an image is the same for the
-same (seed, epoch, index).
+Random ones draw from the generators of torch, numpy and Python, which a source seeds for each image, so that an image
+is the same for the same (seed, epoch, index).
 """
 
 from __future__ import annotations
 
 import importlib
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from hybridpar.config.data import AugmentConfig
+from hybridpar.config import DataConfig
+from hybridpar.config.data import Augmentation, AugMix, AutoAugment, Images, RandAugment, TimmAugment, TrivialAugment
 from hybridpar.data.decode import RandomCrop
 from hybridpar.errors import UsageError, not_installed, shortened
 
 #: How images are resized where neither options nor the weights say it.
 DEFAULT_INTERPOLATION = "bilinear"
 
-#: What stands before a policy of timm.
-TIMM = "timm/"
-
-_AUTO = {
-    "imagenet": v2.AutoAugmentPolicy.IMAGENET,
-    "cifar10": v2.AutoAugmentPolicy.CIFAR10,
-    "svhn": v2.AutoAugmentPolicy.SVHN,
-}
+#: Side of the square that is tested over the shorter side of the resized image, where nothing says it: 224 / 256.
+CROP_RATIO = 0.875
 
 
-def interpolation_of(name: str) -> InterpolationMode:
-    """The interpolation that an option names."""
-    return InterpolationMode[name.upper()]
+def train_transform(
+    size: int, config: DataConfig, mean: Sequence[float], std: Sequence[float], *, flip: bool = True
+) -> v2.Compose:
+    """The usual augmentation of ImageNet models (Szegedy et al. 2015; He et al. 2016), and what options add to it."""
+    augmentation, images = config.augmentation, config.images
+    mode = images.train_interpolation or images.interpolation or DEFAULT_INTERPOLATION
+    crop = RandomCrop(size, scale=augmentation.scale, ratio=augmentation.ratio, interpolation=mode)
+    changes = random_changes(augmentation, images, 0.5 if flip else 0.0, size, mean)
+    return v2.Compose([crop, *changes, *random_erasing(augmentation, mean, std)])
 
 
-def random_crop(size: int, config: AugmentConfig) -> RandomCrop:
-    """A random area at a random aspect ratio, resized (Szegedy et al. 2015)."""
-    name = config.train_interpolation or config.interpolation or DEFAULT_INTERPOLATION
-    return RandomCrop(size, scale=config.scale, ratio=config.ratio, interpolation=name)
+def eval_transform(size: int, images: Images) -> v2.Compose:
+    """The usual preparation of test images: resized, and cut out in the centre."""
+    mode = InterpolationMode[(images.interpolation or DEFAULT_INTERPOLATION).upper()]
+    resize = v2.Resize(round(size / (images.crop or CROP_RATIO)), mode, antialias=True)
+    return v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
 
 
 def random_changes(
-    config: AugmentConfig,
-    flip: float,
-    size: int,
-    mean: Sequence[float],
-    modes: Sequence[str] = ("nearest", "bilinear", "bicubic"),
+    augmentation: Augmentation, images: Images, flip: float, size: int, mean: Sequence[float]
 ) -> list[Any]:
     """What is done to an image after the crop: mirroring, a policy, colours."""
-    flip = flip if config.hflip is None else config.hflip
+    flip = flip if augmentation.hflip is None else augmentation.hflip
     changes: list[Any] = [v2.RandomHorizontalFlip(flip)] if flip else []
-    if config.vflip:
-        changes.append(v2.RandomVerticalFlip(config.vflip))
-    name, _, arguments = config.augment.partition(":")
-    asked = config.interpolation or DEFAULT_INTERPOLATION
-    mode = interpolation_of(asked if asked in modes else modes[-1])
-    if config.augment.startswith(TIMM):
-        changes.append(TimmPolicy(config.augment.removeprefix(TIMM), size, mean))
-    elif name == "ra":
-        operations, magnitude = map(int, (arguments or "2,9").split(","))
-        changes.append(v2.RandAugment(operations, magnitude, interpolation=mode))
-    elif name == "ta":
-        changes.append(v2.TrivialAugmentWide(interpolation=mode))
-    elif name == "aa":
-        changes.append(v2.AutoAugment(_AUTO[arguments or "imagenet"], interpolation=mode))
-    elif name == "augmix":
-        changes.append(v2.AugMix(interpolation=mode))
-    if config.color_jitter:
-        changes.append(v2.ColorJitter(*(config.color_jitter,) * 3))
+    if augmentation.vflip:
+        changes.append(v2.RandomVerticalFlip(augmentation.vflip))
+    colours = len(mean)
+    with_policy = type(augmentation) is not Augmentation or augmentation.color_jitter > 0
+    if (colours == 4 and with_policy) or (colours != 3 and isinstance(augmentation, TimmAugment)):
+        raise UsageError(
+            f"--augment with a policy or color_jitter, for images of {colours} channel{'' if colours == 1 else 's'}",
+            "Policies are for RGB, those of torchvision also for grey.",
+            "Leave them out.",
+        )
+    # Policies take no other modes for bytes.
+    mode = InterpolationMode.NEAREST if images.interpolation == "nearest" else InterpolationMode.BILINEAR
+    match augmentation:
+        case TimmAugment(spec=spec):
+            changes.append(TimmPolicy(spec, size, mean))
+        case RandAugment(n=operations, m=magnitude):
+            changes.append(v2.RandAugment(operations, magnitude, interpolation=mode))
+        case TrivialAugment():
+            changes.append(v2.TrivialAugmentWide(interpolation=mode))
+        case AutoAugment(set=learned_on):
+            changes.append(v2.AutoAugment(v2.AutoAugmentPolicy(learned_on), interpolation=mode))
+        case AugMix():
+            changes.append(v2.AugMix(interpolation=mode))
+    if augmentation.color_jitter:
+        changes.append(v2.ColorJitter(*(augmentation.color_jitter,) * 3))
     return changes
 
 
-def random_erasing(config: AugmentConfig, mean: Sequence[float]) -> list[v2.Transform]:
-    """Erasing of a rectangle, which gets the mean colour (Zhong et al. 2020); empty where it is off.
+def random_erasing(augmentation: Augmentation, mean: Sequence[float], std: Sequence[float]) -> list[Any]:
+    """Erasing of a rectangle (Zhong et al. 2020); empty where it is off.
 
-    Noise is not for bytes, and comes later: see `hybridpar.data.erasing`.
+    The mean colour is one of bytes. Random colours and noise are of images that have been normalised, as in timm.
     """
-    if not config.random_erasing or config.erase_mode != "const":
+    if not augmentation.erase:
         return []
-    return [v2.RandomErasing(config.random_erasing, value=[round(255 * one) for one in mean])]
+    if augmentation.erase_mode == "const":
+        return [v2.RandomErasing(augmentation.erase, value=[round(255 * part) for part in mean])]
+    erase: Any = v2.RandomErasing(augmentation.erase, value="random")
+    if augmentation.erase_mode == "rand":
+        module = _timm("data.random_erasing", "--augment erase_mode=rand")
+        erase = module.RandomErasing(augmentation.erase, mode="rand", device="cpu")
+    return [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std), erase]
 
 
 class TimmPolicy:
-    """A policy of timm, which draws from Python's generator and numpy's, seeded by torch's.
-
-    Both are put back afterwards.
-    """
+    """A policy of timm, for images of Pillow and for tensors."""
 
     def __init__(self, spec: str, size: int, mean: Sequence[float]) -> None:
-        try:
-            module = importlib.import_module("timm.data.auto_augment")
-        except ImportError as error:
-            raise not_installed(f"the policy timm/{shortened(spec)} comes with timm", "timm") from error
-        colour = tuple(min(255, round(255 * one)) for one in mean)
-        moved: dict[str, Any] = {"translate_const": int(size * 0.45)}
+        module = _timm("data.auto_augment", f"the policy timm:{shortened(spec)}")
+        options: dict[str, Any] = {
+            "translate_const": int(size * 0.45),
+            "img_mean": tuple(min(255, round(255 * part)) for part in mean),
+        }
         make = module.auto_augment_transform
         if spec.startswith("rand"):
             make = module.rand_augment_transform
         elif spec.startswith("augmix"):
             make = module.augment_and_mix_transform
-            moved["translate_pct"] = 0.3
+            options["translate_pct"] = 0.3
         try:
-            self._policy: Callable[[Image.Image], Image.Image] = make(spec, {**moved, "img_mean": colour})
+            self._policy: Callable[[Image.Image], Image.Image] = make(spec, options)
         except (AssertionError, KeyError, ValueError) as error:
             raise UsageError(
                 f"timm does not know the policy {shortened(repr(spec))}",
@@ -114,14 +120,13 @@ class TimmPolicy:
 
     def __call__(self, image: Any) -> Any:
         """Change an image."""
-        states = random.getstate(), np.random.get_state()
-        seed = int(torch.randint(2**31, ()))
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            if isinstance(image, torch.Tensor):
-                return v2.functional.pil_to_tensor(self._policy(v2.functional.to_pil_image(image)))
-            return self._policy(image)
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        if isinstance(image, Tensor):
+            return v2.functional.pil_to_tensor(self._policy(v2.functional.to_pil_image(image)))
+        return self._policy(image)
+
+
+def _timm(module: str, what: str) -> Any:
+    try:
+        return importlib.import_module(f"timm.{module}")
+    except ImportError as error:
+        raise not_installed(f"{what} comes with timm", "timm") from error

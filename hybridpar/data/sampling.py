@@ -26,6 +26,9 @@ HashArray = npt.NDArray[np.uint64]
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _WORD = (1 << 64) - 1
 
+#: Copy c of sample i, which is augmented by itself, has the number i + c * COPY; no data set has so many samples.
+COPY = 1 << 40
+
 #: Fewest samples in a micro-batch: BatchNorm cannot estimate a variance from one value per channel.
 FEWEST_PER_PART = 2
 
@@ -40,7 +43,6 @@ class Draw(IntEnum):
     TRANSFORM = 4
     SPLIT = 5
     MIX = 6
-    ERASE = 7
 
 
 class AugmentKey(NamedTuple):
@@ -167,7 +169,7 @@ def allot(samples: int, shares: Sequence[float], least: int, *, idle: bool = Tru
     return counts
 
 
-def repeated(order: IntArray, steps: Sequence[tuple[int, int]], repeats: int, samples: int) -> IntArray:
+def repeated(order: IntArray, steps: Sequence[tuple[int, int]], repeats: int) -> IntArray:
     """The order of an epoch in which every batch has several copies of fewer samples.
 
     Repeated augmentation (Hoffer et al. 2020, "Augment your batch"): the copies differ in their augmentation. They are
@@ -180,7 +182,7 @@ def repeated(order: IntArray, steps: Sequence[tuple[int, int]], repeats: int, sa
         count = -(-(stop - start) // repeats)
         chosen = order[used : used + count]
         used += count
-        result.append(np.concatenate([chosen + samples * copy for copy in range(repeats)])[: stop - start])
+        result.append(np.concatenate([chosen + COPY * copy for copy in range(repeats)])[: stop - start])
     return np.concatenate(result)
 
 

@@ -1,33 +1,34 @@
-"""The interface of data sets: sources of uint8 batches, in memory or from files.
+"""The interface of data sets: sources of batches, in memory or from files, over map-style data sets of (image, label).
 
-A source gives the same image for the same (seed, epoch, index), whoever asks and in whatever company. Scaling to
-floats is left to the loader: a uint8 batch is a quarter of the bytes to hand between processes and to a GPU.
+A source gives the same image for the same (seed, epoch, index), whoever asks and in whatever company: every image is
+changed under a seed of its own, from which torch, numpy and Python draw. Scaling to floats is left to the loader: a
+uint8 batch is a quarter of the bytes to hand between processes and to a GPU.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import USUAL_SIZE, AugmentConfig, data_set_kind
+from hybridpar.config.data import USUAL_SIZE, data_set_kind
 from hybridpar.data.augment import shift_and_flip
-from hybridpar.data.decode import decode, open_image
-from hybridpar.data.erasing import Erased, NoiseErasing
-from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of, random_changes, random_crop, random_erasing
-from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
+from hybridpar.data.decode import MODES, as_mode, decode, open_image
+from hybridpar.data.policies import eval_transform, random_changes, random_erasing, train_transform
+from hybridpar.data.sampling import COPY, AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError, UsageError
 from hybridpar.registry import Registry
 
@@ -38,28 +39,26 @@ SUBSTITUTES = 20
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-#: Side of the square that is tested over the shorter side of the resized image, where nothing says it: 224 / 256.
-CROP_RATIO = 0.875
+#: Parts of red, green and blue in grey (ITU-R BT.601).
+GREY = (0.299, 0.587, 0.114)
 
 
 class Loaded(NamedTuple):
     """What could be loaded of the images that were asked for.
 
     Attributes:
-        images: uint8, shape (n, channels, height, width).
+        images: Shape (n, channels, height, width): uint8, or float32 where they are normalised already.
         indices: Which they are, shape (n,).
         damaged: Why each file that could not be read could not.
-        erased: What is erased in the images once they are normalised; None where nothing is.
     """
 
     images: Tensor
     indices: IntArray
     damaged: tuple[str, ...] = ()
-    erased: Erased | None = None
 
 
 class ImageSource(ABC):
-    """Labelled images that can be loaded by index."""
+    """Labelled images that can be loaded by index: the number of a sample, or of a copy of it (`COPY`)."""
 
     #: Loading costs a copy, not a file: loader processes would only slow it down.
     in_memory: ClassVar[bool]
@@ -75,12 +74,12 @@ class ImageSource(ABC):
         """Load some images.
 
         Args:
-            indices: Samples, shape (n,).
+            indices: Samples or copies of them, shape (n,).
             key: Augment by this key; None gives the images as they are tested.
             device: Where the images are wanted.
 
         Returns:
-            uint8, shape (n, channels, height, width).
+            As `Loaded.images`.
 
         Raises:
             DataError: A file cannot be read.
@@ -122,7 +121,7 @@ class MemoryImages(ImageSource):
         self.labels = labels
         self.pad = pad
         self.flip = flip
-        #: What else is done to a training image, uint8 (channels, height, width); it draws as those of `FileImages` do.
+        #: What else is done to a training image, uint8 (channels, height, width); it draws as that of `DecodedImages`.
         self.augment: Callable[[Tensor], Tensor] | None = None
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
@@ -130,16 +129,15 @@ class MemoryImages(ImageSource):
             return to_device(self.images[torch.from_numpy(indices)], device)
         if self.augment is None:
             return self._shifted(indices, key, device)
-        with torch.random.fork_rng(devices=[]):
-            changed = []
-            shifted = self._shifted(indices, key, torch.device("cpu"))
-            for seed, image in zip(_transform_seeds(key, indices), shifted, strict=True):
-                _seed_transforms(seed)
+        changed = []
+        with kept_generators():
+            for image, seed in zip(self._shifted(indices, key, torch.device("cpu")), _seeds(key, indices), strict=True):
+                _seed_generators(seed)
                 changed.append(self.augment(image))
         return to_device(_batch(changed), device)
 
     def _shifted(self, indices: IntArray, key: AugmentKey, device: torch.device) -> Tensor:
-        images = to_device(self.images[torch.from_numpy(indices)], device)
+        images = to_device(self.images[torch.from_numpy(indices % COPY)], device)
         rows, columns = (
             torch.from_numpy(bounded(counter_hash(*key, draw, indices), 2 * self.pad + 1))
             for draw in (Draw.ROW, Draw.COLUMN)
@@ -154,39 +152,25 @@ class MemoryImages(ImageSource):
         )
 
 
-class DecodedImages(ImageSource):
-    """Images that are decoded when they are asked for, and converted to RGB: see `hybridpar.data.decode`.
-
-    The transforms may draw from torch's CPU generator as torchvision's do. They run under a seed of their own for each
-    image, and the generator's state is restored after it.
+class ImageSet(Dataset[tuple[Image.Image, Tensor]]):
+    """A map-style data set of (image, label); images are upright, in any mode.
 
     Args:
         labels: Class of each image, int64 of shape (samples,); or which classes it has, bool of (samples, classes).
-        augment: From a PIL image to a uint8 tensor (3, height, width), in training.
-        prepare: The same in testing; nothing random.
-        strict: End the training on an image that cannot be read, and do not do without it.
     """
 
-    in_memory = False
-
-    def __init__(
-        self,
-        labels: Tensor,
-        *,
-        augment: Callable[[Image.Image], Tensor],
-        prepare: Callable[[Image.Image], Tensor],
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, labels: Tensor) -> None:
         self.labels = labels
-        self.augment = augment
-        self.prepare = prepare
-        self.strict = strict
-        #: Classes with damaged files in which one was found that can be read.
-        self._readable: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Tensor]:
+        return self.open(index), self.labels[index]
 
     @abstractmethod
     def open(self, index: int) -> Image.Image:
-        """An image in RGB, upright; its pixels may be decoded later, when they are first used.
+        """An image; its pixels may be decoded later, when they are first used.
 
         Args:
             index: The sample.
@@ -203,6 +187,38 @@ class DecodedImages(ImageSource):
             index: The sample.
         """
 
+
+class DecodedImages(ImageSource):
+    """Images of a data set that are decoded when they are asked for.
+
+    Args:
+        dataset: The images and their labels.
+        augment: From a PIL image to a tensor (channels, height, width), in training.
+        prepare: The same in testing; nothing random.
+        channels: Of the images.
+        strict: End the training on an image that cannot be read, and do not do without it.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self,
+        dataset: ImageSet,
+        *,
+        augment: Callable[[Image.Image], Tensor],
+        prepare: Callable[[Image.Image], Tensor],
+        channels: int = 3,
+        strict: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.labels = dataset.labels
+        self.augment = augment
+        self.prepare = prepare
+        self.mode = MODES[channels]
+        self.strict = strict
+        #: Classes with damaged files in which one was found that can be read.
+        self._readable: set[int] = set()
+
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
         return self._read(indices, key, device, strict=True).images
 
@@ -211,37 +227,33 @@ class DecodedImages(ImageSource):
         return self._read(indices, key, device, strict=self.strict)
 
     def _read(self, indices: IntArray, key: AugmentKey | None, device: torch.device, *, strict: bool) -> Loaded:
-        images, kept, damaged = [], [], []
+        images, found, damaged = [], [], []
         # Far from each other: files that were damaged together lie beside each other.
         stride = max(1, len(self) // SUBSTITUTES)
         tries = 1 if key is None else min(SUBSTITUTES, len(self))
-        # Transforms draw from torch's CPU generator, which is put back afterwards.
-        with nullcontext() if key is None else torch.random.fork_rng(devices=[]):
-            for index, seed in zip(indices.tolist(), _transform_seeds(key, indices), strict=True):
+        with nullcontext() if key is None else kept_generators():
+            for copy, sample in zip(*(part.tolist() for part in np.divmod(indices, COPY)), strict=True):
                 problem = None
-                for place in range(tries):
-                    one = (index + place * stride) % len(self)
-                    if place:
-                        seed = _transform_seeds(key, np.array([one]))[0]
+                for step in range(tries):
+                    candidate = (sample + step * stride) % len(self)
+                    seed = None if key is None else _seeds(key, np.array([candidate + copy * COPY]))[0]
                     try:
-                        images.append(self._load(one, seed))
+                        images.append(self._load(candidate, seed))
                     except DataError as error:
                         if strict:
                             raise
                         if key is not None:
-                            self._require_readable(one, error)
+                            self._require_readable(candidate, error)
                         problem = problem or error
                         damaged.append(error.what)
                         continue
-                    kept.append(one)
+                    found.append(candidate)
                     break
                 else:
                     if key is not None and problem is not None:
                         raise problem
-        found = np.array(kept, dtype=np.int64)
-        if not images:
-            return Loaded(torch.empty(0, 3, 1, 1, dtype=torch.uint8), found, tuple(damaged))
-        return Loaded(to_device(_batch(images), device), found, tuple(damaged))
+        batch = to_device(_batch(images), device) if images else torch.empty(0, 3, 1, 1, dtype=torch.uint8)
+        return Loaded(batch, np.array(found, dtype=np.int64), tuple(damaged))
 
     def _require_readable(self, index: int, problem: DataError) -> None:
         """Refuse a class none of whose training images can be read, once one of them could not."""
@@ -251,7 +263,7 @@ class DecodedImages(ImageSource):
         others = (self.labels == label).nonzero().flatten().tolist()
         for other in others:
             with suppress(DataError):
-                decode(self.open(other), self.name(other))
+                decode(self.dataset.open(other), self.dataset.name(other))
                 self._readable.add(int(label))
                 return
         raise DataError(
@@ -262,29 +274,43 @@ class DecodedImages(ImageSource):
 
     def _load(self, index: int, seed: int | None) -> Tensor:
         """Decode and change one image; None as a seed prepares it as it is tested."""
-        image = self.open(index)
+        image = self.dataset.open(index)
         try:
+            image = as_mode(image, self.mode)
             if seed is None:
                 return self.prepare(image)
-            _seed_transforms(seed)
+            _seed_generators(seed)
             return self.augment(image)
         except Exception:
             # Pixels are decoded inside the transform: was it they, or the transform itself?
-            decode(self.open(index), self.name(index))
+            decode(self.dataset.open(index), self.dataset.name(index))
             raise
 
 
-def _transform_seeds(key: AugmentKey | None, indices: IntArray) -> list[Any]:
-    """A seed for the transforms of each image; None for each in testing."""
-    if key is None:
-        return [None] * len(indices)
-    return list((counter_hash(*key, Draw.TRANSFORM, indices) >> np.uint64(1)).tolist())
+def _seeds(key: AugmentKey, indices: IntArray) -> list[int]:
+    """A seed for the transforms of each image."""
+    numbers: list[int] = (counter_hash(*key, Draw.TRANSFORM, indices) >> np.uint64(1)).tolist()
+    return numbers
 
 
-def _seed_transforms(seed: int) -> None:
-    """Seed torch's CPU generator, which transforms draw from."""
+def _seed_generators(seed: int) -> None:
+    """Seed what transforms draw from."""
     # Not torch.manual_seed, which would also reseed the generators of all GPUs.
     torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Inside, the generators of torch's CPU, Python and numpy may be seeded; they are put back afterwards."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def _batch(images: list[Tensor]) -> Tensor:
@@ -293,30 +319,17 @@ def _batch(images: list[Tensor]) -> Tensor:
     return batch
 
 
-class FileImages(DecodedImages):
-    """Image files, decoded when they are asked for and converted to RGB.
+class ImageFiles(ImageSet):
+    """Image files.
 
     Args:
         root: Directory that `paths` are relative to.
         paths: Image files.
-        labels: Class of each file; or a tensor as of `DecodedImages`.
-        augment: As of `DecodedImages`.
-        prepare: As of `DecodedImages`.
-        strict: As of `DecodedImages`.
+        labels: Class of each file; or a tensor as of `ImageSet`.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        paths: Sequence[str],
-        labels: Sequence[int] | Tensor,
-        *,
-        augment: Callable[[Image.Image], Tensor],
-        prepare: Callable[[Image.Image], Tensor],
-        strict: bool = False,
-    ) -> None:
-        whole = labels if isinstance(labels, Tensor) else torch.tensor(labels, dtype=torch.int64)
-        super().__init__(whole, augment=augment, prepare=prepare, strict=strict)
+    def __init__(self, root: Path, paths: Sequence[str], labels: Sequence[int] | Tensor) -> None:
+        super().__init__(torch.as_tensor(labels))
         self.root = root
         # One array and not a list: reading a million strings in a forked process would copy the pages they lie on,
         # because their reference counts are written.
@@ -331,8 +344,7 @@ class FileImages(DecodedImages):
         return self.root / os.fsdecode(bytes(self._paths[index]))
 
     def open(self, index: int) -> Image.Image:
-        path = self.path(index)
-        return open_image(path, str(path))
+        return open_image(self.path(index), self.name(index))
 
     def name(self, index: int) -> str:
         return str(self.path(index))
@@ -343,53 +355,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
-def imagenet_transforms(
-    size: int, config: object = None, mean: Sequence[float] = IMAGENET_MEAN, *, flip: bool = True
-) -> tuple[v2.Compose, v2.Compose]:
-    """The usual augmentation and test preparation of ImageNet models (Szegedy et al. 2015; He et al. 2016)."""
-    options = config if isinstance(config, AugmentConfig) else AugmentConfig()
-    changes = random_changes(options, 0.5 if flip else 0.0, size, mean, ("nearest", "bilinear"))
-    augment = v2.Compose([random_crop(size, options), *changes, *random_erasing(options, mean)])
-    mode = interpolation_of(options.interpolation or DEFAULT_INTERPOLATION)
-    resize = v2.Resize(round(size / (options.crop_ratio or CROP_RATIO)), mode, antialias=True)
-    prepare = v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
-    return augment, prepare
-
-
-class Decoding(TypedDict):
-    """How decoded images are used: the arguments of `DecodedImages` of the same names.
-
-    Attributes:
-        augment: From a PIL image to a uint8 tensor, in training.
-        prepare: The same in testing.
-        strict: End the training on an image that cannot be read.
-    """
-
-    augment: Callable[[Image.Image], Tensor]
-    prepare: Callable[[Image.Image], Tensor]
-    strict: bool
-
-
-def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
-    """What the options say of images that are decoded."""
-    mean = config.mean or IMAGENET_MEAN
-    augment, prepare = imagenet_transforms(size, config, mean, flip=flip)
-    if config.test_image_size is not None:
-        _, prepare = imagenet_transforms(config.test_image_size, config, mean)
-    return {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
-
-
-def augment_in_memory(data: ImageData, config: AugmentConfig) -> None:
-    """Let the training images of a data set in memory be changed as options say, after they were shifted."""
-    source = data.train
-    if not isinstance(source, MemoryImages):
-        return
-    source.flip = source.flip and config.hflip is None  # else the probability that is given is used
-    changes = random_changes(config, 0.0, data.sample_shape[-1], data.mean, ("nearest", "bilinear"))
-    changes += random_erasing(config, data.mean)
-    source.augment = v2.Compose(changes) if changes else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +370,6 @@ class ImageData:
         mean: Mean of each channel of pixels in [0, 1], taken off before training.
         std: Standard deviation of each channel, divided by.
         test_size: Side of the test images, in pixels; None where it is that of `sample_shape`.
-        erasing: Erases rectangles of training images to noise once they are normalised; None does not.
         ignored: What was found beside the images, such as "1 hidden directory (.ipynb_checkpoints)".
     """
 
@@ -417,7 +381,6 @@ class ImageData:
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     test_size: int | None = None
-    erasing: NoiseErasing | None = None
     ignored: tuple[str, ...] = ()
 
     @property
@@ -435,18 +398,59 @@ def decoded_data(
     name: str,
     class_names: Sequence[str],
     config: DataConfig,
-    parts: Callable[[Decoding], Iterable[DecodedImages]],
+    parts: Iterable[ImageSet],
     *,
     size: int = USUAL_SIZE,
     flip: bool = True,
-    **more: Any,
+    mean: tuple[float, ...] = IMAGENET_MEAN,
+    std: tuple[float, ...] = IMAGENET_STD,
+    ignored: Iterable[str] = (),
 ) -> ImageData:
-    """A data set whose images are decoded when they are asked for."""
-    size = config.image_size or size
-    train, test = parts(decoding(config, size, flip=flip))
-    return ImageData(
-        name=name, class_names=tuple(class_names), sample_shape=(3, size, size), train=train, test=test, **more
+    """A data set whose images are decoded when they are asked for: those for training, and those for testing."""
+    images = config.images
+    size, mean, std = images.size or size, images.mean or mean, images.std or std
+    mean, std = for_channels(mean, 0.5, images.channels), for_channels(std, 0.5, images.channels)
+    augment = train_transform(size, config, mean, std, flip=flip)
+    prepare = eval_transform(images.test or size, images)
+    strict = config.data_options.bad == "error"
+    train, test = (
+        DecodedImages(part, augment=augment, prepare=prepare, channels=images.channels, strict=strict) for part in parts
     )
+    return ImageData(
+        name=name,
+        class_names=tuple(class_names),
+        sample_shape=(images.channels, size, size),
+        train=train,
+        test=test,
+        mean=mean,
+        std=std,
+        ignored=tuple(ignored),
+    )
+
+
+def for_channels(values: Sequence[float], alpha: float, channels: int) -> tuple[float, ...]:
+    """Values of red, green and blue, or of grey, for another number of channels."""
+    if len(values) == channels:
+        return tuple(values)
+    colours = tuple(values[:3]) if len(values) > 1 else tuple(values) * 3
+    if channels == 1:
+        return (sum(weight * value for weight, value in zip(GREY, colours, strict=True)),)
+    return (*colours, alpha)[:channels]
+
+
+def _change_in_memory(data: ImageData, config: DataConfig) -> None:
+    """Let the training images of a data set in memory be changed as options say, after they were shifted."""
+    source, augmentation = data.train, config.augmentation
+    if not isinstance(source, MemoryImages):
+        return
+    source.flip = source.flip and augmentation.hflip is None  # else the probability that is given is used
+    size = data.sample_shape[-1]
+    changes = random_changes(augmentation, config.images, 0.0, size, data.mean)
+    erasing = random_erasing(augmentation, data.mean, data.std)
+    if erasing and augmentation.erase_mode != "const":
+        changes.append(v2.Resize(size, antialias=True))
+    changes += erasing
+    source.augment = v2.Compose(changes) if changes else None
 
 
 #: Functions that load a data set from a configuration, by the name users type.
@@ -474,13 +478,10 @@ def load_dataset(config: DataConfig) -> ImageData:
                 "The files of a run and its reports are UTF-8, and name classes and directory.",
                 "Rename it, for instance with convmv.",
             )
-    data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
-    if isinstance(config, AugmentConfig):
-        augment_in_memory(data, config)
-        if config.random_erasing and config.erase_mode != "const":
-            erasing = NoiseErasing(config.random_erasing, config.erase_mode == "pixel", data.sample_shape)
-            data = replace(data, erasing=erasing)
-    return data if config.test_image_size is None else replace(data, test_size=config.test_image_size)
+    images = config.images
+    data = replace(data, mean=images.mean or data.mean, std=images.std or data.std, test_size=images.test)
+    _change_in_memory(data, config)
+    return data
 
 
 def describe_data(data: ImageData) -> str:
@@ -490,7 +491,11 @@ def describe_data(data: ImageData) -> str:
         data: The data set.
     """
     channels, height, width = data.sample_shape
-    size = f"{height}x{width}" + ("" if channels == 3 else f", {channels} channel{'' if channels == 1 else 's'}")
+    size = f"{height}x{width}"
+    if channels != 3:
+        size += f", {channels} channel{'' if channels == 1 else 's'}"
+    if data.test_size not in (None, height):
+        size += f", tested at {data.test_size}x{data.test_size}"
     images = f"{len(data.train):,} training and {len(data.test):,} test images"
     told = f"{data.name}, {images}, {data.classes:,} class{'' if data.classes == 1 else 'es'}, {size}"
     return f"{told}; ignored: {', '.join(data.ignored)}" if data.ignored else told

@@ -11,7 +11,7 @@ import json
 import pickle
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,6 @@ from hybridpar.errors import HybridparError, shortened
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
-    from torch import Tensor
-
-#: Keys that lead to a tensor in dictionaries, lists and tuples.
-TensorPath = tuple[Any, ...]
 
 #: Bytes of a file that is read as a whole, unless a reader says otherwise.
 MOST_BYTES = 64 << 20
@@ -71,8 +67,8 @@ def read_json(
 
 def read_toml(path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "") -> dict[str, Any]:
     """What a TOML file holds. Errors are those of `read_text`."""
-    found: dict[str, Any] = _read(path, kind, error, why, fix, 1 << 20, lambda data: parse_toml(data.decode()))
-    return found
+    value: dict[str, Any] = _read(path, kind, error, why, fix, 1 << 20, lambda data: parse_toml(data.decode()))
+    return value
 
 
 def _read(
@@ -103,7 +99,7 @@ def _read(
 def parse_json(text: str | bytes) -> Any:
     """What a JSON text says."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise Unreadable(f"it is not JSON: {error.msg}, line {error.lineno}") from error
     except UnicodeDecodeError as error:
@@ -112,8 +108,8 @@ def parse_json(text: str | bytes) -> Any:
         raise Unreadable("an integer in it has too many digits") from error
     except RecursionError as error:
         raise Unreadable(_TOO_DEEP) from error
-    _check_plain(found)
-    return found
+    _check_plain(value)
+    return value
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -121,23 +117,23 @@ def parse_toml(text: str) -> dict[str, Any]:
     if max(map(len, text.splitlines()), default=0) > _MOST_LINE:
         raise Unreadable(f"a line has more than {_MOST_LINE:,} characters")
     try:
-        found = tomllib.loads(text)
+        value = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Unreadable(f"it is not TOML: {shortened(error)}") from error
     except ValueError as error:
         raise Unreadable("a number or a date in it cannot be") from error
     except RecursionError as error:
         raise Unreadable(_TOO_DEEP) from error
-    _check_plain(found)
-    return found
+    _check_plain(value)
+    return value
 
 
 _TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
 
 
-def _check_plain(found: object) -> None:
+def _check_plain(value: object) -> None:
     """Check the depth, integers and texts of what a parser returned, in which nothing is in two places."""
-    level: list[Any] = [found]
+    level: list[Any] = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []
         for item in level:
@@ -178,91 +174,21 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 # --------------------------------------------------------------------------------------------------- files of torch
 
 
-def read_torch(
-    path: Path, keep: Callable[[TensorPath], bool | Tensor] | None = None, *, mapped: bool = False
-) -> dict[str, Any]:
-    """The dictionary in a file of `torch.save`, read with `weights_only`, tensors on the CPU."""
+def read_torch(path: Path) -> dict[str, Any]:
+    """The dictionary in a file of `torch.save`, read with `weights_only`; its tensors are pages of the file."""
     import torch
 
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("it is no regular file")
-        # What is not kept is mapped and never looked at.
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or keep is not None)
-        _check_nesting(loaded, path.stat().st_size)
-        if keep is not None:
-            loaded = _some(loaded, keep)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Unreadable:
         raise
     except pickle.UnpicklingError as error:
         raise Unreadable("it is damaged, or holds more than tensors and plain values") from error
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file
-        told = str(error).strip().partition("\n")[0]
-        raise Unreadable(shortened(told) if told else type(error).__name__) from error
+        reason = str(error).strip().partition("\n")[0]
+        raise Unreadable(shortened(reason) if reason else type(error).__name__) from error
     if not isinstance(loaded, dict):
         raise Unreadable(f"it holds a {type(loaded).__name__} where a dictionary was written")
     return loaded
-
-
-def tensor_paths(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """The tensors in dictionaries, lists and tuples, with the keys that lead to them."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensor_paths(item, (*path, key))
-
-
-def tensor_places(path: Path) -> tuple[dict[str, Any], dict[TensorPath, int]]:
-    """What is in a file of `torch.save`, without its tensors' values, and where in the file these are."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-        _check_nesting(loaded, path.stat().st_size)
-        storages = [(keys, tensor.untyped_storage()) for keys, tensor in tensor_paths(loaded)]
-    return loaded, {keys: int(storage._checkpoint_offset or 0) for keys, storage in storages}
-
-
-def _some(value: Any, keep: Callable[[TensorPath], bool | Tensor], keys: TensorPath = ()) -> Any:
-    """Copies of the tensors that are wanted, and the others without memory; see `read_torch`."""
-    import torch
-
-    if isinstance(value, dict):
-        return {key: _some(item, keep, (*keys, key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_some(item, keep, (*keys, index)) for index, item in enumerate(value))
-    if not isinstance(value, torch.Tensor):
-        return value
-    kept = keep(keys)
-    if not isinstance(kept, torch.Tensor):
-        return value.clone() if kept else torch.empty_like(value, device="meta")
-    if kept.shape != value.shape:
-        raise Unreadable(f"{shortened(keys)} has shape {tuple(value.shape)}, not {tuple(kept.shape)}")
-    kept.detach().copy_(value)
-    return kept
-
-
-def _check_nesting(found: object, most: int) -> None:
-    """Check depth and number of values; an object that is in two places counts twice.
-
-    A damaged pickle may put a list into itself, or lists into each other so that all their values are never reached.
-    """
-    level, count = [found], 0
-    for _ in range(MOST_DEPTH):
-        inner: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner += item.values()
-            elif isinstance(item, list | tuple):
-                inner += item
-            if count + len(inner) > most:
-                raise Unreadable("its containers hold each other too often")
-        if not inner:
-            return
-        count += len(inner)
-        level = inner
-    raise Unreadable(_TOO_DEEP)

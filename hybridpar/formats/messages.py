@@ -2,7 +2,7 @@
 
 `pickle`, and with it `torch.distributed.all_gather_object`, runs whatever the bytes that it reads name. Here a message
 can name a class only where that is a dataclass, a named tuple, a pydantic model, an enumeration or an error of this
-package, and is then made of its fields.
+package, and is then called with what it was made of.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,25 @@ from hybridpar.errors import HybridparError
 
 _PACKAGE = __name__.partition(".")[0]
 _LENGTH = struct.Struct("!Q")
-DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+#: What JSON has not: the type, what is written of it, and what makes it again. In JSON it is an object with one key.
+_KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "bytes": (bytes, list, bytes),
+    "map": (Mapping, lambda item: [list(pair) for pair in item.items()], dict),
+    "path": (Path, str, Path),
+    "dtype": (torch.dtype, lambda item: str(item).removeprefix("torch."), DTYPES.__getitem__),
+}
 
 
 def pack(item: Any) -> bytes:
     """Plain values and tensors as bytes."""
     text, tensors = take_apart(item)
     head = json.dumps([text, tensor_facts(tensors)]).encode()
-    return b"".join([_LENGTH.pack(len(head)), head, *(bytes_of(one.cpu()).numpy().tobytes() for one in tensors)])
+    return b"".join([_LENGTH.pack(len(head)), head, *(bytes_of(tensor.cpu()).numpy().tobytes() for tensor in tensors)])
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
@@ -75,7 +86,7 @@ def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
 
 def tensor_facts(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor."""
-    return [(tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in tensors]
+    return [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -84,34 +95,19 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _plain(item: Any, tensors: list[Tensor]) -> Any:
-    """An item as what JSON has; whatever JSON has not is an object with one key, which names the kind."""
+    """An item as what JSON has."""
     if item is None or type(item) in (bool, int, float, str):
         return item
+    if isinstance(item, list):
+        return [_plain(part, tensors) for part in item]
     if isinstance(item, Tensor):
         tensors.append(item)
         return {"tensor": len(tensors) - 1}
-    if isinstance(item, torch.dtype):
-        return {"dtype": str(item).removeprefix("torch.")}
-    if isinstance(item, enum.Enum):
-        return {"enum": [_name_of(type(item)), item.name]}
-    if isinstance(item, HybridparError):
-        return {"error": [_name_of(type(item)), item.what, item.why, item.fix]}
-    if isinstance(item, BaseModel):
-        return {"model": [_name_of(type(item)), item.model_dump(mode="json")]}
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        values = {one.name: _plain(getattr(item, one.name), tensors) for one in dataclasses.fields(item) if one.init}
-        return {"fields": [_name_of(type(item)), values]}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return {"named": [_name_of(type(item)), [_plain(one, tensors) for one in item]]}
-    if isinstance(item, list):
-        return [_plain(one, tensors) for one in item]
-    for name, kind in _COLLECTIONS.items():
+    if (names := _arguments(type(item))) is not None:
+        return {"object": [_name_of(type(item)), {name: _plain(getattr(item, name), tensors) for name in names}]}
+    for name, (kind, parts_of, _) in _KINDS.items():
         if isinstance(item, kind):
-            return {name: [_plain(one, tensors) for one in item]}
-    if isinstance(item, Mapping):
-        return {"map": [[_plain(key, tensors), _plain(value, tensors)] for key, value in item.items()]}
-    if isinstance(item, Path):
-        return {"path": str(item)}
+            return {name: _plain(parts_of(item), tensors)}
     for plain in (str, float, int):  # of a derived class, such as numpy's or torch's
         if isinstance(item, plain):
             return plain(item)
@@ -120,34 +116,28 @@ def _plain(item: Any, tensors: list[Tensor]) -> Any:
 
 def _item(plain: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(plain, list):
-        return [_item(one, tensors) for one in plain]
+        return [_item(part, tensors) for part in plain]
     if not isinstance(plain, dict):
         return plain
     ((kind, value),) = plain.items()
     if kind == "tensor":
         return tensors[value]
-    if kind == "map":
-        return {_item(key, tensors): _item(one, tensors) for key, one in value}
-    if kind in _COLLECTIONS:
-        return _COLLECTIONS[kind](_item(one, tensors) for one in value)
-    if kind in ("path", "dtype"):
-        return Path(value) if kind == "path" else DTYPES[value]
-    found = _class_of(value[0])
-    if kind == "fields" and dataclasses.is_dataclass(found):
-        values = {name: _item(one, tensors) for name, one in value[1].items()}
-        return found(**values)  # type: ignore[operator]
-    if kind == "model" and issubclass(found, BaseModel):
-        return found.model_validate(value[1])
-    if kind == "named" and issubclass(found, tuple) and hasattr(found, "_fields"):
-        return found(*(_item(one, tensors) for one in value[1]))
-    if kind == "enum" and issubclass(found, enum.Enum):
-        return found[value[1]]
-    if kind == "error" and issubclass(found, HybridparError):
-        return found(*map(str, value[1:4]))
-    raise ValueError(f"{kind!r} of {found.__name__}")
+    if kind == "object":
+        return _class_of(value[0])(**{name: _item(part, tensors) for name, part in value[1].items()})
+    return _KINDS[kind][2](_item(value, tensors))
 
 
-_COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
+def _arguments(kind: type) -> Iterable[str] | None:
+    """What an object of a class is made of, by names of arguments and attributes; None of a class that is not sent."""
+    if issubclass(kind, HybridparError):
+        return "what", "why", "fix"
+    if issubclass(kind, enum.Enum):
+        return ("value",)
+    if issubclass(kind, BaseModel):
+        return kind.model_fields
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind) if field.init]
+    return getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
 
 
 def _name_of(kind: type) -> str:
@@ -161,9 +151,9 @@ def _class_of(name: str) -> Any:
     module, _, qualified = name.partition(":")
     if module.partition(".")[0] != _PACKAGE or module not in sys.modules:
         raise ValueError(f"no class {name[:100]!r}")
-    found: Any = sys.modules[module]
+    kind: Any = sys.modules[module]
     for part in qualified.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, type) or found.__module__ != module:
+        kind = getattr(kind, part)
+    if not isinstance(kind, type) or kind.__module__ != module or _arguments(kind) is None:
         raise ValueError(f"no class {name[:100]!r}")
-    return found
+    return kind

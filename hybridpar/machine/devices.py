@@ -22,8 +22,15 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def hide_gpus() -> None:
+    """Have this process, and those that it starts, compute on the CPU; before torch is imported."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def has_gpu_driver() -> bool:
     """Whether there may be a GPU, as far as that can be said without torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
     return sys.platform != "linux" or any(Path(driver).exists() for driver in _GPU_DRIVERS)
 
 

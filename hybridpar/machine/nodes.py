@@ -115,7 +115,7 @@ def _host(words: Sequence[str], where: str) -> Host:
 def torchrun_lines(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) -> str:
     """The command lines to start on each host, with comments."""
     first, job = hosts[0], new_job()
-    lines = [f"# Start each line on its host, in {Path.cwd()}; `--launch ssh` does it for you."]
+    lines = [f"# Start each line on its host, in {Path.cwd()}; `--hosts ssh:FILE` does it for you."]
     for host in hosts:
         words = [
             *("torchrun", "--nnodes", str(len(hosts)), "--nproc-per-node", str(host.slots or slots)),
@@ -181,8 +181,8 @@ class _Agent(subprocess.Popen[str]):
             )
         except OSError as error:
             raise UsageError(
-                f"--launch ssh: cannot run ssh: {error.strerror}",
-                fix="Install it, or leave --launch away and start the lines yourself.",
+                f"cannot run ssh: {error.strerror}",
+                fix="Install it, or start the lines that --hosts FILE prints.",
             ) from error
         self._say(json.dumps(order))
         streams = ((self.stdout, sys.stdout), (self.stderr, sys.stderr))

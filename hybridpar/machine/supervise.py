@@ -187,7 +187,7 @@ def check_processes(workers: int, servers: int = 0) -> None:
     cores = len(available_cores())
     most = max(2, min(MOST_PER_CORE * cores, usable_memory() // LEAST_BYTES))
     if workers + servers > most:
-        given = f"--workers {workers}" + (f" and servers={servers}" if servers else "")
+        given = f"--nproc {workers}" + (f" and servers={servers}" if servers else "")
         raise UsageError(
             f"{given} on one machine",
             f"Each is a process of {LEAST_BYTES >> 20} MiB at least, and there are at most {MOST_PER_CORE} per core: "

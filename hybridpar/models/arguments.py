@@ -13,7 +13,8 @@ from hybridpar.errors import UsageError, shortened
 #: What a constructor says of an argument that it does not have, or that its builder sets itself.
 _NOT_TAKEN = re.compile(r"(?:unexpected keyword argument|multiple values for (?:keyword )?argument) '(\w+)'")
 
-_OPTIONS = {"drop_rate": "--drop-rate", "drop_path_rate": "--drop-path-rate"}
+#: What stands before the rate, as users type it.
+_OPTIONS = {"drop_rate": "--drop ", "drop_path_rate": "--drop path="}
 
 
 def parse_arguments(texts: Sequence[str]) -> dict[str, object]:
@@ -36,7 +37,7 @@ def parse_arguments(texts: Sequence[str]) -> dict[str, object]:
             raise UsageError(
                 f"--model-arg {shortened(text)}",
                 "It must be key=value, where key is an argument of the model's factory.",
-                "Write for example --model-arg drop_path_rate=0.1.",
+                "Write for example --model-arg width=64.",
             )
         if key.strip() in arguments:
             raise UsageError(f"--model-arg {key.strip()} is given twice", fix="Leave out one of them.")
@@ -69,7 +70,7 @@ def with_rates(
             continue
         if key in merged:
             raise UsageError(
-                f"{_OPTIONS[key]} {rate:g} with --model-arg {key}={merged[key]}",
+                f"{_OPTIONS[key]}{rate:g} with --model-arg {key}={merged[key]}",
                 "They say the same.",
                 "Leave out one of them.",
             )
@@ -79,7 +80,7 @@ def with_rates(
 
 def not_taken(name: str, key: str, takes: Sequence[str] = ()) -> UsageError:
     """The error for an argument that a model does not take."""
-    option = _OPTIONS.get(key, f"--model-arg {key}")
+    option = _OPTIONS.get(key, f"--model-arg {key}").rstrip(" =")
     what = {"drop_rate": "dropout rate", "drop_path_rate": "rate of stochastic depth"}.get(key, f"argument {key!r}")
     known = f"It takes {', '.join(takes)}." if takes else ""
     return UsageError(f"{option} with {name}: this model has no {what} to set", known, f"Leave {option} out.")

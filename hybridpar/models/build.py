@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from hybridpar.errors import UsageError
 from hybridpar.models.arguments import with_rates
 from hybridpar.models.timm_models import PREFIX, build_timm_model, check_timm_name
-from hybridpar.models.torchvision_models import build_torchvision_model, check_torchvision_name, use_cifar_stem
+from hybridpar.models.torchvision_models import build_torchvision_model, check_torchvision_name, use_channels
 from hybridpar.models.user_models import build_user_model, check_user_name
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-Stem = Literal["imagenet", "cifar"]
 
 
 def check_model_name(name: str) -> None:
@@ -44,10 +41,10 @@ def build_model(
     name: str,
     classes: int,
     *,
-    stem: Stem = "imagenet",
     args: Mapping[str, object] | None = None,
     drop_rate: float | None = None,
     drop_path_rate: float | None = None,
+    channels: int = 3,
 ) -> nn.Module:
     """Build a model with fresh weights.
 
@@ -55,29 +52,31 @@ def build_model(
         name: A torchvision classification model, `timm/NAME`, or `package.module:factory`. A factory is called with
             `num_classes=` where it takes that argument or `**kwargs`, else without. The current directory is searched.
         classes: Number of classes of the last layer.
-        stem: `cifar` replaces a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution, as
-            is usual for 32x32 images (He et al. 2016, section 4.2).
-        args: More arguments of the model's builder, of `timm.create_model`, or of the factory.
+        args: More arguments of the model's builder, of `timm.create_model`, or of the factory. A ResNet of torchvision
+            also takes `stem`: `cifar` replaces its 7x7 stride-2 convolution and max-pool by one 3x3 stride-1
+            convolution, as is usual for 32x32 images (He et al. 2016, section 4.2).
         drop_rate: Dropout before the last layer; None leaves it to the model. In torchvision it is called `dropout`,
             and some models have it elsewhere, too.
         drop_path_rate: Stochastic depth (Huang et al. 2016) of the last block; None leaves it to the model.
+        channels: Of the images. For another number than 3 a model of torchvision gets another first convolution, and
+            timm the argument `in_chans`; a factory of your own must know.
 
     Returns:
         The model, in training mode, on the CPU. One that comes in training mode keeps the modes of its parts.
 
     Raises:
         UsageError: No such model, an argument that it does not take, the factory cannot be imported or fails, or
-            returns no module or one with lazy parameters, or the stem does not fit.
+            returns no module or one with lazy parameters.
     """
     given = with_rates(args, drop_rate, drop_path_rate)
     if name.startswith(PREFIX):
-        model = build_timm_model(name, classes, given)
+        model = build_timm_model(name, classes, given if channels == 3 else {"in_chans": channels, **given})
     elif ":" in name:
         model = build_user_model(name, classes, given)
     else:
         model = build_torchvision_model(name, classes, given)
-    if stem == "cifar":
-        use_cifar_stem(model, name)
+        if channels != 3:
+            use_channels(model, channels)
     return model if model.training else model.train()
 
 

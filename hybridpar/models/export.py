@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from hybridpar.errors import ExportError, UsageError, cannot_write, shortened
 from hybridpar.formats.output_files import written_aside
-from hybridpar.models.deferred import is_deferred, like_tensor, saved_tensors, storage_of
+from hybridpar.formats.tensor_files import read_tensors, write_tensors
 from hybridpar.models.outputs import main_output
 from hybridpar.models.state import twin_of
 from hybridpar.models.state_dicts import tensors_of
-from hybridpar.models.weight_files import map_safetensors
 
 Format = Literal["torch-export", "onnx", "safetensors"]
 
@@ -41,7 +40,7 @@ TOLERANCE = 1e-5
 FACTS = "hybridpar.json"
 
 #: Packages that a format needs, and the extra of hybridpar with them.
-_NEEDS = {"onnx": (("onnx", "onnxscript", "onnxruntime"), "onnx"), "safetensors": (("safetensors",), "safetensors")}
+_NEEDS = {"onnx": (("onnx", "onnxscript", "onnxruntime"), "onnx")}
 
 
 @dataclass(frozen=True)
@@ -99,20 +98,20 @@ def export_model(
         scored = model if isinstance(model(images), Tensor) else _Scores(model)
         batches = tuple(sorted({len(images), len(images) - 1, 1}, reverse=True))
         expected = [scored(images[:size]) for size in batches]
-    with _aside(file) as place:
+    with _aside(file) as aside:
         with _explained(form), _quiet():
-            _WRITERS[form](model if form == "safetensors" else scored, images, place, text)
-            loaded = _load_safetensors(model, place) if form == "safetensors" else _LOADERS[form](place)
+            _WRITERS[form](model if form == "safetensors" else scored, images, aside, text)
+            loaded = _load_safetensors(model, aside) if form == "safetensors" else _LOADERS[form](aside)
             with torch.no_grad():
-                found = [loaded(images[:size]) for size in batches]
-        difference, scale = _compare(found, expected)
+                outputs = [loaded(images[:size]) for size in batches]
+        difference, scale = _compare(outputs, expected)
         if not _relative(difference, scale) <= TOLERANCE:  # also where it is no number
             raise ExportError(
                 f"the file differs from the model by {difference:.3g}, where outputs are up to {scale:.3g}",
                 f"It must not differ by more than {TOLERANCE:g} of that.",
                 "Choose another format.",
             )
-        size = place.stat().st_size
+        size = aside.stat().st_size
     return Export(file, size, batches, difference, scale)
 
 
@@ -128,16 +127,16 @@ class _Scores(nn.Module):
         return scores
 
 
-def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
+def _compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
     """The largest difference, and the largest absolute output of the model; NaN where there is one."""
-    for one, own in zip(found, expected, strict=True):
+    for one, own in zip(outputs, expected, strict=True):
         if one.shape != own.shape:
             raise ExportError(
                 f"the file gives scores of shape {tuple(one.shape)} for {len(own)} images, the model "
                 f"{tuple(own.shape)}",
                 fix="Choose another format.",
             )
-    differences = torch.cat([(one - own).abs().flatten() for one, own in zip(found, expected, strict=True)])
+    differences = torch.cat([(one - own).abs().flatten() for one, own in zip(outputs, expected, strict=True)])
     return float(differences.max()), float(torch.cat([own.abs().flatten() for own in expected]).max())
 
 
@@ -166,16 +165,7 @@ def _write_onnx(model: nn.Module, images: Tensor, file: Path, facts: str) -> Non
 
 
 def _write_safetensors(model: nn.Module, images: Tensor, file: Path, facts: str) -> None:
-    from safetensors.torch import save_file
-
-    state: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors_of(model).items():
-        # Each by itself: the format has no views, and tensors of tied layers are written twice.
-        shares = storage_of(tensor) in storages
-        storages.add(storage_of(tensor))
-        state[name] = tensor.clone().contiguous() if shares else tensor.contiguous()
-    save_file(state, file, metadata={"format": "pt", "hybridpar": facts})
+    write_tensors(file, tensors_of(model), {"hybridpar": facts})
 
 
 _WRITERS: dict[str, Callable[[nn.Module, Tensor, Path, str], None]] = {
@@ -198,17 +188,12 @@ def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
 
 
 def _load_safetensors(model: nn.Module, file: Path) -> Callable[[Tensor], Tensor]:
-    """The model with the weights of the file, memory-mapped, and with none of its own."""
-    state = map_safetensors(file)
-    empty: dict[int, Any] = {id(one): like_tensor(one, one.detach().to("meta")) for one in saved_tensors(model)}
-    other = twin_of(model, empty)
-    other.load_state_dict(state, strict=False, assign=True)  # extra states are the copy's
-    if is_deferred(other):  # a module takes them in a way of its own
-        other = twin_of(model)
-        with torch.no_grad():
-            for tensor in saved_tensors(other):
-                tensor.zero_()
-        other.load_state_dict(state, strict=False)
+    """The model with the weights of the file, and with none of its own."""
+    other = twin_of(model)
+    with torch.no_grad():
+        for tensor in tensors_of(other).values():
+            tensor.zero_()
+    other.load_state_dict(read_tensors(file), strict=False)  # extra states are the copy's
     return lambda images: main_output(other(images))
 
 
@@ -223,8 +208,8 @@ def _aside(file: Path) -> Iterator[Path]:
     """Another name in the same folder, for what becomes the file once it is whole."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(file) as place:
-            yield place
+        with written_aside(file) as aside:
+            yield aside
     except OSError as error:
         raise ExportError(cannot_write(file, error), fix="Name a file that you can write with --output.") from error
 
@@ -237,9 +222,9 @@ def _explained(form: str) -> Iterator[None]:
     except (UsageError, ExportError, OSError):
         raise
     except Exception as error:
-        told = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ExportError(
-            f"the model cannot be written as {form}: {shortened(told, 400)}",
+            f"the model cannot be written as {form}: {shortened(reason, 400)}",
             "Its forward pass must be traceable, with batches of any size.",
             "Choose another format; safetensors holds the weights of any model.",
         ) from error

@@ -33,9 +33,9 @@ def published_weights(
     """Weights by name."""
     if source.startswith(HUB):
         return source, _from_hub(source)
-    own = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
-    if name is None and own:
-        name = PREFIX + own
+    architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    if name is None and architecture:
+        name = PREFIX + architecture
     if "_Weights." in source or (name is not None and name in model_names()):
         return _of_torchvision(source, name)
     if name is not None and name.startswith(PREFIX):
@@ -48,9 +48,9 @@ def published_weights(
     )
 
 
-def _not_to_be_had(told: str, cache: Path, url: str, reason: str) -> UsageError:
+def _not_to_be_had(label: str, cache: Path, url: str, reason: str) -> UsageError:
     return UsageError(
-        f"the weights {told} are not in {cache}, and cannot be downloaded: {reason}",
+        f"the weights {label} are not in {cache}, and cannot be downloaded: {reason}",
         "Published weights are downloaded once, and then read from there.",
         f"Name a file, --weights FILE; or download {url} elsewhere, and copy it there.",
     )
@@ -100,16 +100,16 @@ def _of_torchvision(source: str, name: str | None) -> tuple[str, dict[str, Tenso
     import torch
 
     weights = find_torchvision_weights(source, name)
-    told = str(weights)
+    label = str(weights)
     cached = Path(torch.hub.get_dir(), "checkpoints") / os.path.basename(weights.url)
     if cached.is_file():
-        return told, read_weights(cached)
+        return label, read_weights(cached)
     try:
-        return told, clean(weights.get_state_dict(progress=False, check_hash=True, weights_only=True), told)
+        return label, clean(weights.get_state_dict(progress=False, check_hash=True, weights_only=True), label)
     except HybridparError:
         raise
     except Exception as error:
-        raise _not_to_be_had(told, cached.parent, weights.url, _reason(error)) from error
+        raise _not_to_be_had(label, cached.parent, weights.url, _reason(error)) from error
 
 
 def _of_timm(source: str, name: str, model: nn.Module, args: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
@@ -134,8 +134,8 @@ def _of_timm(source: str, name: str, model: nn.Module, args: Mapping[str, object
                 ) from error
             raise hub_error(f"the weights {full} of timm", unanswered or error) from error
     config: Any = reference.pretrained_cfg
-    told = ".".join(str(part) for part in (config.get("architecture") or full, config.get("tag")) if part)
-    return PREFIX + told, reference.state_dict()
+    label = ".".join(str(part) for part in (config.get("architecture") or full, config.get("tag")) if part)
+    return PREFIX + label, reference.state_dict()
 
 
 def _from_hub(source: str) -> dict[str, Tensor]:

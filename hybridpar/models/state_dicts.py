@@ -87,5 +87,5 @@ def require_unwrapped(model: nn.Module) -> None:
                 f"{path or 'the model'} is wrapped in {type(module).__name__}",
                 f"Checkpoints, --freeze and codecs use the names of the model itself; it adds {inner} to them.",
                 f"Give the module inside, its attribute {inner}, and "
-                + ("compile=True (--compile)." if compiled else "start a worker for each device (--workers)."),
+                + ("compile=True (--compile)." if compiled else "start a worker for each device (--nproc)."),
             )

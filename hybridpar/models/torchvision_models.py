@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, get_type_hints
 
 from hybridpar.errors import UsageError, nearest, shortened
 from hybridpar.models.arguments import not_built, not_taken, refused_argument
-from hybridpar.registry import names_in_source
 
 if TYPE_CHECKING:
     from torch import nn
+
+#: How its source files enter a model under the name of its function, or another one.
+_REGISTERED = re.compile(r'^@register_model\((?:name=)?(?:"(\w+)")?\)\n(?:@[^\n]*\n)*def (\w+)', re.MULTILINE)
 
 #: What torchvision calls dropout and stochastic depth.
 _RATES = {"drop_rate": ("dropout", "drop_rate"), "drop_path_rate": ("stochastic_depth_prob",)}
@@ -25,7 +28,8 @@ def model_names() -> list[str]:
     imported = "torchvision.models" in sys.modules  # else reading its source takes less than importing it
     spec = importlib.util.find_spec("torchvision")
     if not imported and spec is not None and spec.origin is not None:
-        return sorted(names_in_source(Path(spec.origin).parent / "models", "register_model"))
+        found = [_REGISTERED.findall(path.read_text("utf-8")) for path in Path(spec.origin).parent.glob("models/*.py")]
+        return sorted(name or function for names in found for name, function in names)
     import torchvision
 
     return sorted(torchvision.models.list_models(module=torchvision.models))
@@ -53,7 +57,11 @@ def build_torchvision_model(name: str, classes: int, args: Mapping[str, object])
     if name in ("googlenet", "inception_v3"):
         # Auxiliary heads return a tuple in training; torchvision's own initialisation takes a minute.
         options.update(aux_logits=False, init_weights=False)
-    options |= _translated(name, kind, args)
+    arguments = dict(args)
+    stem = arguments.pop("stem", "imagenet")
+    if stem not in ("imagenet", "cifar"):
+        raise UsageError(f"--model-arg stem={stem}", "It must be imagenet or cifar.")
+    options |= _translated(name, kind, arguments)
     path_rate: object = None
     try:
         model = torchvision.models.get_model(name, weights=None, **options)
@@ -69,6 +77,8 @@ def build_torchvision_model(name: str, classes: int, args: Mapping[str, object])
     if path_rate is not None:
         _set_path_rate(model, float(str(path_rate)))
     assert isinstance(model, nn.Module)
+    if stem == "cifar":
+        _use_cifar_stem(model, name)
     return model
 
 
@@ -95,7 +105,7 @@ def _set_path_rate(model: nn.Module, rate: float) -> None:
         layer.p *= rate / largest
 
 
-def use_cifar_stem(model: nn.Module, name: str) -> None:
+def _use_cifar_stem(model: nn.Module, name: str) -> None:
     """Replace a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution."""
     import torchvision
     from torch import nn
@@ -103,8 +113,21 @@ def use_cifar_stem(model: nn.Module, name: str) -> None:
     stem, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
     if not isinstance(model, torchvision.models.ResNet) or not isinstance(stem, nn.Conv2d) or pool is None:
         raise UsageError(
-            f"--stem cifar does not fit {name}", "Only ResNets have the stem that it replaces.", "Leave --stem away."
+            f"--model-arg stem=cifar does not fit {name}",
+            "Only ResNets have the stem that it replaces.",
+            "Leave it out.",
         )
     model.conv1 = nn.Conv2d(3, stem.out_channels, kernel_size=3, stride=1, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
+
+
+def use_channels(model: nn.Module, channels: int) -> None:
+    """Replace the first convolution by one for images of another number of channels."""
+    from torch import nn
+
+    path, first = next((path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
+    parent, _, name = path.rpartition(".")
+    options = {key: getattr(first, key) for key in ("out_channels", "kernel_size", "stride", "padding", "dilation")}
+    changed = nn.Conv2d(channels, **options, bias=first.bias is not None)
+    setattr(model.get_submodule(parent), name, changed)

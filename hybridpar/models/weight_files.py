@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import mmap
 import os
 import re
 import zipfile
@@ -12,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import UsageError, nearest, not_installed, shortened
+from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.formats.file_reader import Unreadable
+from hybridpar.formats.tensor_files import read_tensors, shards_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,15 +53,19 @@ def is_published(source: str) -> bool:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file of weights, or of a checkpoint."""
     check_file(path)
-    file = _checkpoint_file(path) if path.is_dir() else path
-    return clean(_read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file), file)
+    if not path.is_dir():
+        return clean(_read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path), path)
+    checkpoint = _checkpoint_of(path)
+    files = [checkpoint / name for name in shards_of("model", os.listdir(checkpoint))]
+    return clean({name: tensor for file in files for name, tensor in _read_safetensors(file).items()}, path)
 
 
 def check_file(path: Path) -> None:
     """Refuse a file or directory that is not there; nothing is imported."""
     file = path
     if not file.exists():
-        near = [one.name for one in file.parent.iterdir() if one.suffix in _SUFFIXES] if file.parent.is_dir() else []
+        there = list(file.parent.iterdir()) if file.parent.is_dir() else []
+        near = [other.name for other in there if other.suffix in _SUFFIXES]
         raise UsageError(
             f"--weights {shortened(path)}: there is no such file",
             nearest(file.name, near) if near else f"No file of weights is in {shortened(file.parent.resolve())}.",
@@ -69,16 +73,16 @@ def check_file(path: Path) -> None:
         )
 
 
-def _checkpoint_file(directory: Path) -> Path:
-    """The weights of a `step-N` directory, or of the newest one of a run directory."""
+def _checkpoint_of(directory: Path) -> Path:
+    """A `step-N` directory, or the newest one of a run directory."""
     steps = [
         (int(match[1]), step)
         for step in directory.glob("checkpoints/step-*")
         if (match := _STEP.match(step.name)) is not None
     ]
-    for place in (directory, *(step for _, step in sorted(steps, reverse=True))):
-        if (place / "manifest.json").is_file():  # else it is not whole
-            return place / "model.pt"
+    for folder in (directory, *(step for _, step in sorted(steps, reverse=True))):
+        if (folder / "manifest.json").is_file():  # else it is not whole
+            return folder
     raise UsageError(
         f"--weights {shortened(directory)}: the directory is no checkpoint and no run",
         "A checkpoint is a directory step-N with a manifest.json, and a run has these under checkpoints/.",
@@ -88,38 +92,9 @@ def _checkpoint_file(directory: Path) -> Path:
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise not_installed(
-            f"--weights {shortened(file)}: reading .safetensors needs safetensors", "safetensors"
-        ) from error
-    try:
-        with safe_open(file, framework="pt"):  # which checks its header; reading through it copies all tensors
-            return map_safetensors(file)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        return read_tensors(file)
+    except (Unreadable, OSError) as error:
         raise _unreadable(file, error) from error
-
-
-def map_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file, memory-mapped: the length of its header in 8 bytes, the
-    header, and values.
-    """
-    import torch
-    from safetensors.torch import _TYPES as DTYPES
-
-    with file.open("rb") as stream:
-        start = 8 + int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(start - 8))
-        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    state = {}
-    for name, facts in header.items():
-        if name != "__metadata__":
-            dtype: Any = DTYPES[facts["dtype"]]
-            begin, end = facts["data_offsets"]
-            count = (end - begin) // dtype.itemsize
-            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start + begin) if count else torch.empty(0)
-            state[name] = flat.to(dtype).view(facts["shape"])
-    return state
 
 
 def _read_torch(file: Path) -> Any:

@@ -61,11 +61,11 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         from timm.models import group_parameters
 
         matcher: Any = model.group_matcher
-        found: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
-        return found
+        by_matcher: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
+        return by_matcher
     numbers: dict[str, int] = {}
     number = -1
-    for names, starts in _layers(model, "", sum(one.numel() for one in model.parameters()) / 2):
+    for names, starts in _layers(model, "", sum(parameter.numel() for parameter in model.parameters()) / 2):
         number += starts
         numbers |= dict.fromkeys(names, number)
     return {name: max(0, number) for name, number in numbers.items()}
@@ -73,15 +73,15 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
 
 def _layers(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[list[str], bool]]:
     """Names of parameters that belong together, in order, and whether a new layer starts with them."""
-    own = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        yield own, False
+    names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
+    if names:
+        yield names, False
     for name, child in module.named_children():
         parameters = dict(child.named_parameters(prefix=f"{prefix}{name}"))
         if parameters and _is_container(child, half):
             yield from _layers(child, f"{prefix}{name}.", half)
         elif parameters:
-            yield list(parameters), any(one.ndim > 1 for one in parameters.values())
+            yield list(parameters), any(parameter.ndim > 1 for parameter in parameters.values())
 
 
 def _is_container(module: nn.Module, half: float) -> bool:
@@ -92,7 +92,7 @@ def _is_container(module: nn.Module, half: float) -> bool:
         return type(module) is nn.Sequential or any(any(True for _ in child.children()) for child in children)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return True
-    return bool(children) and sum(one.numel() for one in module.parameters()) > half
+    return bool(children) and sum(parameter.numel() for parameter in module.parameters()) > half
 
 
 def head_parameters(model: nn.Module) -> list[str]:
@@ -106,7 +106,7 @@ def head_parameters(model: nn.Module) -> list[str]:
         last = [
             name
             for name, module in model.named_modules()
-            if any(one.ndim > 1 for one in module.parameters(recurse=False))
+            if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
         ]
         heads = tuple(last[-1:])
     owners = tuple(f"{head}." if head else "" for head in heads)
@@ -159,8 +159,8 @@ def load_weights(
     """Give a model weights. The head stays new where its number of classes differs.
 
     Args:
-        model: The model; changed in place, and not at all where the weights do not fit. One without memory begins with
-            them wherever it is filled, and reads no others.
+        model: The model; changed in place, and not at all where the weights do not fit. One without memory takes
+            them whenever it is built.
         source: `default` or a name of published weights, see `hybridpar.models.pretrained`; or a file or directory, see
             `hybridpar.models.weight_files`.
         name: What the user calls the model; needed for published weights of torchvision.
@@ -182,15 +182,14 @@ def load_weights(
     from hybridpar.models.deferred import DeferredModel
 
     text = str(source)
-    assign = isinstance(model, DeferredModel)
 
     def put(module: nn.Module) -> WeightsReport:
         with torch.random.fork_rng(devices=[]):  # timm builds a model to read weights
             if is_file(text):
-                told, state = text, read_weights(Path(text))
+                label, state = text, read_weights(Path(text))
             else:
-                told, state = published_weights(text, name, module, args or {})
-        return _put(module, _converted(module, state), told, name or type(module).__name__, assign=assign)
+                label, state = published_weights(text, name, module, args or {})
+        return _put(module, _converted(module, state), label, name or type(module).__name__)
 
     return model.start_from(put) if isinstance(model, DeferredModel) else put(model)
 
@@ -199,20 +198,20 @@ def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names that the model has, where they are in another form of the same architecture."""
     from hybridpar.models.state_dicts import tensors_of
 
-    own = tensors_of(model)
+    wanted = tensors_of(model)
 
     def fits(tensors: Mapping[str, Tensor]) -> int:
-        return sum(name in tensors and tensors[name].shape == tensor.shape for name, tensor in own.items())
+        return sum(name in tensors and tensors[name].shape == tensor.shape for name, tensor in wanted.items())
 
     best = fits(state)
     for prefix in sorted({f"{name.partition('.')[0]}." for name in state if "." in name}):  # as Lightning's `model.`
         stripped = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        if fits(stripped) > max(best, len(own) // 2):
+        if fits(stripped) > max(best, len(wanted) // 2):
             state, best = stripped, fits(stripped)
             break
     # timm knows the original names, and how position embeddings change their size.
     convert = getattr(sys.modules.get(type(model).__module__), "checkpoint_filter_fn", None)
-    if convert is not None and hasattr(model, "pretrained_cfg") and best < len(own):
+    if convert is not None and hasattr(model, "pretrained_cfg") and best < len(wanted):
         with contextlib.suppress(Exception):  # it expects weights of the architecture
             converted: dict[str, Tensor] = convert(dict(state), model)
             if fits(converted) > best:
@@ -220,68 +219,68 @@ def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str, *, assign: bool = False) -> WeightsReport:
+def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> WeightsReport:
     """Load what fits."""
     from hybridpar.models.state_dicts import copy_of, is_extra, tensors_of
 
     before = model.state_dict()
-    own, kept = tensors_of(model), copy_of(before)
-    others = [key for key in own if key in state and own[key].shape != state[key].shape]
-    classes, heads = _other_classes(model, own, state, others)
+    wanted, values = tensors_of(model), copy_of(before)
+    others = [key for key in wanted if key in state and wanted[key].shape != state[key].shape]
+    classes, heads = _other_classes(model, wanted, state, others)
     fitting: Any = OrderedDict((key, tensor) for key, tensor in state.items() if key not in others)
     # The versions of modules, by which some convert former names.
-    fitting._metadata = getattr(before if own.keys() <= state.keys() else state, "_metadata", None)
+    fitting._metadata = getattr(before if wanted.keys() <= state.keys() else state, "_metadata", None)
     try:
-        missing, unknown = model.load_state_dict(fitting, strict=False, assign=assign)
+        missing, unknown = model.load_state_dict(fitting, strict=False)
         missing = [key for key in missing if not is_extra(key)]
     except (RuntimeError, ValueError):  # a module that converts names, or counts versions
-        missing, unknown = [key for key in own if key not in fitting], [key for key in fitting if key not in own]
+        missing, unknown = [key for key in wanted if key not in fitting], [key for key in fitting if key not in wanted]
         heads = set()
     allowed = heads | set(head_parameters(model))
     lacking = [key for key in missing if key not in allowed]
     wrong = [key for key in others if key not in heads]
-    if wrong or len(lacking) > _MAY_LACK * max(1, len(own) - len(allowed)) or len(missing) == len(own):
-        model.load_state_dict(kept, assign=assign)
-        raise _misfit(source, name, own, state, wrong, lacking, unknown)
-    return WeightsReport(source, len(own) - len(missing), len(own), tuple(missing), tuple(unknown), classes)
+    if wrong or len(lacking) > _MAY_LACK * max(1, len(wanted) - len(allowed)) or len(missing) == len(wanted):
+        model.load_state_dict(values)
+        raise _misfit(source, name, wanted, state, wrong, lacking, unknown)
+    return WeightsReport(source, len(wanted) - len(missing), len(wanted), tuple(missing), tuple(unknown), classes)
 
 
 def _other_classes(
-    model: nn.Module, own: Mapping[str, Tensor], state: Mapping[str, Tensor], others: Sequence[str]
+    model: nn.Module, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor], others: Sequence[str]
 ) -> tuple[tuple[int, int] | None, set[str]]:
     """The two numbers of classes where they differ, and the tensors that differ for that reason alone."""
     head = next((key for key in head_parameters(model) if key in others), None)
     if head is None:
         return None, set()
-    numbers = len(state[head]), len(own[head])
+    numbers = len(state[head]), len(wanted[head])
     return numbers, {
         key
         for key in others
-        if (len(state[key]), len(own[key])) == numbers and state[key].shape[1:] == own[key].shape[1:]
+        if (len(state[key]), len(wanted[key])) == numbers and state[key].shape[1:] == wanted[key].shape[1:]
     }
 
 
 def _misfit(
     source: str,
     name: str,
-    own: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
     wrong: Sequence[str],
     lacking: Sequence[str],
     unknown: Sequence[str],
 ) -> UsageError:
-    fit = sum(key in state and state[key].shape == own[key].shape for key in own)
+    fit = sum(key in state and state[key].shape == wanted[key].shape for key in wanted)
     problems = []
     if wrong:
         first = wrong[0]
-        shapes = f"{first} is {tuple(state[first].shape)} there and {tuple(own[first].shape)} in the model"
+        shapes = f"{first} is {tuple(state[first].shape)} there and {tuple(wanted[first].shape)} in the model"
         problems.append(f"{len(wrong)} {'has another shape' if len(wrong) == 1 else 'have other shapes'}: {shapes}.")
     if lacking:
         problems.append(f"{len(lacking)} of the model {_are(lacking)} not in them: {_first(lacking)}.")
     if unknown:
         problems.append(f"{len(unknown)} of them {_are(unknown)} not in the model: {_first(unknown)}.")
     return UsageError(
-        f"the weights {shortened(source)} are not of {name}: {fit} of the model's {len(own)} tensors fit",
+        f"the weights {shortened(source)} are not of {name}: {fit} of the model's {len(wanted)} tensors fit",
         " ".join(problems),
         "Name the model that they are of, with the same --model-arg.",
     )

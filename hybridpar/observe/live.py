@@ -154,7 +154,8 @@ class LiveProgress(Progress):
         if figures.test_accuracy is not None:
             parts += [("  accuracy ", "dim"), (format_accuracy(figures.test_accuracy), "bold")]
         parts += [("  ", ""), (format_rate(figures.images_per_second), "")]
-        parts += [("  ", ""), (f"{format_bytes(figures.bytes_sent)} sent", "")]
+        if figures.bytes_sent:
+            parts.append((f"  {format_bytes(figures.bytes_sent)} sent", ""))
         if figures.skipped:
             parts.append((f"  {figures.skipped:,} skipped", "yellow"))
         return parts
@@ -170,11 +171,7 @@ def _under_label(note: str, width: int) -> str:
 
 
 def open_progress(console: Console | None = None) -> Progress:
-    """The display that suits the output: live on a terminal, plain lines elsewhere.
-
-    Args:
-        console: Where to; default: standard output.
-    """
+    """The display that suits the output: live on a terminal, plain lines elsewhere."""
     if console is None:
         # Said outright: FORCE_COLOR, common on build servers, would have rich take a log file for a terminal.
         console = Console(force_terminal=sys.stdout.isatty())

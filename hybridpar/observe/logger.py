@@ -20,18 +20,8 @@ from typing import Any, ClassVar, Literal
 
 from hybridpar.errors import UsageError, not_installed, shortened
 from hybridpar.observe.files import replace_file
-from hybridpar.observe.metrics import images_per_second
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, RunInfo, StepRecord
 from hybridpar.registry import Registry
-
-#: Figures of a step that are logged, by their names in `metrics.jsonl`; those that were not measured are left out.
-STEP_FIGURES = (
-    *("epoch", "loss", "lr", "images_per_second", "step_ms", "compute_ms", "exposed_sync_ms", "data_ms"),
-    *("bytes_sent", "grad_norm", "residual_norm", "staleness"),
-)
-
-#: Figures of the end of an epoch, likewise.
-EPOCH_FIGURES = ("train_loss", "test_loss", "test_accuracy", "ema_test_loss", "ema_test_accuracy")
 
 #: Records that wait for a tool at most.
 MOST_WAITING = 20_000
@@ -170,12 +160,9 @@ def _is_installed(package: str) -> bool:
 
 def figures_of(record: StepRecord | EpochRecord) -> dict[str, float]:
     """What is logged of a record, without what was not measured."""
-    if isinstance(record, EpochRecord):
-        found = {name: getattr(record, name) for name in EPOCH_FIGURES}
-    else:
-        found = {name: getattr(record, name) for name in STEP_FIGURES if name != "images_per_second"}
-        found["images_per_second"] = images_per_second(record)
-    return {name: float(value) for name, value in found.items() if value is not None}
+    rows = EPOCH_FIGURES if isinstance(record, EpochRecord) else STEP_FIGURES
+    values = {row.name: getattr(record, row.name) for row in rows if row.log}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 class _Lane:
@@ -240,7 +227,7 @@ class _Lane:
                 last = self._ended.is_set()  # nothing is left for it afterwards
                 lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
                 if lines:
-                    self._logger.write([Line(one.step, seconds, figures_of(one)) for seconds, one in lines])
+                    self._logger.write([Line(record.step, seconds, figures_of(record)) for seconds, record in lines])
                 if last:
                     break
                 self._ended.wait(_PAUSE)

@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.observe.files import replace_file, run_directory_error
-from hybridpar.observe.records import EpochRecord, StepRecord
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, Figure, StepRecord
 
 #: Name of the file in the run directory.
 METRICS_FILE = "metrics.jsonl"
@@ -32,42 +32,15 @@ _LONGEST_LINE = 1 << 20
 #: What a step's line holds of each layer, in the few steps in which it is measured.
 _BY_LAYER = "residual_norms"
 
-#: Columns of a step's line that hold numbers; `skipped` is 0 or 1 in a table.
-STEP_COLUMNS = tuple(
-    column
-    for field in fields(StepRecord)
-    if field.name != _BY_LAYER
-    for column in ((field.name, "images_per_second") if field.name == "samples" else (field.name,))
-)
-
-#: Columns that are written with all digits. Others are times, to the microsecond: finer digits are noise.
-_EXACT = {"loss", "lr", "grad_norm", "residual_norm"}
-
-
-#: What an epoch has only where it was evaluated.
-_TESTED = ("test_accuracy", "test_loss", "ema_test_accuracy", "ema_test_loss")
-
-
-def images_per_second(record: StepRecord) -> float:
-    """Samples of all workers per second of the step; NaN where its time is not a positive number.
-
-    Args:
-        record: The record.
-    """
-    return 1000 * record.samples / record.step_ms if 0 < record.step_ms < math.inf else math.nan
+#: Units of columns that are written with all digits. Others are times, to the microsecond: finer digits are noise.
+_EXACT = {"loss", "rate", "norm"}
 
 
 class MetricsWriter:
     """Appends steps and epochs to `metrics.jsonl`. For one rank only.
 
-    Args:
-        run_dir: Directory of the run; made where it is missing.
-        resume_step: The step the run goes on from: later lines are dropped, as their steps will run again. None
-            starts a new file.
-
-    Raises:
-        RunDirectoryError: The file cannot be written. A failing disk is reported once, by the write that met it; what
-            follows is dropped, so that an orderly end is not stopped by the same error again.
+    A run that goes on from `resume_step` first drops later lines, as their steps will run again; None starts a new
+    file. A failing disk is an error once, for the write that met it, so that an orderly end does not meet it again.
     """
 
     def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
@@ -87,32 +60,16 @@ class MetricsWriter:
             raise run_directory_error(self.path, error) from error
 
     def write_step(self, record: StepRecord) -> None:
-        """Append a step.
-
-        Args:
-            record: The record.
-
-        Raises:
-            RunDirectoryError: The line cannot be written.
-        """
-        rate = images_per_second(record)
+        """Append a step."""
         row: dict[str, Any] = {
-            name: _json_value(name, rate if name == "images_per_second" else getattr(record, name))
-            for name in STEP_COLUMNS
+            figure.name: _json_value(figure, getattr(record, figure.name)) for figure in STEP_FIGURES
         }
         if record.residual_norms is not None:
-            row[_BY_LAYER] = {name: _finite(float(f"{one:.6g}")) for name, one in record.residual_norms.items()}
+            row[_BY_LAYER] = {name: _finite(float(f"{norm:.6g}")) for name, norm in record.residual_norms.items()}
         self._write(row)
 
     def write_epoch(self, record: EpochRecord) -> None:
-        """Append the end of an epoch, as a line with `"event": "epoch"`.
-
-        Args:
-            record: The record.
-
-        Raises:
-            RunDirectoryError: The line cannot be written.
-        """
+        """Append the end of an epoch, as a line with `"event": "epoch"`."""
         row = {key: _finite(value) for key, value in asdict(record).items()}
         if record.ema_test_accuracy is None:
             row = {key: value for key, value in row.items() if not key.startswith("ema_")}
@@ -134,11 +91,7 @@ class MetricsWriter:
             raise run_directory_error(self.path, error) from error
 
     def close(self) -> None:
-        """Close the file; what was written is kept. May be called twice.
-
-        Raises:
-            RunDirectoryError: The file cannot be written to its end.
-        """
+        """Close the file; what was written is kept. May be called twice."""
         # Unbuffered, so nothing is left to write; a network file system may still complain about earlier writes.
         try:
             self._file.close()
@@ -159,7 +112,7 @@ class MetricsTable:
     """What `metrics.jsonl` holds.
 
     Attributes:
-        steps: One float64 array per name of `STEP_COLUMNS`, ordered by step; null is NaN, `skipped` is 0 or 1.
+        steps: One float64 array for each figure of a step, ordered by step; null is NaN, `skipped` is 0 or 1.
         epochs: The ends of epochs, in order.
         residual_norms: Norm of what was not sent of each layer, when that was measured last.
     """
@@ -173,14 +126,8 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     """Read the metrics of a run, also while it is being written.
 
     Lines that are not whole are skipped. Of two lines for the same step or epoch the later one counts.
-
-    Args:
-        run_dir: Directory of the run; without `metrics.jsonl` the table is empty.
-
-    Returns:
-        Steps and epochs, in order.
     """
-    columns = {name: array("d") for name in STEP_COLUMNS}
+    columns = {figure.name: array("d") for figure in STEP_FIGURES}
     epochs: dict[int, EpochRecord] = {}
     residual_norms: dict[str, float] = {}
     path = Path(run_dir) / METRICS_FILE
@@ -190,7 +137,7 @@ def read_metrics(run_dir: Path) -> MetricsTable:
                 epochs[row["epoch"]] = _epoch(row)
         elif "event" not in row and row:
             if isinstance(norms := row.get(_BY_LAYER), dict):
-                residual_norms = {name: _number(one) for name, one in norms.items()}
+                residual_norms = {name: _number(norm) for name, norm in norms.items()}
             for name, column in columns.items():
                 value = row.get(name)
                 column.append(math.nan if value is None else value if type(value) is float else _number(value))
@@ -208,9 +155,9 @@ def read_metrics(run_dir: Path) -> MetricsTable:
 
 
 def _epoch(row: Mapping[str, Any]) -> EpochRecord:
-    tested = {name: _if_number(row.get(name)) for name in _TESTED}
-    train_loss, seconds = _number(row.get("train_loss")), _number(row.get("seconds"))
-    return EpochRecord(epoch=row["epoch"], step=row["step"], train_loss=train_loss, seconds=seconds, **tested)
+    values: dict[str, Any] = {figure.name: _if_number(row.get(figure.name)) for figure in EPOCH_FIGURES}
+    values |= {name: math.nan for name in ("train_loss", "seconds") if values[name] is None}
+    return EpochRecord(epoch=row["epoch"], step=row["step"], **values)
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -237,10 +184,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _json_value(name: str, value: Any) -> Any:
-    """A column of a step as it is written."""
+def _json_value(figure: Figure, value: Any) -> Any:
+    """A figure of a step as it is written."""
     value = _finite(value)
-    return round(value, 3) if isinstance(value, float) and name not in _EXACT else value
+    return round(value, 3) if isinstance(value, float) and figure.unit not in _EXACT else value
 
 
 def _if_number(value: object) -> float | None:

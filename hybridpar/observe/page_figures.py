@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from plotly.subplots import make_subplots
 
 from hybridpar.observe.metrics import MetricsTable
 from hybridpar.observe.plots import running_mean
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES
 from hybridpar.observe.report import step_parts
 from hybridpar.observe.timeline import Timeline, describe_action, length_ms
 from hybridpar.observe.timeline_picture import COLOURS, KIND_NAMES, Line, line_label, panel_title, picture_lines
@@ -28,44 +28,21 @@ _RUN_COLOURS = ("#0072b2", "#d55e00", "#007f5f", "#b0518c", "#b98300", "#3a9bd1"
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-@dataclass(frozen=True)
-class _Chart:
-    """Curves on one axis.
-
-    Attributes:
-        title: What is drawn.
-        column: Of every step, if any.
-        noisy: Whether steps are drawn pale, and their running mean in front of them.
-        epochs: Figures of whole epochs, with what they are called.
-        scale: What those are multiplied with.
-    """
-
-    title: str
-    column: str | None = None
-    noisy: bool = True
-    epochs: Mapping[str, str] = field(default_factory=dict)
-    scale: float = 1.0
-
-
-_CHARTS = (
-    _Chart("Loss", "loss", epochs={"test_loss": "test", "ema_test_loss": "test, EMA"}),
-    _Chart("Test accuracy (%)", epochs={"test_accuracy": "", "ema_test_accuracy": "EMA"}, scale=100.0),
-    _Chart("Learning rate", "lr", noisy=False),
-    _Chart("Time of a step (ms)", "step_ms"),
-    _Chart("Gradient norm", "grad_norm"),
-    _Chart("Residual norm: not sent yet", "residual_norm"),
-    _Chart("Staleness (updates)", "staleness"),
-)
+def _charts() -> list[str]:
+    """Titles of the charts, those with results of tests first."""
+    titles = dict.fromkeys(row.chart for row in (*STEP_FIGURES, *EPOCH_FIGURES) if row.chart)
+    tested = {row.chart for row in EPOCH_FIGURES}
+    return sorted(titles, key=lambda title: title not in tested)
 
 
 def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | None:
     """The curves of all runs, with one legend entry per run, on axes that are zoomed together; None without any."""
     points = max(200, _MOST_POINTS // len(tables))
-    charts = [(chart, [list(_traces(chart, table, points)) for table in tables]) for chart in _CHARTS]
+    charts = [(chart, [list(_traces(chart, table, points)) for table in tables]) for chart in _charts()]
     charts = [(chart, runs) for chart, runs in charts if any(runs)]
     if not charts:
         return None
-    titles = [chart.title for chart, _ in charts]
+    titles = [chart for chart, _ in charts]
     figure = make_subplots(len(charts), 1, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.3 / len(charts))
     seconds: list[list[float | None]] = []
     named: set[int] = set()
@@ -83,7 +60,7 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
     along = [("steps", [trace.x for trace in figure.data], "step"), ("training time", seconds, "seconds")]
     axis = f"xaxis{len(charts) if len(charts) > 1 else ''}.title.text"
     menus = [_menu(0.0, [(label, "update", [{"x": x}, {axis: unit}]) for label, x, unit in along])]
-    if charts[0][0].column == "loss":
+    if titles[0] == "Loss":
         scales = [("linear loss", "linear"), ("logarithmic loss", "log")]
         menus.append(_menu(0.25, [(label, "relayout", [{"yaxis.type": scale}]) for label, scale in scales]))
     layout = {"template": "plotly_white", "height": 120 + 250 * len(charts), "updatemenus": menus}
@@ -96,8 +73,9 @@ def _menu(x: float, buttons: Sequence[tuple[str, str, list[Any]]]) -> dict[str, 
     return {"type": "buttons", "direction": "right", "buttons": plain, **above}
 
 
-def _traces(chart: _Chart, table: MetricsTable, points: int) -> Iterator[tuple[Scatter, list[float | None]]]:
+def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[tuple[Scatter, list[float | None]]]:
     """The curves of a run in a chart, the main one first, each with the training time of its points."""
+    of_steps, of_epochs = ([row for row in rows if row.chart == chart] for rows in (STEP_FIGURES, EPOCH_FIGURES))
     steps = table.steps["step"]
     seconds = np.nancumsum(table.steps["step_ms"]) / 1000
 
@@ -105,30 +83,34 @@ def _traces(chart: _Chart, table: MetricsTable, points: int) -> Iterator[tuple[S
         times = np.interp(x, steps, seconds) if len(steps) else np.zeros(len(x))
         return Scatter(x=x.tolist(), y=_short(y), **style), _short(times)
 
-    values = table.steps[chart.column] if chart.column is not None else np.zeros(0)
-    known = np.flatnonzero(np.isfinite(values))
-    if len(known):
+    for row in of_steps:
+        values = table.steps[row.name]
+        known = np.flatnonzero(np.isfinite(values))
+        if not len(known):
+            continue
         extremes = known[thinned(values[known], points)]
         mode = "lines+markers" if len(known) < 30 else "lines"
-        if chart.noisy:
+        noisy = row.unit != "rate"
+        if noisy:
             middles = np.linspace(0, len(known) - 1, min(points, len(known))).astype(int)
             means = running_mean(values[known], max(5, len(known) // 50))
             yield trace(steps[known[middles]], means[middles], mode=mode)
-        pale = {"name": "each step", "opacity": 0.35, "line": {"width": 1}} if chart.noisy else {}
+        pale = {"name": "each step", "opacity": 0.35, "line": {"width": 1}} if noisy else {}
         yield trace(steps[extremes], values[extremes], mode=mode, **pale)
-    skipped = steps[table.steps["skipped"] > 0]
-    if chart.column == "loss" and len(known) and len(skipped):
-        # At the foot of the chart: a skipped step often has no loss to stand on.
-        skipped = skipped[thinned(skipped, 200)]
-        foot = np.full(len(skipped), values[known].min())
-        yield trace(skipped, foot, mode="markers", name="skipped step", marker={"symbol": "x"})
-    for column, name in chart.epochs.items():
-        tested = [(epoch.step, value) for epoch in table.epochs if (value := getattr(epoch, column)) is not None]
+        skipped = steps[table.steps["skipped"] > 0]
+        if row.name == "loss" and len(skipped):
+            # At the foot of the chart: a skipped step often has no loss to stand on.
+            skipped = skipped[thinned(skipped, 200)]
+            foot = np.full(len(skipped), values[known].min())
+            yield trace(skipped, foot, mode="markers", name="skipped step", marker={"symbol": "x"})
+    for row in of_epochs:
+        tested = [(epoch.step, value) for epoch in table.epochs if (value := getattr(epoch, row.name)) is not None]
         if tested:
             at, results = np.array(tested, dtype=np.float64).T
             index = thinned(results, points)
             mode = "lines+markers" if len(index) < 60 else "lines"
-            yield trace(at[index], chart.scale * results[index], mode=mode, name=name)
+            scale = 100 if row.unit == "accuracy" else 1
+            yield trace(at[index], scale * results[index], mode=mode, name=row.curve)
 
 
 def thinned(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:

@@ -41,19 +41,7 @@ _ACCURACY_TEXT, _RATE, _RATE_TEXT = "#805300", "#B8B8B8", "#808080"
 
 
 def draw_loss(run_dir: Path, info: RunInfo | None = None, say: Callable[[str], object] = print) -> Path | None:
-    """Draw `loss.png` from the metrics of a run.
-
-    Args:
-        run_dir: Directory of the run.
-        info: The run, for the title; default: what `summary.json` says, else the directory's name.
-        say: Takes the one line that tells why there is no picture.
-
-    Returns:
-        The picture's path, or None where matplotlib is not installed or no step was recorded.
-
-    Raises:
-        RunDirectoryError: The picture cannot be written.
-    """
+    """Draw `loss.png` from the metrics of a run; None, with a line that says why, where that cannot be."""
     table = read_metrics(run_dir)
     if not len(table.steps["step"]):
         say(f"{LOSS_PICTURE} was not drawn: {METRICS_FILE} holds no steps")
@@ -201,19 +189,9 @@ def _draw_epochs(axes: Any, table: MetricsTable) -> None:
 def draw_staleness(
     run_dir: Path, counts: Mapping[int, int], expected: float | None = None, say: Callable[[str], object] = print
 ) -> Path | None:
-    """Draw `staleness.png`: how many gradients arrived at which age.
+    """Draw `staleness.png`: how many gradients arrived at which age; None, with a line, where that cannot be.
 
-    Args:
-        run_dir: Directory of the run.
-        counts: Gradients by staleness, in updates of the server.
-        expected: Mean staleness of equally fast workers, drawn as a line; None for none.
-        say: Takes the one line that tells why there is no picture.
-
-    Returns:
-        The picture's path, or None where matplotlib is not installed or there are no gradients.
-
-    Raises:
-        RunDirectoryError: The picture cannot be written.
+    The mean that equally fast workers would have is drawn as a line, where it is `expected`.
     """
     if not sum(counts.values()):
         say(f"{STALENESS_PICTURE} was not drawn: no gradient arrived")

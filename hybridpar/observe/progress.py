@@ -21,9 +21,6 @@ class Progress:
     """What a run shows while it trains. This base class shows nothing.
 
     Used as a context manager, or closed, so that a terminal gets its cursor back.
-
-    Args:
-        clock: Seconds; tests bring another.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,34 +28,17 @@ class Progress:
         self.figures = RunningFigures(0)
 
     def prepare(self, text: str) -> None:
-        """Show what is being done before training starts, until something else is shown.
-
-        Args:
-            text: The text.
-        """
+        """Show what is being done before training starts, until something else is shown."""
 
     def start(self, info: RunInfo, done: int = 0) -> None:
-        """Show what is about to be trained.
-
-        Args:
-            info: The run.
-            done: Steps done before, where a run is resumed.
-        """
+        """Show what is about to be trained."""
 
     def step(self, record: StepRecord) -> None:
-        """Take note of a step.
-
-        Args:
-            record: The record.
-        """
+        """Take note of a step."""
 
     @contextmanager
     def pause(self, text: str = "") -> Iterator[None]:
-        """Leave out of the time left what happens inside, where no step is run and which does not come again.
-
-        Args:
-            text: Announces a pause that takes long.
-        """
+        """Leave out of the time left what happens inside, where no step is run and which does not come again."""
         if text:
             self.message(f"{text} ...")
         began = self._clock()
@@ -66,25 +46,13 @@ class Progress:
         self.figures.leave_out(self._clock() - began)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Show the end of an epoch.
-
-        Args:
-            record: The record.
-        """
+        """Show the end of an epoch."""
 
     def message(self, text: str) -> None:
-        """Show a line that stays, for instance "checkpoint saved at step 120".
-
-        Args:
-            text: The text.
-        """
+        """Show a line that stays, for instance "checkpoint saved at step 120"."""
 
     def warn(self, text: str) -> None:
-        """Show a warning that stays.
-
-        Args:
-            text: The text.
-        """
+        """Show a warning that stays."""
         self.message(f"warning: {text}")
 
     def close(self) -> None:
@@ -102,12 +70,7 @@ _LINE_SECONDS = 10.0
 
 
 class PlainProgress(Progress):
-    """Plain lines: one per epoch, and one whenever nothing was printed for a while.
-
-    Args:
-        stream: Where to; default: standard output.
-        clock: Seconds; tests bring another.
-    """
+    """Plain lines: one per epoch, and one whenever nothing was printed for a while."""
 
     def __init__(self, stream: IO[str] | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -163,8 +126,9 @@ class PlainProgress(Progress):
             f"loss {figures.loss:.4f}",
             f"lr {figures.lr:.3g}",
             format_rate(figures.images_per_second),
-            f"{format_bytes(figures.bytes_sent)} sent",
         ]
+        if figures.bytes_sent:
+            parts.append(f"{format_bytes(figures.bytes_sent)} sent")
         if figures.skipped:
             parts.append(f"{figures.skipped:,} skipped")
         if left is not None:

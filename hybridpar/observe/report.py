@@ -5,7 +5,7 @@ Everything shown comes from the summary, so the screen and `summary.json` cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +13,32 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
-from hybridpar.observe.text import counted, format_accuracy, format_bytes, format_duration, format_rate
-
-#: Parts of a step on the screen, in the order of `STEP_PARTS`.
-_PARTS = ("compute", "exposed sync", "waiting for data")
+from hybridpar.observe.records import PREDICTED_FIGURES, STEP_PARTS
+from hybridpar.observe.summary import step_without_data_ms
+from hybridpar.observe.text import UNITS, counted, format_accuracy, format_bytes, format_duration, format_rate
 
 #: Differences of less milliseconds, or of less of a step, are not told as a percentage of next to nothing.
 _SMALL_MS, _SMALL_PART = 1.0, 0.01
 
 
-def _ms(value: float) -> str:
-    return f"{value:.2f} ms"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
-#: What is predicted: key of the summary, name on the screen, and how a value is told.
-_PREDICTED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("step_ms", "step, without data", _ms),
-    ("compute_ms", "compute", _ms),
-    ("exposed_sync_ms", "exposed sync", _ms),
-    ("bubble", "bubble", _percent),
-    ("bytes_sent_per_step", "sent", format_bytes),
-    ("peak_saved_bytes", "kept for backward", format_bytes),
-    ("memory_bytes", "memory", format_bytes),
-)
-
 _SYNC_PARTS = (("encode_ms", "encode"), ("wire_ms", "wire"), ("decode_ms", "decode"))
 
 
 def print_report(summary: Mapping[str, Any], files: Sequence[Path] = (), console: Console | None = None) -> None:
-    """Print the final table of a run.
-
-    Args:
-        summary: The run, with the keys of `summary.schema.json`.
-        files: What the run left behind, to be named below the table.
-        console: Where to; default: standard output.
-    """
+    """Print the final table of a run."""
     console = Console() if console is None else console
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text, style in _rows(summary):
+    rows = _rows(summary)
+    for label, text, style in rows:
         grid.add_row(label, Text(text, style=style))
-    for number, path in enumerate(files):
-        grid.add_row("" if number else "written", Text(str(path)))
     console.print()
     console.print(grid)
+    width = max(len(label) for label, _, _ in rows) + 2
+    for number, path in enumerate(files):  # in one piece each, to be copied
+        label = "" if number else "written"
+        console.print(Text.assemble((label.ljust(width), "dim"), str(path)), soft_wrap=True)
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -85,11 +61,12 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("test accuracy", shown, "bold"))
     if (averaged := summary.get("ema_test_accuracy")) is not None:
         rows.append(("of the average", format_accuracy(averaged), ""))
-    if (kept := summary.get("best")) is not None:
-        by = kept.get("metric", "test_accuracy")
-        told = format_accuracy(kept["test_accuracy"]) + f", by {by}," * (by != "test_accuracy")
-        told += f" after step {kept['step']:,}, kept in {kept['checkpoint']}"
-        rows.append(("best", told, ""))
+    if (best := summary.get("best")) is not None:
+        metric = best["metric"]
+        known = "not tested" if best["test_accuracy"] is None else format_accuracy(best["test_accuracy"])
+        text = known + f", by {metric}," * (metric != "test_accuracy")
+        text += f" after step {best['step']:,}, kept in {best['checkpoint']}"
+        rows.append(("best", text, ""))
     if summary["images_per_second"] is not None:
         rows.append(("speed", format_rate(summary["images_per_second"]), "bold"))
     rows += _step_rows(summary)
@@ -102,13 +79,18 @@ def _fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     with the last.
     """
     rows = _pipeline_rows(summary) + _kernel_rows(summary)
-    if summary["bytes_sent_per_step"] is not None:
+    if summary["bytes_sent_per_step"] is not None and _exchanges(summary):
         rows.append(("sent", f"{format_bytes(summary['bytes_sent_per_step'])} per worker and step", ""))
     rows += _server_rows(summary)
     rows += _sync_rows(summary)
     if summary["skipped_steps"]:
         rows.append(("skipped", f"{counted(summary['skipped_steps'], 'step')} with non-finite gradients", "yellow"))
     return rows
+
+
+def _exchanges(summary: Mapping[str, Any]) -> bool:
+    """Whether the run had anything to exchange: a single worker has not, but with parameter servers."""
+    return summary["workers"] > 1 or bool(summary["bytes_sent_per_step"])
 
 
 def _step_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -126,7 +108,8 @@ def step_parts(summary: Mapping[str, Any]) -> list[tuple[str, float, int]] | Non
     step_ms = summary["step_ms_median"]
     if not step_ms:
         return None
-    parts = [(name, summary[key]) for key, name in zip(STEP_PARTS, _PARTS, strict=True) if summary[key] is not None]
+    shown = [key for key in STEP_PARTS if key != "exposed_sync_ms" or _exchanges(summary)]
+    parts = [(STEP_PARTS[key], summary[key]) for key in shown if summary[key] is not None]
     if parts and (rest := step_ms - sum(value for _, value in parts)) >= 0.005:
         parts.append(("other", rest))
     shares = percentages([value for _, value in parts])
@@ -137,18 +120,18 @@ def percentages(values: Sequence[float]) -> list[int]:
     """Shares of a whole in whole per cent, rounded so that they add up to 100."""
     whole = sum(values)
     exact = [100 * value / whole if whole else 0.0 for value in values]
-    told = [int(share) for share in exact]
-    missing = (100 if whole else 0) - sum(told)
-    for place in sorted(range(len(told)), key=lambda place: told[place] - exact[place])[:missing]:
-        told[place] += 1
-    return told
+    rounded = [int(share) for share in exact]
+    missing = (100 if whole else 0) - sum(rounded)
+    for index in sorted(range(len(rounded)), key=lambda index: rounded[index] - exact[index])[:missing]:
+        rounded[index] += 1
+    return rounded
 
 
-def _apart(predicted: float, found: float, step_ms: float | None = None) -> str:
+def _apart(predicted: float, measured: float, step_ms: float | None = None) -> str:
     """By how much a measured value missed its prediction, as a percentage; empty where that would say nothing."""
-    if not predicted or (step_ms is not None and abs(found - predicted) < max(_SMALL_MS, _SMALL_PART * step_ms)):
+    if not predicted or (step_ms is not None and abs(measured - predicted) < max(_SMALL_MS, _SMALL_PART * step_ms)):
         return ""
-    percent = 100 * (found / predicted - 1)
+    percent = 100 * (measured / predicted - 1)
     return f"{percent:+.0f}%" if abs(percent) < 1000 else ""
 
 
@@ -179,7 +162,7 @@ def _server_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _sync_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What only a run that compresses gradients has to tell."""
     rows = []
-    if summary["codec"] != "none":
+    if summary["codec"] != "none" and _exchanges(summary):
         codec = summary["codec"] if ";" not in summary["codec"] else f"{summary['codec'].count(';') + 1} rules"
         saved = f", {summary['compression_ratio']:.1f}x less" if summary["compression_ratio"] else ""
         rows.append(("gradients", f"as {codec}{saved}", ""))
@@ -219,12 +202,14 @@ def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         return []
     measured = {**summary, "step_ms": step_without_data_ms(summary) or None}
     rows: list[tuple[str, str, str]] = []
-    for key, name, text in _PREDICTED:
-        predicted, value = summary.get(f"predicted_{key}"), measured.get(key)
-        if predicted is None or value is None:
+    for row in PREDICTED_FIGURES:
+        predicted, value = summary.get(f"predicted_{row.name}"), measured.get(row.name)
+        of_exchange = row.name in ("exposed_sync_ms", "bytes_sent_per_step")
+        if predicted is None or value is None or (of_exchange and not _exchanges(summary)):
             continue
-        step_ms = measured["step_ms"] if key in STEP_PARTS else None
-        apart = "" if key == "bubble" else _apart(predicted, value, step_ms)
-        beside = f"{text(predicted):>9}  measured {text(value):>9}  {apart:>5}  {name}"
+        step_ms = measured["step_ms"] if row.name in STEP_PARTS else None
+        apart = "" if row.unit == "part" else _apart(predicted, value, step_ms)
+        text = UNITS[row.unit].text
+        beside = f"{text(predicted):>9}  measured {text(value):>9}  {apart:>5}  {row.predicted}"
         rows.append(("" if rows else "predicted", beside, ""))
     return rows

@@ -17,7 +17,7 @@ WARM_UP_STEPS = 3
 _DECAY = 0.95
 
 
-class _RunningMean:
+class _SmoothedMean:
     """Exponential mean, corrected for its start as in Adam (Kingma and Ba 2015, section 3)."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class RunningFigures:
         self.bytes_sent = 0
         self.skipped = 0
         self.test_accuracy: float | None = None
-        self._loss = _RunningMean()
-        self._samples = _RunningMean()
-        self._step_ms = _RunningMean()
+        self._loss = _SmoothedMean()
+        self._samples = _SmoothedMean()
+        self._step_ms = _SmoothedMean()
         self._seen = 0
         self._anchor: tuple[int, float] | None = None
         self._latest = self._left_out = 0.0

@@ -1,7 +1,7 @@
 """`summary.json`: the figures of a run under keys that keep their meaning.
 
-`summary.schema.json`, beside this file, describes every key with its unit and is the contract. The summary is computed
-from `metrics.jsonl`, so it covers the whole of a run that was resumed, and can be computed again.
+`SUMMARY_FIGURES` has every key with its unit, and docs/contracts.md what each means. The summary is computed from
+`metrics.jsonl`, so it covers the whole of a run that was resumed, and can be computed again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -23,37 +22,18 @@ from hybridpar.errors import RunDirectoryError
 from hybridpar.formats.file_reader import read_json
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.metrics import MetricsTable
-from hybridpar.observe.records import RunInfo
+from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, SUMMARY_FIGURES, Figure, RunInfo
 from hybridpar.observe.running import WARM_UP_STEPS
+from hybridpar.observe.text import UNITS, Unit
 
 #: Name of the file in the run directory.
 SUMMARY_FILE = "summary.json"
-
-#: Parts of a step, by their keys in summary and metrics.
-STEP_PARTS = ("compute_ms", "exposed_sync_ms", "data_ms")
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "number": (int, float),
-    "integer": int,
-    "object": dict,
-    "null": type(None),
-}
-
 
 #: Keys that are fields of `RunInfo`, too.
 _OF_THE_RUN = (
     *("model", "data", "workers", "device", "batch_size", "codec", "stages", "replicas", "micro_batches", "schedule"),
     *("sync", "servers"),
 )
-
-
-@cache
-def summary_schema() -> dict[str, Any]:
-    """The JSON schema of `summary.json`."""
-    text = Path(__file__).with_name("summary.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
-    return schema
 
 
 def summarize(
@@ -65,55 +45,35 @@ def summarize(
     resumed_from: int | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Put a run in numbers, with the keys and units of `summary.schema.json`.
-
-    Args:
-        info: The run.
-        table: Its metrics.
-        seed: Its seed.
-        ended: How it ended.
-        resumed_from: Step of the checkpoint it last went on from.
-        versions: Versions to name besides those of python, hybridpar, torch and torchvision.
-
-    Returns:
-        The summary, as `summary.json` holds it.
-    """
+    """Put a run in numbers, with the keys and units of `SUMMARY_FIGURES`."""
     steps = table.steps
     last = int(steps["step"][-1]) if len(steps["step"]) else resumed_from or 0
     steady = _steady(steps["step"], resumed_from)
     accuracies = [epoch.test_accuracy for epoch in table.epochs if epoch.test_accuracy is not None]
     averaged = [epoch.ema_test_accuracy for epoch in table.epochs if epoch.ema_test_accuracy is not None]
-    known = steps["bytes_sent"][steady]
-    known = known[np.isfinite(known)]
-    sent = float(np.mean(known)) if len(known) else None  # most steps may send nothing
-    pulled = _median(steps["bytes_pulled"][steady])
-    step_ms = _median(steps["step_ms"][steady])
+    of_steps = {
+        row.summary: reduced(row, steps[row.name] if row.reduce == "sum" else steps[row.name][steady])
+        for row in STEP_FIGURES
+        if row.summary
+    }
     return {
-        **dict.fromkeys(summary_schema()["required"]),  # what metrics.jsonl does not hold; the run adds it
+        **dict.fromkeys(row.name for row in SUMMARY_FIGURES),  # what metrics.jsonl does not hold; the run adds it
         **{key: getattr(info, key) for key in _OF_THE_RUN},
         "seed": seed,
         "exit": ended,
         "epochs": last // info.steps_per_epoch if info.steps_per_epoch else 0,
         "steps": last,
-        "skipped_steps": int(np.count_nonzero(steps["skipped"] > 0)),
         "resumed_from": resumed_from,
         "test_accuracy": accuracies[-1] if accuracies else None,
         "best_test_accuracy": max(accuracies, default=None),
         "ema_test_accuracy": averaged[-1] if averaged else None,
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
-        "step_ms_median": step_ms,
-        "step_ms_mean": None,
-        "images_per_second": _median(steps["images_per_second"][steady]),
-        "bytes_sent_per_step": None if sent is None else round(sent),
+        **of_steps,
         **divided_step(
-            step_ms,
+            of_steps["step_ms_median"],
             [step_shares(np.stack([steps[key][steady] for key in STEP_PARTS], axis=1), steps["step_ms"][steady])],
         ),
         "compression_ratio": _ratio(steps["bytes_before"], steps["bytes_after"]),
-        **{key: _median(steps[key][steady]) for key in ("encode_ms", "wire_ms", "decode_ms", "sync_ms", "queued")},
-        "bytes_pulled_per_step": None if pulled is None else round(pulled),
-        "recipe": "none",
-        "double_buffer": "off",
         "shares": "equal",
         "final_batch_size": info.batch_size,
         "staleness": _ages(steps["staleness"]),
@@ -147,22 +107,15 @@ def divided_step(step_ms: float | None, workers: Sequence[tuple[float, ...] | No
 
 
 def validate_summary(summary: Mapping[str, Any]) -> None:
-    """Check a summary against the part of JSON Schema that `summary.schema.json` uses.
-
-    Args:
-        summary: The summary.
-
-    Raises:
-        ValueError: A key is missing, or a value is not of its type or range, or not a finite number.
-    """
-    _validate(dict(summary), summary_schema(), "summary")
+    """Check a summary against `SUMMARY_FIGURES`."""
+    _check_entries(summary, SUMMARY_FIGURES, "summary")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None."""
     try:
         summary = read_json(Path(run_dir) / SUMMARY_FILE, "the summary", RunDirectoryError)
-        summary = dict.fromkeys(summary_schema()["required"]) | summary
+        summary = dict.fromkeys(row.name for row in SUMMARY_FIGURES) | summary
         validate_summary(summary)
     except (RunDirectoryError, ValueError, TypeError):
         return None
@@ -170,19 +123,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Check a summary and write it to `summary.json`, as a whole or not at all.
-
-    Args:
-        run_dir: Directory of the run.
-        summary: The summary.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: As for `validate_summary`.
-        RunDirectoryError: The file cannot be written.
-    """
+    """Check a summary and write it to `summary.json`, as a whole or not at all."""
     validate_summary(summary)
     path = Path(run_dir) / SUMMARY_FILE
     replace_file(path, [json.dumps(dict(summary), indent=2, allow_nan=False).encode() + b"\n"])
@@ -207,9 +148,16 @@ def _steady(step: NDArray[np.float64], resumed_from: int | None) -> NDArray[np.b
     return keep if keep.sum() >= WARM_UP_STEPS else np.ones(len(step), dtype=bool)
 
 
-def _median(values: NDArray[np.float64]) -> float | None:
-    finite = values[np.isfinite(values)]
-    return round(float(np.median(finite)), 3) if len(finite) else None
+def reduced(figure: Figure, values: Sequence[float] | NDArray[np.float64]) -> float | None:
+    """One figure from the finite ones of several steps."""
+    known = np.asarray(values, dtype=np.float64)
+    known = known[np.isfinite(known)]
+    if figure.reduce == "sum":
+        return round(float(known.sum()))
+    if not len(known):
+        return None
+    value = float(np.mean(known) if figure.reduce == "mean" else np.median(known))
+    return round(value) if figure.unit == "bytes" else round(value, 3)
 
 
 def _ratio(before: NDArray[np.float64], after: NDArray[np.float64]) -> float | None:
@@ -227,35 +175,34 @@ def _installed_versions() -> dict[str, str]:
     return versions
 
 
-def _validate(value: Any, schema: Mapping[str, Any], where: str) -> None:
-    kinds = schema.get("type")
-    if kinds is not None:
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not any(_is_a(value, kind) for kind in kinds):
-            raise ValueError(f"{where} is {value!r}, not of type {' or '.join(kinds)}")
-    if "enum" in schema and value not in schema["enum"]:
-        raise ValueError(f"{where} is {value!r}, not one of {', '.join(schema['enum'])}")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise ValueError(f"{where} is {value}, not within {low} to {high}")
-    if isinstance(value, dict):
-        missing = [key for key in schema.get("required", ()) if key not in value]
-        if missing:
-            raise ValueError(f"{where} lacks {', '.join(missing)}")
-        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-        for key, entry in value.items():
-            rule = properties.get(key, others)
-            if isinstance(rule, dict):
-                _validate(entry, rule, f"{where}.{key}")
+def _check_entries(values: Mapping[str, Any], rows: Sequence[Figure], where: str) -> None:
+    missing = [row.name for row in rows if row.name not in values]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    for row in rows:
+        value, name = values[row.name], f"{where}.{row.name}"
+        if value is None and not row.needed:
+            continue
+        _check_value(value, UNITS[row.unit], name)
+        if row.choices and value not in row.choices:
+            raise ValueError(f"{name} is {value!r}, not one of {', '.join(row.choices)}")
+        if row.unit == "object":
+            _check_entries(value, row.entries, name)
+            for key, entry in value.items() if row.each else ():
+                _check_value(entry, UNITS[row.each], f"{name}.{key}")
 
 
-def _is_a(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):  # in Python a bool is an int, in JSON it is not a number
-        return kind == "boolean"
-    if kind == "integer" and isinstance(value, float):
-        return value.is_integer()  # 3.0 is an integer in JSON Schema
-    return isinstance(value, _TYPES[kind])
+#: What types are called.
+_KINDS = {str: "string", float: "number", int: "integer", dict: "object"}
+
+
+def _check_value(value: Any, unit: Unit, name: str) -> None:
+    kinds: tuple[Any, ...] = (int, float) if unit.kind in (int, float) else (unit.kind,)
+    is_whole = unit.kind is not int or not isinstance(value, float) or value.is_integer()
+    if not isinstance(value, kinds) or isinstance(value, bool) or not is_whole:
+        raise ValueError(f"{name} is {value!r}, not of type {_KINDS[unit.kind]}")
+    if unit.kind in (int, float) and not (math.isfinite(value) and unit.least <= value <= unit.most):
+        raise ValueError(f"{name} is {value}, not within {unit.least:g} to {unit.most:g}")
 
 
 def step_without_data_ms(summary: Mapping[str, Any]) -> float | None:

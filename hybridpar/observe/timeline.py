@@ -70,12 +70,7 @@ class Timeline:
         return sorted({row.step for row in self.rows})
 
     def at(self, step: int, *, predicted: bool) -> list[TimelineRow]:
-        """The rows of a step by worker.
-
-        Args:
-            step: Number of the step.
-            predicted: Whether to return the prediction.
-        """
+        """The rows of a step by worker."""
         rows = [row for row in self.rows if row.step == step and row.predicted == predicted]
         return sorted(rows, key=lambda row: row.worker)
 
@@ -86,11 +81,7 @@ class Timeline:
         return sorted(lengths)[len(lengths) // 2][1]
 
     def bubble(self, rows: Sequence[TimelineRow]) -> float:
-        """The bubble of a step, see `joint_bubble`; the mean over the replicas.
-
-        Args:
-            rows: The rows of one step.
-        """
+        """The bubble of a step, see `joint_bubble`; the mean over the replicas."""
         replicas = [[row.spans.computed for row in rows if row.worker in ranks] for ranks in self.layout.ranks]
         bubbles = [joint_bubble(workers) for workers in replicas if workers]
         return sum(bubbles) / len(bubbles)

@@ -38,30 +38,12 @@ _THREADS = 1000
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
-    """Write a timeline as a trace, as a whole or not at all.
-
-    Args:
-        path: The file.
-        timeline: The timeline.
-
-    Raises:
-        RunDirectoryError: The file cannot be written.
-    """
+    """Write a timeline as a trace, as a whole or not at all."""
     replace_file(path, [json.dumps(trace_of(timeline), separators=(",", ":"), allow_nan=False).encode(), b"\n"])
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read what `write_timeline` wrote.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The timeline that was written.
-
-    Raises:
-        UsageError: The file cannot be read, or was written by something else.
-    """
+    """Read what `write_timeline` wrote."""
     fix = "Name a file that --timeline wrote."
     return timeline_of(read_json(path, "the trace", UsageError, fix), shortened(path))
 

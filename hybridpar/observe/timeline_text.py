@@ -39,12 +39,7 @@ _FIGURES: tuple[tuple[str, Callable[[TimelineRow, Sequence[TimelineRow]], float]
 
 
 def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
-    """Print figures of all workers, and the strips of one typical step.
-
-    Args:
-        timeline: What to print.
-        console: Where to; default: standard output.
-    """
+    """Print figures of all workers, and the strips of one typical step."""
     console = console or Console()
     console.print(Text(headline(timeline), style="bold"))
     for key in ("prediction", "clocks"):

@@ -7,7 +7,6 @@ Also expands a recipe, such as `onebit-sgd`, into ordinary options and an optimi
 
 from __future__ import annotations
 
-import ast
 import copy
 import importlib
 import inspect
@@ -27,10 +26,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from hybridpar.compress import parse_codec
 from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 from hybridpar.config import OptimizerConfig, TrainConfig
-from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, check_optimizer
-from hybridpar.config.recipe import warm_steps
+from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, Groups, check_optimizer
+from hybridpar.config.sync import OneBit
 from hybridpar.errors import CheckpointError, UsageError, nearest
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
+from hybridpar.spec import with_options
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -54,23 +54,24 @@ def undecayed_names(model: nn.Module, patterns: Collection[str] = ()) -> frozens
 def parameter_groups(
     model: nn.Module,
     weight_decay: float,
+    groups: Groups,
     *,
-    no_decay: Collection[str] = (),
     lr: float = 1.0,
     scales: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Trainable and frozen parameters in groups: those with weight decay and those without, by scale of their rate.
 
     Biases and everything inside a normalisation layer do not decay (Goyal et al. 2017, section 5.3; He et al. 2019,
-    section 3.1).
+    section 3.1), unless `groups` asks for all.
     """
     exempt = {
         id(parameter)
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(module, _NORMS) or name == "bias" or parameter.ndim <= 1
+        if not groups.decay_all and (isinstance(module, _NORMS) or name == "bias" or parameter.ndim <= 1)
     }
-    exempt |= {id(one) for name, one in model.named_parameters(remove_duplicate=False) if name in no_decay}
+    without = undecayed_names(model, groups.no_decay)
+    exempt |= {id(one) for name, one in model.named_parameters(remove_duplicate=False) if name in without}
     members: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         key = id(parameter) in exempt, float((scales or {}).get(name, 1.0))
@@ -88,26 +89,26 @@ def build_optimizer(
     scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that options name, over `parameter_groups`."""
-    names = undecayed_names(model, config.no_decay)
-    groups = parameter_groups(model, config.weight_decay, no_decay=names, lr=config.peak_lr, scales=scales)
+    groups = parameter_groups(model, config.weight_decay, config.groups, lr=config.peak_lr, scales=scales)
     return optimizer_by_name(groups, config)
 
 
 def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimizer of torch, in its fused form where that can be told not to step, or of timm."""
     check_optimizer(config)
-    name = config.optimizer
-    options: dict[str, Any] = {"lr": config.peak_lr, "weight_decay": config.weight_decay, **_given_arguments(config)}
+    name = config.optim.name
+    options: dict[str, Any] = {"lr": config.peak_lr, "weight_decay": config.weight_decay, **config.optim.arguments}
     try:
         if name.startswith(TIMM):
             timm = importlib.import_module("timm.optim")
 
             name = name.removeprefix(TIMM)
             if timm.get_optimizer_info(name).second_order:
-                raise UsageError(f"the optimizer {config.optimizer}", "It needs second derivatives, which no step has.")
+                raise UsageError(f"the optimizer {TIMM}{name}", "It needs second derivatives, which no step has.")
             _check_arguments(config, timm.get_optimizer_class(name, bind_defaults=False))
             # It adds what timm has as defaults for the name.
-            made: torch.optim.Optimizer = timm.create_optimizer_v2(groups, name, momentum=config.momentum, **options)
+            options.setdefault("momentum", config.momentum)
+            made: torch.optim.Optimizer = timm.create_optimizer_v2(groups, name, **options)
             return made
         kind = getattr(torch.optim, TORCH_OPTIMIZERS[name][0])
         accepted = _check_arguments(config, kind)
@@ -120,8 +121,8 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
     except (AttributeError, ImportError, AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(
             f"the optimizer {config.optimizer} cannot be made: {error or type(error).__name__}",
-            "It is made with --lr, --weight-decay, --momentum, --betas, --eps and --opt-arg, as far as it has them.",
-            _fix(config.optimizer),
+            "It is made with --lr, --weight-decay and what --optimizer says behind its name.",
+            _fix(config.optim.name),
         ) from error
 
 
@@ -162,31 +163,13 @@ def _fix(name: str) -> str:
     return "Mend the arguments, or choose another optimizer."
 
 
-def _given_arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """Arguments of the optimizer that were asked for by name."""
-    given: dict[str, Any] = {}
-    if config.betas:
-        given["betas"] = tuple(config.betas)
-    if config.eps is not None:
-        given["eps"] = config.eps
-    if config.nesterov:
-        given["nesterov"] = True
-    for text in config.opt_arg:
-        key, _, value = text.partition("=")
-        try:
-            given[key] = ast.literal_eval(value.title() if value in ("true", "false", "none") else value)
-        except (SyntaxError, ValueError):
-            given[key] = value
-    return given
-
-
 def _check_arguments(config: OptimizerConfig, kind: Callable[..., Any]) -> Collection[str]:
     """The names of the arguments that an optimizer takes, once all that are given are among them."""
     accepted = set(inspect.signature(kind).parameters) - {"params", "lr", "weight_decay"}
-    for argument in _given_arguments(config):
+    for argument in config.optim.arguments:
         if argument not in accepted:
             raise UsageError(
-                f"the optimizer {config.optimizer} has no argument {argument!r}",
+                f"the optimizer {config.optim.name} has no argument {argument!r}",
                 fix=nearest(argument, accepted),
             )
     return accepted
@@ -286,7 +269,7 @@ def load_optimizer_state(
         raise CheckpointError(
             f"the checkpoint holds the state of {saved['kind']}, this run uses {kind}",
             "Optimizer state is of use to the same kind of optimizer only.",
-            f"Resume with {saved['kind']}, or start a new run from the checkpoint's model.pt.",
+            f"Resume with {saved['kind']}, or start a new run with the checkpoint as --weights.",
         )
     by_name = dict(model.named_parameters())
     counting_on_device = {
@@ -347,18 +330,17 @@ def _plain(value: object) -> bool:
 
 def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> TrainConfig:
     """The options that a recipe stands for, without the recipe."""
-    config = replace(config, lr=config.peak_lr, lr_per_sample=None)
-    if config.recipe == "none":
+    config = replace(config, lr=config.peak_lr)
+    if not config.is_onebit:
         return config
     codec = "none" if replicas == 1 else codec_text(config, total_steps)
     return replace(
         config,
-        recipe="none",
+        sync=with_options(config.sync.replace("onebit-sgd", "allreduce", 1), warm=None),
         compress=codec,
-        momentum=0.0,
+        optimizer=with_options(config.optimizer, momentum=0),
         # Not part of the owners' momentum, which would have added it up.
         weight_decay=config.weight_decay / (1 - _rule(config).momentum),
-        warm_start_steps=None,
     )
 
 
@@ -366,9 +348,10 @@ def codec_text(config: TrainConfig, total_steps: int | None) -> str:
     """The codec of a recipe, as text; what `--compress` says of it goes before what other options say."""
     name, _, options = config.compress.strip().partition(":")
     given = dict(part.partition("=")[::2] for part in options.split(",") if part)
-    codec = config.recipe.replace("-", "_")
+    codec = "onebit_sgd"
     given = {option.strip(): value for option, value in given.items()} if name == codec else {}
-    given.setdefault("warm", str(warm_steps(config, total_steps)))
+    assert isinstance(config.exchange, OneBit)
+    given.setdefault("warm", str(config.exchange.warm_steps(total_steps)))
     given.setdefault("momentum", f"{config.momentum:g}")
     return f"{codec}:" + ",".join(f"{option}={value}" for option, value in given.items())
 
@@ -382,10 +365,9 @@ def make_optimizer(
     scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of a model."""
-    if config.recipe == "none" or replicas > 1:
+    if not config.is_onebit or replicas > 1:
         return build_optimizer(model, expanded, scales)
-    names = undecayed_names(model, config.no_decay)
-    groups = parameter_groups(model, expanded.weight_decay, no_decay=names, lr=expanded.peak_lr, scales=scales)
+    groups = parameter_groups(model, expanded.weight_decay, config.groups, lr=expanded.peak_lr, scales=scales)
     return AdaGradSGD(groups, expanded.peak_lr, _rule(config))
 
 

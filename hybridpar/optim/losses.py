@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpar.config import OptimizerConfig
+from hybridpar.config.optimizer import Automatic, Binary
 from hybridpar.models.outputs import OutputLoss
 
 _log = logging.getLogger(__name__)
@@ -50,9 +51,10 @@ def soft_targets(labels: Tensor, classes: int, smoothing: float = 0.0, dtype: to
 
 def make_loss(config: OptimizerConfig, *, several_labels: bool = False, mixed: bool = False) -> nn.Module:
     """The loss that options name."""
-    smoothing = 0.0 if mixed else config.label_smoothing
-    if config.loss == "bce" or (config.loss == "auto" and several_labels):
-        return BinaryCrossEntropy(smoothing, config.bce_threshold, smooth_dense=several_labels)
+    asked = config.criterion
+    smoothing = 0.0 if mixed else asked.smoothing
+    if isinstance(asked, Binary) and (several_labels or not isinstance(asked, Automatic)):
+        return BinaryCrossEntropy(smoothing, asked.threshold, smooth_dense=several_labels)
     return nn.CrossEntropyLoss(label_smoothing=smoothing)
 
 

@@ -23,6 +23,7 @@ from hybridpar.config import OptimizerConfig
 from hybridpar.config.rates import (
     Cosine,
     Counted,
+    Ending,
     Exponential,
     Falling,
     MultiStep,
@@ -37,11 +38,13 @@ from hybridpar.config.rates import (
 def rate_factor(step: float, total: int, steps_per_epoch: int, config: OptimizerConfig) -> float:
     """Learning rate of a step as a fraction of the peak rate, `config.peak_lr`.
 
-    A linear warm-up over `warmup_epochs` (at most half of the run), then what `lr_schedule` says. With `t` counted from
+    A linear warm-up (at most half of the run), then what `lr_schedule` says. With `t` counted from
     the end of the warm-up (from the start of the run without `warmup_prefix`), `T` the length from there to the
     cool-down, `low` the rate `min` and `high` the peak:
 
-    - `cosine`: low + (high - low) (1 + cos(pi t / T)) / 2 (Loshchilov and Hutter 2017, equation 5);
+    - `cosine`: low + (high - low) (1 + cos(pi t / T)) / 2 (Loshchilov and Hutter 2017, equation 5); with `cycle`, T is
+      the length of a cycle, `grow` times that of the cycle before, t is counted from its start, and high falls by
+      `decay`;
     - `poly`: low + (high - low) (1 - t / T)^power;
     - `wsd`: high, then at the end low + (high - low) (1 - sqrt(progress)) (Hägele et al. 2024, equation 1);
     - `step`: high rate^floor(t / every), or a fall at each of the `fractions` of the run;
@@ -66,17 +69,29 @@ def rate_factor(step: float, total: int, steps_per_epoch: int, config: Optimizer
         length = total - round(schedule.cooldown * epoch) - warmup
         return low + (1.0 - low) * _stable_then_down(step - warmup, length, epoch, schedule.decay)
     first = warmup if isinstance(schedule, Counted) and schedule.warmup_prefix else 0
-    if isinstance(schedule, Cosine):
+    if isinstance(schedule, Ending):
         progress = min(1.0, (step - first) / max(1, total - round(schedule.cooldown * epoch) - first))
         if isinstance(schedule, Poly):
             return low + (1.0 - low) * math.pow(1.0 - progress, schedule.power)
-        return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        peak = 1.0
+        if isinstance(schedule, Cosine) and schedule.cycle is not None and progress < 1.0:
+            number, progress = _cycle(step - first, schedule.cycle * epoch, schedule.grow)
+            peak = schedule.decay**number
+        return low + max(0.0, peak - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
     return max(low, _after_falls(step, step - first, total, epoch, schedule))
 
 
 def warmup_length(total: int, epoch: float, config: OptimizerConfig) -> int:
     """Length of the warm-up: at most half of the run."""
-    return min(round(config.warmup_epochs * epoch), total // 2)
+    return min(round(config.rate_schedule.warmup * epoch), total // 2)
+
+
+def _cycle(since: float, length: float, grow: float) -> tuple[int, float]:
+    """The cycle that a step is in, from 0, and the part of it that is over."""
+    number = 0
+    while since >= length:
+        since, length, number = since - length, length * grow, number + 1
+    return number, since / length
 
 
 def _stable_then_down(since: float, length: float, epoch: float, decay: float) -> float:

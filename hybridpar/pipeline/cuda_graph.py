@@ -293,7 +293,7 @@ def check_capturable(
         raise UsageError(
             f"--cuda-graph with the stages of a replica on {positions} workers",
             "A graph is of one GPU; transfers between workers are issued by the host.",
-            "Leave out --cuda-graph, or have all stages on one worker per replica: --replicas and --workers equal.",
+            "Leave out --cuda-graph, or have all stages on one worker per replica: --replicas and --nproc equal.",
         )
     if len(set(devices)) > 1:
         raise UsageError(

@@ -9,14 +9,18 @@ chosen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, UsageError
+from hybridpar.machine.process import usable_memory
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.random_state import same_random
 from hybridpar.planner.fit import Need, held_bytes, memory_of, sizes_of
@@ -91,11 +95,26 @@ def _refused(why: str) -> UsageError:
     )
 
 
+def require_room(build: Callable[[], nn.Module], config: TrainConfig, device: torch.device) -> None:
+    """Refuse a model of which a worker's memory holds no weights, gradients and optimizer state, before it is built."""
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception:  # a builder that reads values of its tensors is built as it is
+        return
+    state = sum(parameter.nbytes for parameter in model.parameters()) * (2 + state_copies(config))
+    if device.type == "cuda":
+        limit = torch.cuda.mem_get_info(device)[1]
+    else:
+        limit = usable_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not (need := Need(held_bytes(device) + state, limit)).fits:
+        raise _refused(f"weights, gradients and optimizer state alone need {need}")
+
+
 def measure_batch(
     model: nn.Module,
     config: TrainConfig,
     world: World,
-    given: Collection[str],
     sample_shape: Sequence[int],
     samples: int,
     open_trial: OpenTrial,
@@ -106,7 +125,7 @@ def measure_batch(
     options = replace(config, batch_size=FIRST, compile=False, cuda_graph=False)
     parts = options.parts_per_step(options.micro_batches)
     names = [name for name, _ in model.named_parameters()]
-    fixed = fixed_by(options, decided_options(config, given), world.size, names)
+    fixed = fixed_by(options, decided_options(config), world.size, names)
     asked = Question(type(model).__name__, tuple(sample_shape), options, fixed)
     with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
         if is_deferred(model):

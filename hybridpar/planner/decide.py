@@ -241,4 +241,4 @@ def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
     if workers >= inputs.workers or step * (1 + answer.noise) >= answer.chosen.step_ms:
         return ""
     same = f" --micro-batches {count}" if inputs.profile.batch_norm and count > 1 else ""
-    return f"fewer would be faster: {_ms(step)} a step with --workers {workers}{same}"
+    return f"fewer would be faster: {_ms(step)} a step with --nproc {workers}{same}"

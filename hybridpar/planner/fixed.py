@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from hybridpar.compress import read_policy
@@ -49,22 +49,19 @@ class Fixed:
     shard_optimizer: bool | None = None
 
 
-def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozenset[str]:
+def decided_options(config: TrainConfig) -> frozenset[str]:
     """The options that the user set: those that were named, and those that are not at their default."""
-    defaults = {field.name: field.default for field in fields(TrainConfig)}
-    differing = {name for name, default in defaults.items() if getattr(config, name) != default}
     left = set()
     if config.searches:  # `auto` of a single option leaves it to the search
         left = {name for name in ("compress", "memory_format") if getattr(config, name) == "auto"}
-    return (frozenset(given) & defaults.keys() | differing) - left
+    return config.named - left
 
 
 def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
     """The named option that acts on what replicas exchange, so that it does nothing with one; empty where none does."""
     asked = {
         f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
-        f"--sync {config.sync}": "sync" in named and config.outer is not None,
-        f"--double-buffer {config.double_buffer}": "double_buffer" in named and config.double_buffer != "off",
+        f"--sync {config.sync}": "sync" in named and (config.outer is not None or config.late != "off"),
         "--shares auto": "shares" in named and config.shares.strip() == "auto",
         "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
         "--shard-optimizer": "shard_optimizer" in named and config.shard_optimizer,
@@ -111,7 +108,7 @@ def fixed_by(
 
 def _looks_at_all(config: TrainConfig) -> bool:
     """Whether a step of an optimizer depends on all parameters together, which a part of them does not tell."""
-    return config.optimizer.startswith(("timm/lamb", "timm/kron"))
+    return config.optim.name.startswith(("timm/lamb", "timm/kron"))
 
 
 def not_modelled(config: TrainConfig) -> str:
@@ -122,9 +119,7 @@ def not_modelled(config: TrainConfig) -> str:
         "--cuda-graph": config.cuda_graph,
         f"--placement {config.placement}": config.layout is not None,
         "--batch-norm sync": config.batch_norm == "sync",
-        f"--recipe {config.recipe}": config.recipe != "none",
-        f"--sync {config.sync}": not isinstance(read_sync(config.sync), AllReduce),
-        f"--double-buffer {config.double_buffer}": config.double_buffer != "off",
+        f"--sync {config.sync}": type(read_sync(config.sync)) is not AllReduce or config.late != "off",
         f"--select-batch {config.select_batch}": bool(config.select_batch),
         f"--kernels {config.kernels}": config.kernels.strip() not in ("off", "auto"),
     }

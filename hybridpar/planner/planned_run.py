@@ -36,7 +36,7 @@ from hybridpar.planner.fixed import (
     needs_stages,
     not_modelled,
 )
-from hybridpar.planner.resolve import resolve
+from hybridpar.planner.resolve import cut_for_recompute, resolve
 from hybridpar.schedule.layout import Layout
 
 if TYPE_CHECKING:  # a run without a search does not import the planner
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 #: Options that decide what samples and weights are, and nothing that a plan says.
 _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
-    *("replicas", "micro_batches", "schedule", "recompute", "offload", "placement", "bucket_mb", "compress"),
+    *("replicas", "micro_batches", "schedule", "recompute", "offload", "placement", "compress"),
     *("memory_format", "kernels", "amp", "compile", "cuda_graph", "stages", "sync"),
 }
 
@@ -76,7 +76,6 @@ def plan_run(
     sample_shape: Sequence[int] | None,
     steps: int | None,
     name: str,
-    given: Collection[str] = (),
     stored: Path | None = None,
     decided: Collection[str] | None = None,
     plan: Plan | None = None,
@@ -87,11 +86,12 @@ def plan_run(
 
     Ways to compute a step and the best plans are timed by steps that `open_trial` makes; without it none is searched.
     """
+    config = cut_for_recompute(config, world.size)
     # A script's own loop decides what there is to exchange; so does the plan of a run that is resumed, or of a file.
-    named = decided_options(config, given) if decided is None and stored is None else frozenset()
+    named = decided_options(config) if decided is None and stored is None else frozenset()
     if config.plan_file is not None:
-        named &= set(given)
-    decided = decided_options(config, given) if decided is None else decided
+        named &= config.given or frozenset()
+    decided, insists = decided_options(config) if decided is None else decided, "plan" in (config.given or ())
     names = [path for path, _ in model.named_parameters()]
     agree_on_policy(config.compress, names, world.gather, config.fidelity)
     _require_effect(config, named, world.size)
@@ -125,9 +125,9 @@ def plan_run(
         elif problem:
             found = _unplanned(f"that of the run cannot be read, so its options decide: {problem}")
     elif open_trial is None:
-        found = _unplanned("no worker holds all of the model to measure it") if "plan" in given else found
+        found = _unplanned("no worker holds all of the model to measure it") if insists else found
     elif why := _not_worth(sample_shape, steps):
-        found = _unplanned(why) if "plan" in given else found
+        found = _unplanned(why) if insists else found
     elif option := not_modelled(config):
         found = _unplanned(f"no prediction knows {option}")
     else:
@@ -151,7 +151,7 @@ def plan_run(
     if is_auto(resolved.sync.codec):  # there was nothing to search with
         from hybridpar.planner.choice import choose_codecs
 
-        how = config.fidelity, config.bucket_bytes, resolved.layout.replicas
+        how = config.fidelity, config.exchange.bucket_bytes, resolved.layout.replicas
         codec, chosen = choose_codecs(model, world, *how)
         resolved, lines = resolved.with_codec(codec), (*lines, *chosen)
     return PlannedRun(resolved, lines)
@@ -177,9 +177,9 @@ def _require_effect(config: TrainConfig, named: Collection[str], workers: int, l
         raise UsageError(
             f"{option} has no effect with one replica on {workers} worker(s)",
             "It acts on what replicas of the model exchange, and one replica exchanges nothing.",
-            f"Leave it out, or start more workers: --workers {2 * workers}."
+            f"Leave it out, or start more workers: --nproc {2 * workers}."
             if workers == 1
-            else f"Leave it out, or ask for more replicas: --replicas 2 or --workers {2 * workers}.",
+            else f"Leave it out, or ask for more replicas: --replicas 2 or --nproc {2 * workers}.",
         )
     if layout is not None and layout.stages == 1 and (option := needs_stages(config, named)):
         raise UsageError(
@@ -200,6 +200,7 @@ def plan_loop(
     open_trial: OpenTrial | None = None,
 ) -> PlannedRun:
     """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective."""
+    config = cut_for_recompute(config, world.size)
     asked, decided = config, decided_options(config)
     if config.plan_file is None and plan is None:
         replicas = resolve(config, world.size).layout.replicas

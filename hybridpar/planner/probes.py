@@ -79,7 +79,7 @@ APART = 1.25
 
 #: Options on which the time of a step depends.
 _TIMED_OPTIONS = (
-    *("optimizer", "amp", "memory_format", "kernels", "compile", "cuda_graph", "guard", "fidelity", "clip_norm"),
+    *("optimizer", "amp", "memory_format", "kernels", "compile", "cuda_graph", "guard", "fidelity", "clip_grad"),
     *("plan", "deterministic", "shard_optimizer", "model_ema", "batch_norm"),
 )
 
@@ -123,8 +123,8 @@ class Question:
             optimizer_copies=state_copies(options),
             averages=int(options.model_ema is not None),
             whole_model=True,  # what is measured for a run is its model, which all workers have built
-            bucket_bytes=options.bucket_bytes,
-            sync_lanes=options.sync_lanes,
+            bucket_bytes=options.exchange.bucket_bytes,
+            sync_lanes=options.exchange.lanes,
             fixed=self.fixed,
             run_steps=self.steps,
         )

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig, check_conflicts
-from hybridpar.config.recipe import refuse
-from hybridpar.errors import PlanError, UsageError
+from hybridpar.config import TrainConfig
+from hybridpar.errors import PlanError, UsageError, refuse
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.plan import (
     Compute,
@@ -59,7 +58,7 @@ def resolve(
         if "kernels" in decided and config.uses_kernels:
             left -= {"memory_format"}  # that of the kernels
         config = replace(config, **{name: plan.compute.options[name] for name in left})
-        check_conflicts(config)
+        config.check_conflicts()
     layout, sync = _layout(config, workers, plan, decided), resolve_sync(config, plan, decided)
     if not layout.is_equal:
         replace(config, shard_optimizer=sync.shard_optimizer, batch_norm=sync.batch_norm).check_unequal()
@@ -70,7 +69,7 @@ def resolve(
     pipeline = Pipeline(
         schedule=config.schedule or "greedy",
         micro_batches=config.micro_batches,
-        recompute=config.recompute,
+        recompute=tuple(range(count)) if "all" in config.recompute else config.recompute,
         offload=config.offload,
     )
     if plan is not None and plan.pipeline is not None:
@@ -117,6 +116,13 @@ def resolve(
     )
 
 
+def cut_for_recompute(config: TrainConfig, workers: int) -> TrainConfig:
+    """The options with stages for `--recompute all` without any: one after the other on the device of each worker."""
+    if "all" not in config.recompute or config.is_staged:
+        return config
+    return replace(config, stages=8, replicas=config.replicas or workers, placement=config.placement or "loop")
+
+
 def compute_of(config: TrainConfig, threads: int | None = None) -> Compute:
     """How steps are computed with options."""
     return Compute(
@@ -132,8 +138,8 @@ def compute_of(config: TrainConfig, threads: int | None = None) -> Compute:
 def resolve_sync(config: TrainConfig, plan: Plan | None, decided: Collection[str]) -> Sync:
     """How gradients are exchanged, which must be known before workers join."""
     asked = Sync(
-        lanes=config.sync_lanes,
-        bucket_bytes=config.bucket_bytes,
+        lanes=config.exchange.lanes,
+        bucket_bytes=config.exchange.bucket_bytes,
         policy=(SyncRule(codec=config.compress),),
         batch_norm=config.batch_norm,
         outer=None if config.outer is None else config.outer.every,
@@ -141,21 +147,22 @@ def resolve_sync(config: TrainConfig, plan: Plan | None, decided: Collection[str
     )
     if plan is None or plan.sync is None:
         return asked
-    own = {"lanes": "sync_lanes", "bucket_bytes": "bucket_mb", "policy": "compress", "outer": "sync"}
+    own = {"policy": "compress", "outer": "sync", "lanes": "sync", "bucket_bytes": "sync"}
     own |= {name: name for name in ("batch_norm", "shard_optimizer")}
     if config.compress.strip() == plan.sync.codec:  # the same in other words
         del own["policy"]
-    wins = {field: getattr(asked, field) for field, option in own.items() if option in decided}
-    return plan.sync.model_copy(update=wins)
+    wins = [field for field, option in own.items() if option in decided]
+    return plan.sync.model_copy(update={field: getattr(asked, field) for field in wins})
 
 
-def join_workers(config: TrainConfig, given: Collection[str] = (), plan: Plan | None = None) -> World:
+def join_workers(config: TrainConfig, plan: Plan | None = None) -> World:
     """Join the workers of a run, with as many groups as options and plan exchange gradients on."""
     if plan is None and config.plan_file is not None:
         with contextlib.suppress(PlanError):  # raised on all workers once they have joined, so that no rank blocks
             plan = read_plan(config.plan_file)
-    sync = resolve_sync(config, plan, decided_options(config, given))
-    return World.join(lanes=sync.groups, timeout=config.timeout)
+    sync = resolve_sync(config, plan, decided_options(config))
+    device = torch.device("cpu") if config.device == "cpu" else None
+    return World.join(lanes=sync.groups, timeout=config.timeout, device=device)
 
 
 def _layout(config: TrainConfig, workers: int, plan: Plan | None, decided: Collection[str]) -> Layout:

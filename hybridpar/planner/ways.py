@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig, check_conflicts
+from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.models.state import twin_of
 from hybridpar.partition.unit_runner import intra_op_threads
@@ -142,7 +142,7 @@ def open_changes(
 def _is_refused(config: TrainConfig) -> bool:
     """Whether a run could not be asked for these options."""
     try:
-        check_conflicts(config)
+        config.check_conflicts()
     except UsageError:
         return True
     return False

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridpar.config import TrainConfig
-from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.optim.schedule import Leg, Pace
 from hybridpar.pipeline.step import StepRequest
+from hybridpar.run.part import Part, Run
+from hybridpar.run.samples import Samples
 from hybridpar.train.trainer import Trainer
 
 #: From one size to the next.
@@ -35,7 +36,7 @@ PART, LEAST_STEPS, LEAST_AT_LARGEST = 1 / 32, 8, 4
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedSize:
     """One size that was tried.
 
     Attributes:
@@ -59,7 +60,7 @@ class BatchChoice:
     """
 
     batch_size: int
-    trials: tuple[Trial, ...]
+    trials: tuple[TriedSize, ...]
 
 
 def bounds(
@@ -85,14 +86,14 @@ def search_batch_size(
     trial: Callable[[int], float], smallest: int, largest: int, *, margin: float = 0.01, multiple: int = 64
 ) -> BatchChoice:
     """The largest batch size that learns as well as the smallest."""
-    trials: list[Trial] = []
+    trials: list[TriedSize] = []
     size, chosen = smallest, smallest
     while size <= largest:
         loss = trial(size)
         # A loss that is not finite fails, though every comparison with NaN is false; CNTK takes it for a success.
         limit = trials[0].loss + margin * abs(trials[0].loss) if trials else math.inf
         good = math.isfinite(loss) and loss <= limit
-        trials.append(Trial(size, loss, good))
+        trials.append(TriedSize(size, loss, good))
         if not good:
             break
         chosen = size
@@ -105,41 +106,40 @@ def _rounded(size: float, multiple: int) -> int:
     return max(1, round(size / multiple)) * multiple
 
 
-class BatchSelector:
+class BatchSelector(Part):
     """Chooses the batch size of the coming epochs."""
 
-    def __init__(
-        self, trainer: Trainer, config: TrainConfig, make_batches: Callable[[int], TrainBatches], samples: int
-    ) -> None:
-        engine = trainer.engine
-        self._trainer, self._engine, self._config = trainer, engine, config
-        self._make_batches, self._samples = make_batches, samples
+    key: ClassVar[str] = "batch_sizes"
+
+    def __init__(self, trainer: Trainer, config: TrainConfig, samples: Samples) -> None:
+        self._trainer, self._engine, self._config = trainer, trainer.engine, config
+        self._samples = samples
         self.pace = Pace(config.epochs)
         self._chosen: int | None = None
         self._first_factor: float | None = None
         self._begin(0, 0, config.samples_per_step)
 
-    @property
-    def batches(self) -> TrainBatches:
-        """Those of the present batch size."""
-        return self._batches
-
-    def is_due(self, epoch: int, first_step: int) -> bool:
-        """Whether to search before a step of an epoch. Never before the first: its weights say nothing yet."""
-        return epoch > 0 and first_step == 0 and epoch % self._config.select_batch == 0
+    def begin_epoch(self, run: Run, epoch: int) -> None:
+        """Search before the first step of an epoch. Never before the first epoch: its weights say nothing yet."""
+        if epoch == 0 or run.state.epoch_step > 0 or epoch % self._config.select_batch != 0:
+            return
+        with run.clock.away(), run.progress.pause("trying batch sizes"):
+            run.progress.message(self.choose(epoch))
+        run.total = run.progress.figures.steps_total = self.pace.total_steps()
 
     def choose(self, epoch: int) -> str:
-        """Search, and go on with what was found; a collective, between steps."""
+        """Search, and go on with what was found; a collective."""
         start = self._config.samples_per_step
         factor = self.pace.factor(self._trainer.steps_done, self._config) / self.pace.samples
         self._first_factor = self._first_factor or factor
         multiple = min(64, max(1, start // 4))
         fell = factor / self._first_factor if factor > 0 else 1.0
         low, high = bounds(start, self._chosen, rate_fell=fell, multiple=multiple)
-        seen = min(self._samples, max(round(PART * self._samples), LEAST_STEPS * low))
+        samples = len(self._samples.images.train)
+        seen = min(samples, max(round(PART * samples), LEAST_STEPS * low))
         high = min(high, seen // LEAST_AT_LARGEST)
         if seen < LEAST_STEPS * low or high <= low:
-            return f"batch size {self.pace.batch_size}: {self._samples} samples are too few to try others"
+            return f"batch size {self.pace.batch_size}: {samples} samples are too few to try others"
         found = self._search(epoch, low, high, multiple, seen, factor)
         self._chosen = found.batch_size
         if found.batch_size != self.pace.batch_size:
@@ -155,7 +155,7 @@ class BatchSelector:
             samples = batch_size / self._config.samples_per_step
             engine.set_batch_scale(samples)
             losses, counted = 0.0, 0
-            for number, batch in enumerate(self._make_batches(batch_size).epoch(epoch)):
+            for number, batch in enumerate(self._samples.make(batch_size).epoch(epoch)):
                 if number >= math.ceil(seen / batch_size):
                     break
                 outcome = engine.step(
@@ -171,8 +171,8 @@ class BatchSelector:
             engine.set_batch_scale(self.pace.samples)
 
     def _begin(self, step: int, epoch: int, batch_size: int) -> None:
-        self._batches = self._make_batches(batch_size)
-        self.pace.begin(Leg(step, epoch, batch_size, self._batches.steps_per_epoch))
+        self._samples.batches = self._samples.make(batch_size)
+        self.pace.begin(Leg(step, epoch, batch_size, self._samples.per_epoch))
         self._trainer.pace = self.pace
         self._engine.set_batch_scale(self.pace.samples)
 
@@ -180,7 +180,7 @@ class BatchSelector:
         """What a checkpoint keeps of it, as plain values."""
         return {"legs": self.pace.plain(), "chosen": self._chosen, "first_factor": self._first_factor}
 
-    def restore(self, state: dict[str, Any] | None) -> None:
+    def restore(self, run: Run, state: dict[str, Any] | None) -> None:
         """Go on from what `state` returned."""
         if state is None:
             raise UsageError(
@@ -190,7 +190,12 @@ class BatchSelector:
             )
         pace = Pace.of(self._config.epochs, state["legs"])
         leg = pace.legs[-1]
-        self._batches = self._make_batches(leg.batch_size)
+        self._samples.batches = self._samples.make(leg.batch_size)
         self.pace.legs[:] = pace.legs
         self._chosen, self._first_factor = state["chosen"], state["first_factor"]
         self._engine.set_batch_scale(self.pace.samples)
+        run.total = self.pace.total_steps()
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """The last batch size, and the epochs, whose steps were not always the same number."""
+        return {"final_batch_size": self.pace.batch_size, "epochs": run.state.epoch}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.config.data import Interpolation, is_of_any_size
+from hybridpar.config.data import Interpolation, images_over, is_of_any_size
 from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
@@ -67,8 +67,8 @@ def batch_maker(
             loader_workers=config.loader_workers,
             device=device,
             channels_last=plan.channels_last,
-            in_pairs=config.mixes,
-            repeats=config.repeats,
+            in_pairs=config.mixing.is_on,
+            repeats=config.augmentation.repeats,
             shares=shares,
             idle=plan.sync.batch_norm != "sync",
         )
@@ -115,7 +115,7 @@ def test_batches(
 
 def load_data(config: TrainConfig, world: World) -> ImageData:
     """Load the data set; where it may be downloaded, rank 0 goes first."""
-    if not config.download or world.size == 1:
+    if not config.data_options.download or world.size == 1:
         return load_dataset(config)
     loaded: list[ImageData] = []
     with world.patient():
@@ -128,10 +128,10 @@ def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
     return build_model(
         name,
         classes,
-        stem=config.stem,
         args=parse_arguments(config.model_arg),
-        drop_rate=config.drop_rate,
-        drop_path_rate=config.drop_path_rate,
+        drop_rate=config.drop_rates.rate,
+        drop_path_rate=config.drop_rates.path,
+        channels=config.images.channels,
     )
 
 
@@ -147,12 +147,16 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
     found = model_input(name, config.weights, parse_arguments(config.model_arg))
     if found is None:
         return config
-    known: dict[str, Any] = {"image_size": found.size, "crop_ratio": found.crop_ratio}
-    if len(found.mean) == len(found.std) == 3:
-        known |= {"mean": found.mean, "std": found.std}
+    known = f"{found.size},crop={found.crop_ratio}"
+    if len(found.mean) == len(found.std) == config.images.channels:
+        known += f",mean={_joined(found.mean)},std={_joined(found.std)}"
     if found.interpolation in get_args(Interpolation):
-        known["interpolation"] = found.interpolation
-    return replace(config, **{name: value for name, value in known.items() if getattr(config, name) is None})
+        known += f",interpolation={found.interpolation}"
+    return replace(config, image_size=images_over(known, config.image_size))
+
+
+def _joined(values: Sequence[float]) -> str:
+    return "/".join(map(str, values))
 
 
 def start_from_weights(config: TrainConfig, name: str, model: nn.Module | DeferredModel) -> list[str]:
@@ -177,6 +181,10 @@ def open_model(
 
     The same seed on every worker; a run on one worker must start from the same weights.
     """
+    if config.batch_size == "auto" and ":" not in name:  # a user's factory is called once
+        from hybridpar.planner.batch import require_room
+
+        world.on_all(lambda: require_room(lambda: configured_model(config, name, data.classes), config, world.device))
     torch.manual_seed(config.seed)
     with world.patient():  # others may be loading data still
         deferred, said = world.on_all(lambda: make_deferred(config, name, data, world))

@@ -28,12 +28,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from hybridpar.config import TrainConfig
+from hybridpar.config.data import data_name, images_over, read_images, samples_of
 from hybridpar.config.files import config_text
+from hybridpar.config.optimizer import read_optimizer
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.observe.files import replace_file, run_directory_error
@@ -47,29 +49,28 @@ _OWN_FILES = (
 )
 _OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "flight", "profile")
 
+#: Options that decide which samples a step sees.
+POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
 #: Options that a resumed run must have as it began, and why.
-_SAMPLES = "A resumed run goes on at the same place in the same order of samples."
 _FIXED = {
-    **dict.fromkeys(("data", "batch_size", "seed", "image_size"), _SAMPLES),
+    **dict.fromkeys(POSITION_OPTIONS, "A resumed run goes on at the same place in the same order of samples."),
+    "image_size": "The model has seen images of this size, and of these statistics.",
     "optimizer": "The checkpoint holds the state of the other optimizer.",
-    "stem": "The checkpoint holds the weights of the other stem.",
-    **dict.fromkeys(("mean", "std"), "The model has seen images of these statistics."),
     "weights": "The run has weights of its own by now; those that it started from are not read again.",
     "model_arg": "The checkpoint holds the weights of a model built with these.",
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
-OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
-OPTIONS_OF_THE_COMMAND |= {"hosts", "launch", "slurm"}
+OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "hosts", "device"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
 _NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline", "profile"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
-_AS_GIVEN = {"checkpoint_every", "keep", "timeout"}
+_AS_GIVEN = {"timeout"}
 
 _Config = TypeVar("_Config", bound=TrainConfig)
 
 
 @dataclasses.dataclass(frozen=True)
-class RunPlace:
+class RunFolder:
     """Where a run writes, and what it goes on from.
 
     Attributes:
@@ -96,17 +97,17 @@ class RunPlace:
         return self.directory / "checkpoints"
 
 
-def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None) -> RunPlace:
+def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = None) -> RunFolder:
     """Decide on the run directory; called by one worker, the others are told.
 
-    Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
+    Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_folder`.
     """
     base = _base(config, model)
     job = os.environ.get("TORCHELASTIC_RUN_ID")
     again = was_restarted() if restarted is None else restarted
-    if again and (mine := _place_of_job(base, job)) is not None:
+    if again and (mine := _folder_of_job(base, job)) is not None:
         checkpoint = latest_checkpoint(mine / "checkpoints") or config.resume_from
-        return RunPlace(mine, checkpoint, restarted=True)
+        return RunFolder(mine, checkpoint, restarted=True)
     _check_writable(base)
     if config.resume_from is not None:
         read_manifest(resolve_checkpoint(config.resume_from))
@@ -118,11 +119,11 @@ def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None
                 "--resume goes on from the newest whole checkpoint of the run directory.",
                 "Name the directory with --run-dir, or leave --resume away to start a new run.",
             )
-        return RunPlace(directory, checkpoint)
+        return RunFolder(directory, checkpoint)
     if config.run_dir is None and not config.overwrite:
-        return RunPlace(base, config.resume_from, claim="make")
+        return RunFolder(base, config.resume_from, claim="make")
     if not (base / RUN_FILE).exists():
-        return RunPlace(base, config.resume_from)
+        return RunFolder(base, config.resume_from)
     if not config.overwrite:
         raise UsageError(
             f"{base} already holds a run",
@@ -135,7 +136,7 @@ def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None
             "The run that is replaced is deleted with its checkpoints.",
             "Use --resume instead to continue that run, or name another --run-dir.",
         )
-    return RunPlace(base, config.resume_from, claim="replace")
+    return RunFolder(base, config.resume_from, claim="replace")
 
 
 @contextlib.contextmanager
@@ -152,12 +153,12 @@ def before_the_start() -> Iterator[None]:
         raise
 
 
-def expected_directory(place: RunPlace) -> Path:
+def expected_directory(folder: RunFolder) -> Path:
     """The directory that a run is going to have, unless another run takes it meanwhile."""
-    return next(_numbered(place.directory)) if place.claim == "make" else place.directory
+    return next(_numbered(folder.directory)) if folder.claim == "make" else folder.directory
 
 
-def recall_options(config: _Config, model: str, named: Collection[str] | None) -> tuple[_Config, tuple[str, ...]]:
+def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...]]:
     """With `--resume`: the options that the run began with, but for those that are named now."""
     if not config.resume:
         return config, ()
@@ -173,38 +174,53 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
             "A resumed run goes on with the weights of its own model.",
             "Name that model, or another --run-dir.",
         )
-    hints = get_type_hints(type(config))
+    named, hints = config.named, get_type_hints(type(config))
     taken: dict[str, Any] = {}
     changed, recalled = [], []
     for field in dataclasses.fields(TrainConfig):
         name, now = field.name, getattr(config, field.name)
         if name not in began or _plain(now) == began[name]:
             continue
+        if name == "data" and samples_of(str(now)) == samples_of(str(began[name])):
+            continue
         option, before = f"--{name.replace('_', '-')}", _text(began[name])
-        is_left = named is not None and name not in named and name not in _AS_GIVEN
+        is_left = config.given is not None and name not in named and name not in _AS_GIVEN
         if is_left or (name == "batch_size" and now == "auto"):  # which the run has chosen
             # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
-            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in (named or ())):
+            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
                 taken[name] = _typed(began[name], hints[name])
                 recalled.append(f"{option[2:]} {before}")
-        elif name in _FIXED:
+            continue
+        is_fixed = name in _FIXED
+        if name == "image_size":  # what is not named of it is as it was
+            now = taken[name] = images_over(began[name], now)
+            is_fixed = _seen(now) != _seen(began[name])
+        elif name == "optimizer":  # its arguments are not state
+            is_fixed = read_optimizer(str(now)).name != read_optimizer(str(began[name])).name
+        if is_fixed:
             raise UsageError(
                 f"{option} is {_text(now)}, and the run in {directory} began with {before}",
                 _FIXED[name],
                 f"Leave {option} away, or start a new run.",
             )
-        elif name not in OPTIONS_OF_THE_COMMAND:
+        if name not in OPTIONS_OF_THE_COMMAND and _text(now) != before:
             changed.append(f"resumed  {option[2:]}: {before} -> {_text(now)} after step {step_of(checkpoint)}")
     lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
     return dataclasses.replace(config, **taken), (*lines, *changed)
 
 
-def recorded_batch(place: RunPlace) -> int | None:
+def _seen(image_size: int | str | None) -> tuple[Any, ...]:
+    """What the images of a run cannot change."""
+    images = read_images(image_size)
+    return images.size, images.mean, images.std, images.channels
+
+
+def recorded_batch(folder: RunFolder) -> int | None:
     """The batch of the run that goes on here, or whose checkpoint is gone on from; None where there is none."""
-    if place.continues:
-        directory = place.directory
-    elif place.checkpoint is not None:
-        directory = place.checkpoint.parents[1]
+    if folder.continues:
+        directory = folder.directory
+    elif folder.checkpoint is not None:
+        directory = folder.checkpoint.parents[1]
     else:
         return None
     began = read_facts(directory).get("options")
@@ -212,16 +228,15 @@ def recorded_batch(place: RunPlace) -> int | None:
     return batch if isinstance(batch, int) else None
 
 
-def claim_place(
-    place: RunPlace,
+def claim_folder(
+    folder: RunFolder,
     config: TrainConfig,
     model: str,
     versions: Mapping[str, str],
-    named: Collection[str] = (),
     *,
     follows_plan: bool = False,
     images: Mapping[str, Any] | None = None,
-) -> RunPlace:
+) -> RunFolder:
     """Make the directory this run's own: delete the run that it replaces, write `run.json` and `config.toml`.
 
     Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
@@ -235,28 +250,28 @@ def claim_place(
         "images": None if images is None else dict(images),
     }
     try:
-        if place.claim == "replace":
-            _clear(place.directory)
-        elif place.claim == "make":
+        if folder.claim == "replace":
+            _clear(folder.directory)
+        elif folder.claim == "make":
             # Who replaces a worker that died goes on with the directory that it had made.
-            made = _place_of_job(place.directory, facts["job"]) if was_restarted() else None
-            place = dataclasses.replace(place, directory=made or _make_unused(place.directory))
-        place.checkpoints.mkdir(parents=True, exist_ok=True)
+            made = _folder_of_job(folder.directory, facts["job"]) if was_restarted() else None
+            folder = dataclasses.replace(folder, directory=made or _make_unused(folder.directory))
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise run_directory_error(place.directory, error) from error
-    replace_file(place.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
-    text = config_text(config, model, named, "plan.json" if follows_plan else None)
-    replace_file(place.directory / CONFIG_FILE, [text.encode()])
-    return place
+        raise run_directory_error(folder.directory, error) from error
+    replace_file(folder.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
+    text = config_text(config, model, config.given or (), "plan.json" if follows_plan else None)
+    replace_file(folder.directory / CONFIG_FILE, [text.encode()])
+    return folder
 
 
 def plain_options(config: TrainConfig) -> dict[str, Any]:
     """The options of a run by name, as JSON has them."""
-    return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
+    return {key: _plain(value) for key, value in dataclasses.asdict(config).items() if key != "given"}
 
 
 def _base(config: TrainConfig, model: str) -> Path:
-    return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(config.data.partition(':')[0])}"
+    return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(data_name(config.data))}"
 
 
 def resumed_directory(config: TrainConfig, model: str) -> Path:
@@ -267,7 +282,7 @@ def resumed_directory(config: TrainConfig, model: str) -> Path:
     for directory in _family(base):
         began = read_facts(directory).get("options")
         # The first run with the data set hf/foo-2 has the name of the second with hf/foo.
-        alike = not isinstance(began, dict) or began.get("data") == config.data
+        alike = not isinstance(began, dict) or samples_of(str(began.get("data"))) == samples_of(config.data)
         if alike and latest_checkpoint(directory / "checkpoints"):
             return directory
     return base
@@ -280,7 +295,7 @@ def was_restarted() -> bool:
 
 def _check_writable(directory: Path) -> None:
     """Find out before anything is measured what making the directory would find out."""
-    there = next(place for place in (directory, *directory.absolute().parents) if os.path.lexists(place))
+    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         problem = errno.ENOTDIR
     elif not os.access(there, os.W_OK | os.X_OK):
@@ -290,7 +305,7 @@ def _check_writable(directory: Path) -> None:
     raise run_directory_error(directory, OSError(problem, os.strerror(problem)))
 
 
-def _place_of_job(base: Path, job: str | None) -> Path | None:
+def _folder_of_job(base: Path, job: str | None) -> Path | None:
     directories = () if job is None else _family(base)
     return next((directory for directory in directories if read_facts(directory).get("job") == job), None)
 

@@ -53,7 +53,7 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
             device=world.device,
             channels_last=config.uses_channels_last,
         )
-        loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixes))
+        loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixing.is_on))
         notes = _Notes(data.classes, several=data.multi_label or config.loss == "bce")
         with Counter("images", batches.samples, shown=world.is_main) as counter, autocast(config.amp, world.device):
 
@@ -76,7 +76,7 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
 def _load_on_all(trained: Trained, classes: int, channels_last: bool, world: World) -> tuple[Trained, nn.Module]:
     """The model on the device of every worker, and on worker 0 where it was; a collective.
 
-    Worker 0 decides which checkpoint counts: a run that still trains may delete it meanwhile. Workers that see it map
+    Worker 0 decides which checkpoint counts: a run that still trains may delete it meanwhile. Workers that see it read
     it, too. If one does not, all are sent the weights.
     """
     first = world.on_all(lambda: load_trained(trained, classes, channels_last=channels_last) if world.is_main else None)

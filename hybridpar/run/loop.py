@@ -1,232 +1,136 @@
-"""What a training run shows, writes and decides beside its steps: the display, the metrics, the rule for saving, the
-best result and the final report.
+"""The training loop: epochs, steps, tests, and the end by a signal.
+
+`opening.py` opens a run, its parts (`part.py`) look at the steps, and `closing.py` reports on it.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
 
-import torch
-
-from hybridpar.config import TrainConfig
-from hybridpar.data import TestBatches
-from hybridpar.machine.launch import end_at_once, note_orderly_end
-from hybridpar.machine.process import TUNED_VARIABLE
-from hybridpar.machine.process import describe as describe_process
-from hybridpar.observe.files import replace_file
-from hybridpar.observe.logger import Ending, LoggedRun, Loggers, logger_names
-from hybridpar.observe.metrics import MetricsWriter, read_metrics
-from hybridpar.observe.progress import Progress
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
-from hybridpar.plan import Plan
-from hybridpar.run.best import keep_rule, stop_rule
+from hybridpar.comm.flight import noted, outside
+from hybridpar.data import Batch
+from hybridpar.machine.launch import StopRequest
+from hybridpar.observe.records import EpochRecord
+from hybridpar.run.closing import close_run
 from hybridpar.run.data import untested
-from hybridpar.run.directory import plain_options
-from hybridpar.run.figures import best_fields
-from hybridpar.run.position import Standing
-from hybridpar.run.save_rule import SaveRule
-from hybridpar.run.timings import RunningMean
-from hybridpar.train.checkpoint_files import prune_checkpoints
+from hybridpar.run.part import Run
+from hybridpar.run.timings import RunningMean, Step, measured_step
 from hybridpar.train.evaluation import Evaluation
-from hybridpar.train.trainer import Trainer
+from hybridpar.train.step_result import StepResult
 
 
-class RunLog:
-    """What a worker shows, writes and decides of a run beside its steps."""
+def train(run: Run) -> int:
+    """Train to the end, or until a signal; show the run, and report. The exit code."""
+    stop = StopRequest(says=run.world.is_main)
+    try:
+        with contextlib.ExitStack() as stack:
+            for part in run.parts:
+                stack.callback(part.close, run)
+                part.start(run)
+            run.progress.start(run.info, run.state.resumed_from or 0)
+            train_epochs(run, stop)
+            run.ending = "interrupted" if run.stopping else "finished"
+        run.progress.close()
+        close_run(run)
+    finally:
+        stop.release()
+    # A launcher has received the signal too, and would take another code than 0 for a failure.
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    return 128 + stop.signal if run.stopping and stop.signal is not None and not launched else 0
 
-    #: What is known before the first step.
-    info: RunInfo
-    #: What the data set is, in a line, and the steps of the run.
-    data_line: str
-    total: int
-    #: Why `--batch-size auto` chose the batch.
-    batch_line: str = ""
-    #: This worker's share of the test set.
-    test: TestBatches
-    trainer: Trainer
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model_name: str,
-        rule: SaveRule,
-        progress: Progress,
-        is_main: bool,
-        changes: Sequence[str] = (),
-    ) -> None:
-        self.config, self.model_name = config, model_name
-        self.rule, self.progress, self.is_main = rule, progress, is_main
-        self.at = Standing()
-        self.keep_rule, self.stop_rule = keep_rule(config), stop_rule(config)
-        self._changes = changes
-        self._writer: MetricsWriter | None = None
-        self._loggers: Loggers | None = None
-        self._ending: Ending = "failed"
-        self._sound = True
-        self._last_save = time.monotonic()
-        self._saved: object = None
-        self._begin_epoch()
+def train_epochs(run: Run, stop: StopRequest) -> None:
+    """Train and test all epochs, as far as nobody stops the run."""
+    state = run.state
+    endless = run.samples.endless(state) if run.trainer.independent else None
+    for epoch in range(state.epoch, run.epochs):
+        if epoch < state.epoch:  # other workers have done it meanwhile
+            continue
+        if run.over is not None:
+            run.progress.message(run.over)
+            break
+        began = time.monotonic()
+        for part in run.parts:
+            part.begin_epoch(run, epoch)
+        for step in train_steps(run, epoch, endless or run.samples.epoch(epoch, state), stop):
+            run.stopping |= step.result.outcome.stop
+            run.timings.add(step.record, step.spans if step.result.staged else None)
+            run.note(run.trainer.records(step.record, run.progress.warn))
+            for part in run.parts:
+                part.step(run, step)
+        if run.stopping or (run.trainer.leads and end_epoch(run, epoch, began)):
+            break
+    if run.stopping:
+        run.save()
+    with run.clock.away():
+        for part in run.parts:
+            part.finish(run)
 
-    # ------------------------------------------------------------------- parts
 
-    def _open_loggers(self) -> Loggers:
-        facts = ("workers", "device", "stages", "replicas", "micro_batches", "schedule", "codec", "parameters")
-        options = {"model": self.model_name, **plain_options(self.config)}
-        options |= {name: getattr(self.info, name) for name in facts}
-        run = LoggedRun(self.at.directory, self.info, options, self.at.resumed_from)
-        return Loggers(logger_names(self.config.log), run)
+def train_steps(run: Run, epoch: int, batches: Iterator[Batch], stop: StopRequest) -> Iterator[Step]:
+    """The steps of an epoch. A request to stop or to save takes effect after those that are queued by then."""
+    trainer, queued = run.trainer, deque[tuple[StepResult, float]]()
+    while trainer.steps_done < run.total and not run.stopping and run.state.epoch <= epoch:
+        asked = time.perf_counter()
+        with outside("waiting for the next batch"):
+            batch = next(batches, None)
+        if batch is None:
+            break
+        data_ms = (time.perf_counter() - asked) * 1e3
+        for part in run.parts:
+            part.begin_step(run)
+        with noted(f"step {trainer.steps_done + 1}"):
+            result = trainer.step(batch, stop=stop.wanted, save=run.save_wanted)
+        queued.append((result, data_ms))
+        run.state.epoch_step += 1
+        run.find_position()
+        if len(queued) > trainer.lookahead:
+            yield measured_step(*queued.popleft(), epoch, run.clock)
+    for result, data_ms in queued:
+        yield measured_step(result, data_ms, epoch, run.clock)
 
-    def _close_loggers(self, loggers: Loggers) -> None:
-        loggers.close(self._ending)
-        self._tell(loggers.news())
-        if loggers.are_stuck:
-            end_at_once()
 
-    def _tell(self, news: Sequence[str]) -> None:
-        for text in news:
-            self.progress.message(text)
+def test(run: Run, epoch: int) -> tuple[Evaluation | None, Evaluation | None]:
+    """Test the model and its moving average after an epoch, as far as it is time and there are such."""
+    trainer, averaged, every = run.trainer, None, run.config.test_every
+    ended = max(epoch + 1, run.state.epoch)  # other workers may have done more meanwhile
+    tested = max((end.epoch + 1 for end in run.state.tested if end.test_accuracy is not None), default=0)
+    if ended // every == tested // every and epoch < run.epochs - 1 and trainer.steps_done < run.total:
+        return None, None
+    with run.clock.away(), outside("testing"):
+        evaluation = trainer.evaluate(run.samples.test)
+        if run.config.model_ema is not None:
+            with trainer.averaged():
+                averaged = trainer.evaluate(run.samples.test)
+    if (news := untested(evaluation.samples, run.samples.test.total)) is not None:
+        run.progress.warn(news)
+    return evaluation, averaged
 
-    def _opening_notes(self) -> list[str]:
-        tuned = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
-        compiled = ["compile  the first step compiles the model, which may take minutes"] if self.config.compile else []
-        return [*tuned, *compiled, *self._changes]
 
-    def _begin_with(self, plan: Plan, device: str, **facts: Any) -> RunInfo:
-        """What is known before the first step of a plan, which worker 0 writes."""
-        assert plan.pipeline is not None
-        if self.is_main:
-            replace_file(self.at.directory / "plan.json", [plan.to_json().encode()])
-        return RunInfo(
-            model=self.model_name,
-            data=self.config.data,
-            data_line=self.data_line,
-            batch_line=self.batch_line,
-            device=device,
-            steps_total=self.total,
-            parameters=plan.model.parameters,
-            batch_size=self.config.samples_per_step,
-            run_dir=self.at.directory,
-            stages=len(plan.partition.stages),
-            micro_batches=plan.pipeline.micro_batches,
-            schedule=plan.pipeline.schedule,
-            **facts,
-        )
-
-    def _begin_epoch(self) -> None:
-        self._epoch_began = time.monotonic()
-
-    def _note_step(self, record: StepRecord, skipped: str) -> None:
-        """Show and write a step; `skipped` says where its gradients did not count."""
-        self._sound = self.config.guard or math.isfinite(record.loss)  # without the guard it reaches the weights
-        self.at.losses.add(record.loss, record.samples)
-        self.progress.step(record)
-        if self._writer is not None:
-            self._writer.write_step(record)
-        if self._loggers is not None:
-            self._loggers.put(record)
-            self._tell(self._loggers.news())
-        if record.skipped:
-            self.progress.warn(f"step {record.step} {skipped}")
-
-    def _note_epoch(
-        self, epoch: int, step: int, evaluation: Evaluation, averaged: Evaluation | None = None, *, last: bool
-    ) -> bool:
-        """Show and write the end of an epoch; whether there is to be a checkpoint."""
-        seconds = time.monotonic() - self._epoch_began
-        end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self.at.losses.value, seconds)
-        if averaged is not None:
-            end = replace(end, ema_test_accuracy=averaged.accuracy, ema_test_loss=averaged.loss)
-        self.at.tested.append(end)
-        self.at.losses = RunningMean()
-        self._begin_epoch()
-        self.progress.epoch(end)
-        if (news := untested(evaluation.samples, self.test.total)) is not None:
-            self.progress.warn(news)
-        if self._writer is not None:
-            self._writer.write_epoch(end)
-        if self._loggers is not None:
-            self._loggers.put(end)
-        wanted = last or end in self.keep_rule.best(self.at.tested) or self._stops_early() is not None
-        return self.rule.epoch or (self.rule != SaveRule() and wanted)
-
-    def _evaluate_average(self) -> Evaluation | None:
-        """The result of the moving average (`--model-ema`), if there is one."""
-        if self.trainer.config.model_ema is None:
-            return None
-        with self.trainer.averaged():
-            return self.trainer.evaluate(self.test)
-
-    def _stops_early(self) -> str | None:
-        """Why the run is to end before its time; None where it goes on."""
-        return None if self.stop_rule is None else self.stop_rule.over(self.at.tested)
-
-    def _is_save_due(self) -> bool:
-        """Whether the last checkpoint is so old that rank 0 asks for another one."""
-        seconds = self.rule.seconds
-        return seconds is not None and self.is_main and time.monotonic() - self._last_save >= seconds
-
-    def _progress_made(self) -> tuple[object, ...]:
-        """What differs between two checkpoints of a run."""
-        return self.trainer.steps_done, self.at.epoch, self.at.epoch_step, len(self.at.tested)
-
-    def _may_save(self, step: int) -> bool:
-        """Whether there is something new to save, and it is sound."""
-        self._last_save = time.monotonic()
-        if self._saved == self._progress_made():
-            return False
-        if not self._sound:
-            self.progress.warn(f"no checkpoint at step {step}: the loss is not finite; the last good one is kept")
-        return self._sound
-
-    def _note_saved(self, step: int) -> None:
-        self._saved = self._progress_made()
-        if self.is_main:
-            best = [one.step for one in self.keep_rule.best(self.at.tested)]
-            prune_checkpoints(self.at.checkpoints, self.config.keep, best)
-        self.progress.message(f"checkpoint saved at step {step}")
-
-    def _summary(self, stopped: bool) -> dict[str, Any]:
-        """The summary, as far as metrics and checkpoints say it."""
-        ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
-        versions = {"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {}
-        from hybridpar.observe.summary import summarize
-
-        table = read_metrics(self.at.directory)
-        summary = summarize(
-            self.info,
-            table,
-            seed=self.config.seed,
-            ended=ended,
-            resumed_from=self.at.resumed_from,
-            versions=versions,
-        )
-        return summary | best_fields(self.at.directory, self.at.tested, self.keep_rule)
-
-    def _report(
-        self,
-        summary: dict[str, Any],
-        stopped: int | None,
-        *,
-        pictures: Sequence[Path | None] = (),
-        files: Sequence[Path] = (),
-        warnings: Sequence[str] = (),
-    ) -> None:
-        """Write the summary and the picture of the loss, and print the report."""
-        from hybridpar.observe.plots import draw_loss
-        from hybridpar.observe.report import print_report
-        from hybridpar.observe.summary import write_summary
-
-        drawn = (draw_loss(self.at.directory, self.info), *pictures)
-        written = [write_summary(self.at.directory, summary), *(one for one in drawn if one is not None)]
-        print_report(summary, [*written, self.at.checkpoints, *files])
-        for warning in warnings:
-            print(f"warning: {warning}")
-        note_orderly_end()
-        if stopped is not None:
-            print(f"stopped after step {stopped}; the same command with --resume goes on from there")
+def end_epoch(run: Run, epoch: int, began: float) -> bool:
+    """Test at the end of an epoch, or of the run within it; whether that was the last one."""
+    state, trainer = run.state, run.trainer
+    evaluation, averaged = test(run, epoch)
+    last = epoch == run.epochs - 1
+    if trainer.independent:  # the answer to a push may tell of steps past the end of an epoch
+        last = trainer.steps_done >= run.total
+        epoch, ended = (run.epochs if last else state.epoch) - 1, state.epoch > epoch
+    elif ended := state.epoch_step >= run.samples.per_epoch:  # --steps may end within an epoch
+        state.epoch, state.epoch_step = epoch + 1, 0
+    if ended and evaluation is not None:
+        trainer.note_metric(evaluation.accuracy)
+    seconds, losses, state.losses = time.monotonic() - began, state.losses, RunningMean()
+    end = EpochRecord(epoch, trainer.steps_done, None, None, losses.value, seconds)
+    if evaluation is not None:
+        end = replace(end, test_accuracy=evaluation.accuracy, test_loss=evaluation.loss)
+    if averaged is not None:
+        end = replace(end, ema_test_accuracy=averaged.accuracy, ema_test_loss=averaged.loss)
+    state.tested.append(end)
+    for part in run.parts:
+        part.epoch(run, end, last=last)
+    return last

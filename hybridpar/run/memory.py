@@ -19,16 +19,12 @@ class MemoryMeter:
 
     On a GPU that is what torch has handed out at its peak. On a CPU it is by how much the process has grown at its
     peak, without pages of files: code that is first run meanwhile is no need of the model, and the system can drop it.
-    Of memory that several workers share, such as that in which they add gradients, each has its part. Systems that do
-    not tell give None.
+    Of memory that several workers share, such as that in which they add gradients, each has its part. What is held
+    already, such as the model, counts where `holding` says its bytes. Systems that do not tell give None.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, holding: int = 0) -> None:
         self._device = device
-        self.restart()
-
-    def restart(self, holding: int = 0) -> None:
-        """Begin here: forget the peak so far, and what something else than training left behind, such as measuring."""
         self._before: int | None = 0
         self._resettable = True
         if self._device.type == "cuda":

@@ -20,9 +20,9 @@ from hybridpar.errors import HybridparError, UsageError
 from hybridpar.observe.metrics import METRICS_FILE
 from hybridpar.observe.page import element, table
 from hybridpar.observe.page_figures import curves, parts_of_steps, step_on_lanes
-from hybridpar.observe.records import RunInfo
+from hybridpar.observe.records import PREDICTED_FIGURES, RunInfo
 from hybridpar.observe.report import print_report
-from hybridpar.observe.summary import summarize, summary_schema
+from hybridpar.observe.summary import summarize
 from hybridpar.observe.timeline_file import read_timeline
 from hybridpar.plan import Plan, read_plan
 from hybridpar.run.directory import RUN_FILE, changed_options, run_facts
@@ -135,8 +135,8 @@ def _figures_so_far(run: PastRun, plan: Plan | None) -> dict[str, Any]:
     versions = run.facts.get("versions")
     summary |= {"epochs": len(run.table.epochs), "versions": versions if isinstance(versions, dict) else {}}
     if plan is not None and plan.predicted is not None:
-        predicted = {f"predicted_{key}": value for key, value in plan.predicted.model_dump().items()}
-        summary |= {key: value for key, value in predicted.items() if key in summary_schema()["properties"]}
+        predicted = plan.predicted.model_dump()
+        summary |= {f"predicted_{row.name}": predicted[row.name] for row in PREDICTED_FIGURES if row.name in predicted}
     return summary
 
 

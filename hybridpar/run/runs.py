@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,12 @@ from typing import Any
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
+from hybridpar.observe.records import LISTED_FIGURES
 from hybridpar.observe.summary import read_summary
-from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
-from hybridpar.run.best import keep_rule
+from hybridpar.observe.text import UNITS
+from hybridpar.run.best import best_epochs
 from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config, run_facts
 from hybridpar.train.checkpoint_files import delete_checkpoint, list_checkpoints, step_of
-
-#: Figures of a run: title, key, and how it is told.
-FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("state", "state", str),
-    ("steps", "steps", "{:,}".format),
-    ("test accuracy", "test_accuracy", format_accuracy),
-    ("best test accuracy", "best_test_accuracy", format_accuracy),
-    ("of the average", "ema_test_accuracy", format_accuracy),
-    ("test loss", "test_loss", "{:.4f}".format),
-    ("train loss", "train_loss", "{:.4f}".format),
-    ("trained for", "train_seconds", format_duration),
-    ("speed", "images_per_second", format_rate),
-    ("step", "step_ms_median", "{:.2f} ms".format),
-    ("sent per step", "bytes_sent_per_step", format_bytes),
-    ("memory", "memory_bytes", format_bytes),
-)
 
 
 @dataclass(frozen=True)
@@ -63,20 +48,22 @@ class PastRun:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What it came to, by the keys of `FIGURES`; without a summary, as far as the metrics say it."""
+        """What it came to, by the names of `LISTED_FIGURES`; without a summary, as far as the metrics say it."""
         steps, last = self.table.steps["step"], self.table.epochs[-1] if self.table.epochs else None
-        tested = [one.test_accuracy for one in self.table.epochs if one.test_accuracy is not None]
+        tested = [end.test_accuracy for end in self.table.epochs if end.test_accuracy is not None]
+        averaged = [end.ema_test_accuracy for end in self.table.epochs if end.ema_test_accuracy is not None]
+        losses = [end.test_loss for end in self.table.epochs if end.test_loss is not None]
         found: dict[str, Any] = {
             "state": "no report" if self.summary is None else self.summary["exit"],
             "steps": int(steps[-1]) if len(steps) else 0,
             "test_accuracy": tested[-1] if tested else None,
             "best_test_accuracy": max(tested, default=None),
-            "ema_test_accuracy": last.ema_test_accuracy if last is not None else None,
-            "test_loss": last.test_loss if last is not None else None,
+            "ema_test_accuracy": averaged[-1] if averaged else None,
+            "test_loss": losses[-1] if losses else None,
             "train_loss": last.train_loss if last is not None and math.isfinite(last.train_loss) else None,
         }
-        kept = {key for _, key, _ in FIGURES} - found.keys()
-        return found | {key: None if self.summary is None else self.summary.get(key) for key in kept}
+        others = {row.name for row in LISTED_FIGURES} - found.keys()
+        return found | {name: None if self.summary is None else self.summary.get(name) for name in others}
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -134,10 +121,10 @@ def differing_options(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]
 def comparison_rows(runs: Sequence[PastRun]) -> list[list[str]]:
     """A table of runs side by side: their figures, then the options in which they differ."""
     rows, figures = [], [run.figures for run in runs]
-    for title, key, text in FIGURES:
-        values = [known[key] for known in figures]
+    for row in LISTED_FIGURES:
+        values, text = [known[row.name] for known in figures], UNITS[row.unit].text
         if any(value is not None for value in values):
-            rows.append([title, *("-" if value is None else text(value) for value in values)])
+            rows.append([row.title, *("-" if value is None else text(value) for value in values)])
     return rows + option_rows(differing_options([run.options for run in runs]), several=True)
 
 
@@ -171,17 +158,17 @@ class Prunable:
 def prunable(run: PastRun, keep: int = 1) -> list[Prunable]:
     """The checkpoints of a run that are neither among the last nor among the best.
 
-    The best are those of the epochs that `--keep-best` of the run ranks first, and the one that its summary names.
+    The best are those of the epochs that `--checkpoints` of the run ranks first, and the one that its summary names.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}", "It must be at least 1: the last checkpoint is never deleted.")
     found = run.checkpoints
     steps = {step_of(path) for path in found[-keep:]}
     try:
-        rule = keep_rule(recorded_config(run.facts, run.directory))
-        best = [one.step for one in rule.best(run.table.epochs)]
+        rule = recorded_config(run.facts, run.directory).saving
     except (CheckpointError, UsageError):  # options of another version
-        best = [one.step for one in keep_rule(TrainConfig()).best(run.table.epochs)]
+        rule = TrainConfig().saving
+    best = [end.step for end in best_epochs(rule, run.table.epochs)]
     if run.summary is not None and run.summary["best"] is not None:
         best.append(run.summary["best"]["step"])
     for step in best:

@@ -24,6 +24,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError
 from hybridpar.machine.launch import StopRequest
 from hybridpar.models.state import twin_of
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.plots import draw_staleness
 from hybridpar.observe.records import StepRecord
 from hybridpar.observe.text import counted
@@ -31,6 +32,9 @@ from hybridpar.optim.build import expand
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
+from hybridpar.run.directory import RunFolder
+from hybridpar.run.run_trainer import RunTrainer
+from hybridpar.run.state import RunState
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.engine import ServedEngine
 from hybridpar.server.ledger import StepRow
@@ -39,10 +43,11 @@ from hybridpar.server.process import find_process
 from hybridpar.server.rules import Rules
 from hybridpar.server.wire import AskState, Start, Weights
 from hybridpar.server.world import ServerWorld
+from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.checkpoint import load_checkpoint, usable
+from hybridpar.train.checkpoint_files import latest_checkpoint
 from hybridpar.train.engine import EngineParts
 from hybridpar.train.step_result import StepResult
-from hybridpar.train.trainer import Trainer
 
 
 def join_servers(config: TrainConfig, job: contextlib.ExitStack) -> ServerWorld | None:
@@ -56,7 +61,7 @@ def join_servers(config: TrainConfig, job: contextlib.ExitStack) -> ServerWorld 
     return None
 
 
-class ServedTrainer(Trainer):
+class ServedTrainer(RunTrainer):
     """One worker's part of a training with servers; `steps_done` are those of the servers."""
 
     engine: ServedEngine
@@ -71,8 +76,11 @@ class ServedTrainer(Trainer):
         asked = expand(config, total_steps=None, replicas=1)  # learning rates per sample
         self._asked, self._rules = asked, Rules.of(asked, world.size)
         self.servers = Servers(model, asked, world.rank, world.addresses, world.process.token)
-        #: Whether workers do not wait for each other, so that each goes through the data for itself.
         self.independent = not self.servers.barrier
+        if self.independent:
+            self.skipped = "did not count a gradient that was not finite"
+        #: Of this worker's last push.
+        self._latest: StepRecord | None = None
         #: Of a checkpoint that was loaded: clocks and counts of the shards.
         self._progress: Sequence[Mapping[str, Any]] | None = None
         # Workers in step all have the average, else worker 0 alone.
@@ -110,8 +118,23 @@ class ServedTrainer(Trainer):
         if self._plateau is not None and lowered is not None and self.independent and not self.world.is_main:
             self._plateau.load_state_dict({"lr": lowered * self.peak_rate})
 
-    def record(self, record: StepRecord, row: StepRow) -> StepRecord:
-        """What a step did, in which this worker's pushes took a part like the one that `record` is of."""
+    @property
+    def lookahead(self) -> int:
+        """None: the answer of the servers says what came of a step."""
+        return 0
+
+    def records(self, record: StepRecord, warn: Callable[[str], None]) -> list[StepRecord]:
+        """What servers told of steps that are over, with their last answer."""
+        self._latest = record
+        for text in self.answer.news:
+            warn(text)
+        return self._records_of(self.answer.rows)
+
+    def _records_of(self, rows: Sequence[StepRow]) -> list[StepRecord]:
+        """Of steps in which this worker's pushes took a part like its last one."""
+        return [] if self._latest is None else [self._record(self._latest, row) for row in rows]
+
+    def _record(self, record: StepRecord, row: StepRow) -> StepRecord:
         squares = self.servers.squares
         return replace(
             record,
@@ -128,33 +151,33 @@ class ServedTrainer(Trainer):
             queued=row.queued,
         )
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What is shown of the run before its first step."""
+    def facts(self, wire_format: WireFormat) -> dict[str, Any]:
+        """Fields of `RunInfo` on how gradients are exchanged."""
         servers = self.world.process.servers
         codec, workers = str(read_policy(self._asked.compress)), self._rules.learners
         return {"codec": codec, "sync": self._asked.sync, "servers": servers, "workers": workers}
 
     @property
-    def where_gradients_go(self) -> str:
+    def notes(self) -> list[str]:
         """The same in a line."""
         servers = self.world.process.servers
         where = counted(servers, "server") if servers else "the workers themselves, each of which hosts one shard"
-        return f"gradients are added at {where}: --sync {self._asked.sync}"
+        return [f"gradients are added at {where}: --sync {self._asked.sync}"]
 
     def gather_in_the_end(self, item: object) -> list[object]:
         """An item of each worker that is there still."""
         return list(self.servers.gather("the end", item).values())
 
-    def staleness(self, directory: Path) -> tuple[dict[str, Any], Path | None]:
-        """What the summary says of the staleness of all gradients, and its picture in the run directory."""
+    def summary(self, directory: Path) -> tuple[dict[str, Any], list[Path]]:
+        """The staleness of all gradients, and its picture in the run directory."""
         ages: Counter[int] = Counter(self.servers.links[0].ask(AskState()).state["histogram"])
         rules = self._rules
         expected = 0.0 if rules.barrier else (rules.learners - 1) / rules.collect
         mean = sum(age * count for age, count in ages.items()) / ages.total() if ages else None
         histogram = {str(age): ages[age] for age in sorted(ages)}
         fields = {"mean": None if mean is None else round(mean, 4), "most": max(ages, default=None)}
-        return {**fields, "histogram": histogram}, draw_staleness(directory, ages, expected)
+        picture = draw_staleness(directory, ages, expected)
+        return {"staleness": {**fields, "histogram": histogram}}, [] if picture is None else [picture]
 
     def _end(self, error: BaseException | None, *, whole: bool) -> None:
         try:
@@ -176,12 +199,30 @@ class ServedTrainer(Trainer):
         """Whether this worker replaces another that died."""
         return self.world.process.joins
 
-    def enter(self, written: int, checkpoint: Path | None, load: Callable[[], int]) -> bool:
-        """Come to the servers, and bring them weights if they have none; False where the run is over.
+    def enter(self, folder: RunFolder, state: RunState, load: Callable[[], int]) -> bool:
+        """Come to the servers; False where the run is over.
 
-        Worker 0, or all that are in step, hear of the steps that come after `written`. A worker that replaces
-        another begins with the weights of now, and with what `checkpoint` says beside them. Where worker 0
-        died before it had brought any, `load` loads them, and returns the step at which they are.
+        A worker that replaces another begins with the weights of now, and with what the newest checkpoint says beside
+        them. Where worker 0 died before it had brought any weights, `load` loads them, and returns their step.
+        """
+        checkpoint = None
+        if self.joins:
+            checkpoint = latest_checkpoint(folder.checkpoints) or folder.checkpoint
+            if self.world.is_main:
+                metrics = read_metrics(folder.directory)
+                state.tested, steps = list(metrics.epochs), metrics.steps["step"]
+                state.resumed_from = int(steps[-1]) if len(steps) else 0
+        return self._come(state.resumed_from or 0, checkpoint, load)
+
+    def dismiss(self) -> None:
+        """Let the servers end."""
+        if self.world.is_main:
+            self.servers.dismiss()
+
+    def _come(self, written: int, checkpoint: Path | None, load: Callable[[], int]) -> bool:
+        """Bring weights to servers that have none, and take theirs.
+
+        Worker 0, or all that are in step, hear of the steps that come after `written`.
         """
         main = self.world.is_main
         self.servers.heard = written if main or not self.independent else None
@@ -239,8 +280,8 @@ class ServedTrainer(Trainer):
 
     # -------------------------------------------------------------------- save
 
-    def fetch(self) -> list[StepRow]:
-        """Bring the state of the servers to worker 0, to be saved; called as `save`. Steps that it had not heard of."""
+    def fetch(self) -> list[StepRecord]:
+        """Bring the state of the servers to worker 0, to be saved; the steps that it had not heard of."""
         rows: list[StepRow] = []
 
         def ask() -> int:
@@ -254,7 +295,7 @@ class ServedTrainer(Trainer):
 
         self.steps_done = self.world.from_main(ask)
         self.engine.follow(self.steps_done)
-        return rows
+        return self._records_of(rows)
 
     def save(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint of what `fetch` brought: worker 0 alone, or all workers that are in step."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridpar.comm.world import World
 from hybridpar.data.sampling import FEWEST_PER_PART, allot
+from hybridpar.run.part import Part, Run
+from hybridpar.run.timings import Step
 from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 
 #: Steps that are left out at first and after a change, and steps of the first and of the longest time of watching.
@@ -27,8 +29,10 @@ LEAST_GAIN, LARGE_GAIN = 0.03, 0.2
 _APART = 0.15
 
 
-class ShareTuner:
+class ShareTuner(Part):
     """Decides on the samples of each replica."""
+
+    key: ClassVar[str] = "shares"
 
     def __init__(
         self,
@@ -54,6 +58,17 @@ class ShareTuner:
     def shares(self) -> tuple[int, ...] | None:
         """`counts`, for loaders; None for equal parts."""
         return None if self.counts == self._equal else tuple(self.counts)
+
+    def step(self, run: Run, step: Step) -> None:
+        """Take a step into account, and divide the ones to come by other shares where those are faster."""
+        record, spans = step.record, step.result.outcome.spans
+        busy_ms = record.compute_ms + record.data_ms
+        if run.world.device.type == "cuda" and spans.spans:
+            busy_ms = spans.step_ms - spans.exposed_sync_ms
+        with run.clock.away(), run.progress.pause():
+            if (news := self.note(busy_ms, record.samples)) is not None:
+                run.samples.divide(self.shares)
+                run.progress.message(news)
 
     def note(self, busy_ms: float, samples: int) -> str | None:
         """Take a step into account, on all workers the same one; after some of them a collective."""
@@ -111,9 +126,14 @@ class ShareTuner:
         """What a resumed run with as many replicas goes on with."""
         return {"counts": self.counts, "costs": [list(cost) for cost in self._costs]}
 
-    def restore(self, state: dict[str, Any] | None) -> None:
+    def restore(self, run: Run, state: dict[str, Any] | None) -> None:
         """Go on with what was saved, where it is for as many replicas and samples; else begin with equal parts."""
         if state is None or len(state["counts"]) != len(self.counts) or sum(state["counts"]) != self._batch_size:
             return
         self.counts = [int(count) for count in state["counts"]]
         self._costs = [WorkCost(*cost) for cost in state["costs"]]
+        run.samples.divide(self.shares)
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """The shares that it came to."""
+        return {"shares": f"auto:{','.join(map(str, self.counts))}"}

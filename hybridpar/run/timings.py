@@ -9,22 +9,25 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hybridpar.observe.summary import STEP_PARTS, divided_step, step_shares
+from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, StepRecord
+from hybridpar.observe.summary import divided_step, reduced, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
 from hybridpar.sync.figures import SyncFigures
+from hybridpar.train.step_result import StepResult
 
 #: First steps of a run, which count only where there are no others.
 _WARM_UP = 3
 
-_T = TypeVar("_T")
+_Values = TypeVar("_Values", list[Computed], "array[float]")
 
 
-def _steady(values: list[_T]) -> list[_T]:
+def _steady(values: _Values) -> _Values:
     return values[_WARM_UP:] or values
 
 
@@ -55,6 +58,8 @@ class StepClock:
         self._clock = clock
         self._end: float | None = None
         self._away: list[tuple[float, float]] = []
+        #: How far this worker's clock is ahead of rank 0's, in seconds; known where there are stages.
+        self.ahead = 0.0
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -82,94 +87,120 @@ class StepClock:
         return StepTimes(busy - exposed, exposed + exchange_ms, 1e3 * data), spans
 
 
-#: Figures that are told as medians over the steps, but bytes that were sent: most steps may send nothing.
-MEDIANS = ("bytes_sent", "bytes_pulled", "encode_ms", "wire_ms", "decode_ms", "covered_ms")
-
-#: Names in the summary, where they differ: `sync_ms` here is added over the lanes, in the summary it is not.
-_TOLD_AS = {"covered_ms": "sync_ms"}
-
-
-@dataclass
-class Timings:
-    """This worker's own share of the figures that the summary takes over the workers, one value per step.
+@dataclass(frozen=True)
+class Step:
+    """A step of this worker that is over.
 
     Attributes:
-        times: What steps took.
-        bytes_sent: Bytes that this worker sent.
-        bytes_pulled: Bytes of weights that it received from servers.
-        encode_ms: Milliseconds of encoding, over all lanes.
-        wire_ms: Of transfers.
-        decode_ms: Of decoding.
-        covered_ms: Of syncing, whatever ran beside it.
-        sync_ms: Of syncing, added over the lanes.
-        computed: What passes and transfers of a pipeline took.
-        bytes_before: Bytes of the gradients that were compressed.
-        bytes_after: Bytes of their messages.
+        result: What the trainer returned.
+        record: Its figures.
+        spans: What ran in it; with stages without the waiting that lies before it.
     """
 
-    times: list[StepTimes] = field(default_factory=list)
-    bytes_sent: list[float] = field(default_factory=list)
-    bytes_pulled: list[float] = field(default_factory=list)
-    encode_ms: list[float] = field(default_factory=list)
-    wire_ms: list[float] = field(default_factory=list)
-    decode_ms: list[float] = field(default_factory=list)
-    covered_ms: list[float] = field(default_factory=list)
-    sync_ms: list[float] = field(default_factory=list)
-    computed: list[Computed] = field(default_factory=list)
-    bytes_before: int = 0
-    bytes_after: int = 0
+    result: StepResult
+    record: StepRecord
+    spans: StepSpans
 
-    def add(
-        self,
-        times: StepTimes,
-        bytes_sent: int,
-        spans: StepSpans | None = None,
-        sync: SyncFigures | None = None,
-        bytes_pulled: int | None = None,
-    ) -> None:
-        """Take a step into account."""
-        self.times.append(times)
-        self.bytes_sent.append(bytes_sent)
-        if bytes_pulled is not None:
-            self.bytes_pulled.append(bytes_pulled)
-        if sync is not None:
-            self.bytes_before += sync.bytes_before
-            self.bytes_after += sync.bytes_after
-            parts = ("encode_ms", sync.encode_ms), ("wire_ms", sync.wire_ms), ("decode_ms", sync.decode_ms)
-            for key, value in (*parts, ("covered_ms", sync.sync_ms)):
-                if value is not None:
-                    getattr(self, key).append(value)
+
+def measured_step(result: StepResult, data_ms: float, epoch: int, clock: StepClock) -> Step:
+    """A step in figures; reading them waits for the step. `data_ms` is how long the host waited for its batch."""
+    outcome = result.outcome
+    spans, exposed = outcome.spans, outcome.exposed_sync_ms
+    if result.staged and spans.spans:
+        times, spans = clock.divide(spans, data_ms, max(0.0, exposed - spans.exposed_sync_ms))
+    else:
+        times = StepTimes(result.host_ms - exposed, exposed, data_ms)
+    record = StepRecord(
+        step=result.step,
+        epoch=epoch,
+        loss=result.loss,
+        lr=result.lr,
+        samples=outcome.samples,
+        step_ms=times.step_ms,
+        compute_ms=times.compute_ms,
+        exposed_sync_ms=times.exposed_sync_ms,
+        data_ms=times.data_ms,
+        bytes_sent=outcome.bytes_sent,
+        skipped=result.skipped,
+        grad_norm=result.grad_norm,
+        staleness=result.staleness,
+        bytes_pulled=outcome.bytes_pulled,
+        **_sync_fields(outcome.sync, exposed),
+    )
+    return Step(result, record, spans)
+
+
+def _sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
+    """What the sync of gradients took; nothing where none were sent."""
+    if not sync.bytes_before:
+        return {}
+    return {
+        "bytes_before": sync.bytes_before,
+        "bytes_after": sync.bytes_after,
+        "encode_ms": sync.encode_ms,
+        "wire_ms": sync.wire_ms,
+        "decode_ms": sync.decode_ms,
+        "sync_ms": sync.sync_ms,
+        "residual_norm": sync.residual_norm,
+        "residual_norms": sync.residual_norms,
+        "hidden_share": sync.hidden_share(exposed_ms),
+    }
+
+
+#: Figures of a step that the summary takes over the workers.
+_OF_WORKERS = tuple(row for row in STEP_FIGURES if row.workers)
+
+
+class Timings:
+    """This worker's own share of the figures that the summary takes over the workers."""
+
+    def __init__(self) -> None:
+        columns = (*STEP_PARTS, *(row.name for row in _OF_WORKERS), "bytes_before", "bytes_after")
+        self._columns = {name: array("d") for name in columns}  # of each figure where it was measured
+        self._sync_ms = array("d")  # of a step's sums of gradients, added over the lanes
+        self._computed: list[Computed] = []
+
+    def add(self, record: StepRecord, spans: StepSpans | None = None) -> None:
+        """Take a step into account, with what ran in it where the model is cut into stages."""
+        for name, column in self._columns.items():
+            if (value := getattr(record, name)) is not None:
+                column.append(value)
         if spans is not None and spans.spans:
-            self.sync_ms.append(spans.sync_ms)
-            self.computed.append(spans.computed)
+            self._sync_ms.append(spans.sync_ms)
+            self._computed.append(spans.computed)
+
+    @property
+    def _parts(self) -> list[tuple[float, ...]]:
+        """The parts of each step."""
+        return list(zip(*(_steady(self._columns[key]) for key in STEP_PARTS), strict=True))
 
     def steps_per_second(self) -> float | None:
         """Steps over the time that they took; of steps that are not alike, as a median would not tell it."""
-        times = _steady(self.times)
-        total = sum(one.step_ms for one in times)
-        return 1e3 * len(times) / total if total > 0 else None
+        total = sum(map(sum, self._parts))
+        return 1e3 * len(self._parts) / total if total > 0 else None
 
     def mean_step(self) -> dict[str, float]:
         """What the summary says of steps that are not alike: means of their time and its parts."""
-        times = _steady(self.times)
-        if not times:
+        if not self._parts:
             return {}
-        parts = {key: statistics.fmean(getattr(one, key) for one in times) for key in STEP_PARTS}
-        return {key: round(value, 3) for key, value in {**parts, "step_ms_mean": sum(parts.values())}.items()}
+        means = dict(zip(STEP_PARTS, map(statistics.fmean, zip(*self._parts, strict=True)), strict=True))
+        return {key: round(value, 3) for key, value in {**means, "step_ms_mean": sum(means.values())}.items()}
 
     def share(self, ahead: float = 0.0) -> Share:
         """What this worker tells the others; without the first steps where there are others."""
-        medians = {
-            key: (statistics.fmean if key == "bytes_sent" else statistics.median)(_steady(values))
-            for key in MEDIANS
-            if (values := getattr(self, key))
-        }
-        times = _steady(self.times)
-        sync = _steady(self.sync_ms)
-        exposed = [one.exposed_sync_ms for one in times] if sync else []
-        moved = [one._replace(begin=one.begin - ahead, end=one.end - ahead) for one in _steady(self.computed)]
-        parts = step_shares([(one.compute_ms, one.exposed_sync_ms, one.data_ms) for one in times])
-        return Share(medians, parts, sum(sync), sum(exposed), moved, self.bytes_before, self.bytes_after)
+        figures = {row.summary: reduced(row, _steady(self._columns[row.name])) for row in _OF_WORKERS}
+        return Share(
+            figures,
+            parts=step_shares(self._parts),
+            sync_ms=sum(_steady(self._sync_ms)),
+            exposed_ms=sum(_steady(self._columns["exposed_sync_ms"])) if self._sync_ms else 0.0,
+            computed=[
+                computed._replace(begin=computed.begin - ahead, end=computed.end - ahead)
+                for computed in _steady(self._computed)
+            ],
+            bytes_before=sum(self._columns["bytes_before"]),
+            bytes_after=sum(self._columns["bytes_after"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -177,34 +208,38 @@ class Share:
     """One worker's figures.
 
     Attributes:
-        medians: By the names of `MEDIANS`; empty where it did no step.
+        figures: By their keys in the summary; None where they were not measured.
         parts: Where the time of its steps went, see `hybridpar.observe.summary.step_shares`.
         sync_ms: Time of all its sums of gradients.
         exposed_ms: What of it outlasted computation.
         computed: Per step, on one clock for all workers.
         bytes_before: What all-reduces of its gradients in float32 would have sent in all steps.
         bytes_after: What was sent of them.
+        peak_saved_bytes: The most that its stages kept for backward passes; None without stages.
+        memory_bytes: The most memory that training needed; None where the system does not tell.
     """
 
-    medians: dict[str, float]
+    figures: dict[str, float | None]
     parts: tuple[float, ...] | None
     sync_ms: float
     exposed_ms: float
     computed: list[Computed]
-    bytes_before: int = 0
-    bytes_after: int = 0
+    bytes_before: float = 0.0
+    bytes_after: float = 0.0
+    peak_saved_bytes: int | None = None
+    memory_bytes: int | None = None
 
 
 def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms: float | None = None) -> dict[str, Any]:
     """The figures of a run from those of its workers."""
-    parts = divided_step(step_ms, [one.parts for one in shares])
+    parts = divided_step(step_ms, [share.parts for share in shares])
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
-    for key in MEDIANS:
-        known = [one.medians[key] for one in shares if key in one.medians]
+    for row in _OF_WORKERS:
+        known = [value for share in shares if (value := share.figures[row.summary]) is not None]
         if known:
-            result[_TOLD_AS.get(key, key)] = round(statistics.mean(known), 3)
-    if sent := sum(one.bytes_after for one in shares):
-        result["compression_ratio"] = round(sum(one.bytes_before for one in shares) / sent, 3)
+            result[row.summary] = reduced(replace(row, reduce="mean"), known)
+    if sent := sum(share.bytes_after for share in shares):
+        result["compression_ratio"] = round(sum(share.bytes_before for share in shares) / sent, 3)
     bubbles = [
         joint_bubble(step)
         for ranks in replicas
@@ -212,9 +247,9 @@ def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms:
     ]
     if bubbles:
         result["bubble"] = round(statistics.mean(bubbles), 4)
-    total = sum(one.sync_ms for one in shares)
+    total = sum(share.sync_ms for share in shares)
     if total > 0:
-        result["overlap"] = round(max(0.0, 1 - sum(one.exposed_ms for one in shares) / total), 4)
+        result["overlap"] = round(max(0.0, 1 - sum(share.exposed_ms for share in shares) / total), 4)
     return result
 
 

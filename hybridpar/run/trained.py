@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import TrainConfig
+from hybridpar.config.checkpoints import Checkpoints
 from hybridpar.config.trained import TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
+from hybridpar.formats.tensor_files import shards_of
 from hybridpar.models import check_model_name, parse_arguments
 from hybridpar.models.weight_files import check_file, is_file
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.summary import SUMMARY_FILE
 from hybridpar.plan import read_plan
+from hybridpar.run.best import best_checkpoint
 from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
 from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, step_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from hybridpar.data.image_facts import ImageFacts
-    from hybridpar.models.deferred import DeferredModel
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,22 @@ class Trained:
         name: What the user calls the model.
         source: The run directory, the checkpoint or the weights, as they were named.
         checkpoint: The checkpoint of a run; None for weights that are not in one.
+        why: Why it is this one, in a few words.
         average: Whether its weights are those of the moving average.
         images: What `run.json` says of images; None where it says nothing.
         finished: Whether the run has a report.
+        file: Where the weights of the checkpoint are, which a run that still trains may delete.
     """
 
     config: TrainConfig
     name: str
     source: str
     checkpoint: Path | None = None
+    why: str = ""
     average: bool = False
     images: Mapping[str, Any] | None = None
     finished: bool = True
+    file: Path | None = None
 
     @property
     def step(self) -> int | None:
@@ -63,43 +68,75 @@ class Trained:
         if self.checkpoint is None:
             return f"{self.name} with the weights {self.source}"
         kind = "moving average" if self.average else "weights"
-        text = f"{self.name}, {kind} of step {self.step:,}: {self.checkpoint}"
-        return text if self.finished else f"{text} (the last whole checkpoint; the run has no report yet)"
+        text = f"{self.name}, {kind} of step {self.step:,}{self.why}: {self.file}"
+        return text if self.finished else f"{text} (the run has no report yet)"
 
 
 def find_trained(source: str, options: TrainedOptions) -> Trained:
     """Find the model that options name, without importing torch."""
-    changes = options.changes()
+    which, kind = _chosen(options.weights)
     path = Path(source)
     if not path.is_dir():
-        return _in_file(source, options, changes)
+        return _in_file(source, options)
     checkpoint = _checkpoint_of(path)
     # RUN/checkpoints/step-N
-    run = next((one for one in (path, *checkpoint.absolute().parents[:2]) if (one / RUN_FILE).is_file()), None)
+    folders = path, *checkpoint.absolute().parents[:2]
+    run = next((folder for folder in folders if (folder / RUN_FILE).is_file()), None)
     if run is None and (options.model is None or options.data is None):
         raise UsageError(
             f"{path} is not in the directory of a run: there is no {RUN_FILE}",
             "A run says of which model its weights are, and which data it was trained on.",
             "Name the model with --model and the data with --data.",
         )
-    average = _takes_average(options, checkpoint)
+    why = ""
     if run is None:
-        config, name, images = TrainConfig(**changes), str(options.model), None
+        config, name, images = options.changed(TrainConfig()), str(options.model), None
     else:
         facts = read_facts(run)
         if options.model is not None and options.data is not None and "options" not in facts:
             facts = {"model": options.model, "options": {}}
-        # Files are there since the run; a plan is for training.
-        config = replace(recorded_config(facts, run), download=False, plan="none", **changes, **_as_planned(run))
+        recorded = recorded_config(facts, run)
+        if not (path / "manifest.json").is_file():
+            checkpoint, why = _of_run(run, recorded.saving, checkpoint, which)
+        elif which is not None:
+            raise UsageError(
+                f"--weights {options.weights} with the checkpoint {path}",
+                "Of a run there may be several checkpoints, and this is one.",
+                f"Name the run, {run}, or leave out `{which}`.",
+            )
+        config = replace(options.changed(recorded), plan="none", **_as_planned(run))  # a plan is for training
         name = options.model or str(facts["model"])
         images = facts.get("images")
     config.check()
     check_model_name(name)
     finished = run is None or (run / SUMMARY_FILE).exists()
-    return Trained(config, name, source, checkpoint, average, images, finished)
+    average = _takes_average(kind, checkpoint)
+    stem = "model_ema" if average else "model"
+    names = shards_of(stem, read_manifest(checkpoint)["files"])
+    file = checkpoint / (names[0] if len(names) == 1 else f"{stem}.safetensors.index.json")
+    return Trained(config, name, source, checkpoint, why, average, images, finished, file)
 
 
-def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> Trained:
+def _chosen(text: str | None) -> tuple[str | None, str | None]:
+    """Which checkpoint of a run, and which of its weights, `--weights` names; None where it does not say."""
+    words = [] if text is None else [word.strip() for word in text.split(",")]
+    which, kind = ([word for word in words if word in choices] for choices in (("best", "last"), ("ema", "raw")))
+    if len(which) + len(kind) != len(words) or max(len(which), len(kind)) > 1:
+        raise UsageError(
+            f"--weights {shortened(text)}",
+            "It names a checkpoint of the run (`best` or `last`), which of its weights (`ema` or `raw`), or both.",
+            "Write for instance --weights last, or --weights last,raw.",
+        )
+    return next(iter(which), None), next(iter(kind), None)
+
+
+def _of_run(run: Path, rule: Checkpoints, last: Path, which: str | None) -> tuple[Path, str]:
+    """The checkpoint of a run that is wanted, and why it is that."""
+    found = None if which == "last" else best_checkpoint(run, read_metrics(run).epochs, rule)
+    return (last, ", the last") if found is None else (found[1], f", the best by {rule.by}")
+
+
+def _in_file(source: str, options: TrainedOptions) -> Trained:
     """A model whose weights are in a file, or published."""
     there, by_name = Path(source).exists(), options.model is not None and not is_file(source)
     if not there and not by_name and not Path(source).suffix:
@@ -120,10 +157,10 @@ def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> T
     if options.weights is not None:
         raise UsageError(
             f"--weights {options.weights} with the weights {shortened(source)}",
-            "Only checkpoints hold the moving average beside the weights.",
+            "It chooses among the checkpoints of a run, and what they hold.",
             "Leave it out, or name a run directory.",
         )
-    config, name = TrainConfig(weights=source, **changes), str(options.model)
+    config, name = options.changed(TrainConfig(weights=source)), str(options.model)
     config.check()
     check_model_name(name)
     return Trained(config, name, source)
@@ -131,28 +168,28 @@ def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> T
 
 def _checkpoint_of(path: Path) -> Path:
     try:
-        found = resolve_checkpoint(path)
-        return found if found.name else found.absolute()
+        checkpoint = resolve_checkpoint(path)
+        return checkpoint if checkpoint.name else checkpoint.absolute()
     except CheckpointError as error:
         if not (path / RUN_FILE).exists():
             raise
         raise CheckpointError(
             f"the run in {path} has no whole checkpoint",
-            "A checkpoint is saved after the first epoch, or as --checkpoint-every says.",
-            "Wait until there is one, or train without `--checkpoint-every never`.",
+            "A checkpoint is saved after the first epoch, or as --checkpoints says.",
+            "Wait until there is one, or train without `--checkpoints never`.",
         ) from error
 
 
-def _takes_average(options: TrainedOptions, checkpoint: Path) -> bool:
+def _takes_average(kind: str | None, checkpoint: Path) -> bool:
     """Whether the moving average is wanted, and there is one."""
-    has = "model_ema.pt" in read_manifest(checkpoint)["files"]
-    if options.weights == "ema" and not has:
+    has = bool(shards_of("model_ema", read_manifest(checkpoint)["files"]))
+    if kind == "ema" and not has:
         raise UsageError(
             f"--weights ema: {checkpoint} has no moving average",
             "It is kept by a run with --model-ema.",
             "Leave out --weights.",
         )
-    return has and options.weights != "raw"
+    return has and kind != "raw"
 
 
 def _as_planned(run: Path) -> dict[str, Any]:
@@ -165,69 +202,39 @@ def _as_planned(run: Path) -> dict[str, Any]:
 
 
 def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> tuple[Trained, nn.Module]:
-    """Build the model with its weights.
-
-    Weights in a file are memory-mapped: the model takes no memory for them beyond pages of the file, which the system
-    may drop and read again. Where the model cannot be built on the meta device, and for published weights, they are
-    read.
-    """
-    from hybridpar.models.deferred import CannotDeferError, DeferredModel
+    """Build the model with its weights; a checkpoint that was deleted meanwhile gives way to the newest one."""
+    from hybridpar.models import load_weights
     from hybridpar.train.checkpoint import load_model_state
 
-    state = None
-    if trained.checkpoint is not None:
-        try:
-            state = load_model_state(trained.checkpoint, average=trained.average)
-        except CheckpointError:
-            newest = _checkpoint_of(Path(trained.source))
-            if newest == trained.checkpoint:
-                raise
-            return load_trained(replace(trained, checkpoint=newest), classes, channels_last=channels_last)
-    if state is not None or is_file(trained.source):
-        # NotImplementedError: a kind of tensor that has no storage, or a module that reads what has no values.
-        with contextlib.suppress(CannotDeferError, NotImplementedError):
-            deferred = DeferredModel(lambda: build_trained(trained, classes, channels_last=channels_last))
-            _load_into(deferred, trained, state, classes)
-            return trained, deferred.started()
     model = build_trained(trained, classes, channels_last=channels_last)
-    _load_into(model, trained, state, classes)
-    return trained, model
-
-
-def _load_into(
-    model: nn.Module | DeferredModel, trained: Trained, state: dict[str, Tensor] | None, classes: int
-) -> None:
-    """Give a model its weights: the state dict of its checkpoint, else those that are named."""
-    from hybridpar.models import load_weights
-    from hybridpar.models.deferred import DeferredModel
-
-    if state is None:
-        args = parse_arguments(trained.config.model_arg)
-        report = load_weights(model, trained.source, name=trained.name, args=args)
+    if trained.checkpoint is None:
+        report = load_weights(model, trained.source, name=trained.name, args=parse_arguments(trained.config.model_arg))
         if report.new:
             raise UsageError(
                 f"the weights {shortened(report)}",
                 "A model that is used as it is must have all of its weights.",
                 "Name the model and the data that they were trained with.",
             )
-        return
-    kept = {id(tensor): tensor for tensor in state.values()}
+        return trained, model
     try:
-        if isinstance(model, DeferredModel):
-            # Into what it is given torch writes that it assigns, and a state dict that has this is always assigned.
-            model.start_from(lambda module: module.load_state_dict(copy.deepcopy(state, {**kept}), assign=True))
-        else:
-            model.load_state_dict(state)
-    except NotImplementedError:
-        raise
+        state = load_model_state(trained.checkpoint, average=trained.average)
+    except CheckpointError:
+        newest = _checkpoint_of(Path(trained.source))
+        if newest == trained.checkpoint:
+            raise
+        trained = replace(trained, checkpoint=newest, why=", the last")
+        state = load_model_state(newest, average=trained.average)
+    try:
+        model.load_state_dict(state)
     except RuntimeError as error:
         problem = " ".join(str(error).partition("\n")[2].split())
         raise CheckpointError(
             f"the checkpoint {trained.checkpoint} is not of {trained.name} with {classes:,} classes: "
             f"{shortened(problem)}",
             "Names and shapes of all parameters and buffers must be equal.",
-            "Leave out --model, --model-arg, --stem and --data, which the run knows.",
+            "Leave out --model, --model-arg and --data, which the run knows.",
         ) from error
+    return trained, model
 
 
 def build_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> nn.Module:

@@ -10,11 +10,19 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.machine.devices import cpu_name
 from hybridpar.machine.process import TUNED_VARIABLE, affinity, available_cores, cores_identity, share_cores
+from hybridpar.machine.process import describe as describe_process
 
 
 def device_name(device: torch.device) -> str:
     """What the maker calls the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def describe_worker(config: TrainConfig) -> list[str]:
+    """Lines on how this process runs."""
+    tuned = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
+    compiled = ["compile  the first step compiles the model, which may take minutes"] if config.compile else []
+    return [*tuned, *compiled]
 
 
 def tune_worker(config: TrainConfig, world: World) -> None:

@@ -10,7 +10,7 @@ from hybridpar.schedule.layout import Layout
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPasses:
     """The most that forward passes hold for backward passes at one time.
 
     A micro-batch is held by a stage from the start of its forward pass to the end of its backward pass.
@@ -25,7 +25,7 @@ class Held:
     worker_bytes: tuple[int, ...]
 
 
-def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | None = None) -> Held:
+def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | None = None) -> HeldPasses:
     """The peaks of a schedule."""
     saved = [0] * layout.stages if saved_bytes is None else saved_bytes
     count, peak = [0] * layout.stages, [0] * layout.stages
@@ -43,4 +43,4 @@ def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | N
                 count[stage] -= 1
                 held -= saved[stage]
         workers[layout.worker_of[lane]] += most
-    return Held(tuple(peak), tuple(workers))
+    return HeldPasses(tuple(peak), tuple(workers))

@@ -166,8 +166,9 @@ class Servers:
         self.clipping = Clipping.of(config, model, optimizer)
         #: Name of the optimizer's class, by which checkpoints know its state.
         self.kind = type(optimizer).__name__
-        scales = learning_rate_scales(model, config.layer_decay, config.head_lr_scale) if config.scales_rates else None
-        described, whole = described_parameters(model, config.no_decay), needs_whole_parameters(config)
+        own = config.groups
+        scales = learning_rate_scales(model, own.layer_decay, own.head_lr) if own.scales_rates else None
+        described, whole = described_parameters(model, config.groups), needs_whole_parameters(config)
         self.stripes = cut_model(described, len(addresses), scales, whole=whole)
         #: Where weights arrive, by name: in the parameters, or for those of a GPU in memory of the host.
         self.host: dict[str, Tensor] = {

@@ -147,7 +147,7 @@ def find_process(config: TrainConfig) -> Process:
         raise LaunchError(
             f"process {rank} of {size} cannot reach the launcher: {error}",
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose processes reach each other.",
-            "Start with `hybridpar train --workers N`, or with torchrun.",
+            "Start with `hybridpar train --nproc N`, or with torchrun.",
         ) from error
     # Documented, but torch.distributed declares no exports.
     apart = dist.PrefixStore("servers", store)  # type: ignore[attr-defined]

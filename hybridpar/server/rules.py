@@ -143,8 +143,8 @@ class Clipping:
     """Limits of gradients.
 
     Attributes:
-        limit: What `--clip-norm` says; None for no limit.
-        mode: What it limits, as `--clip-mode`.
+        limit: What `--clip-grad` says; None for no limit.
+        mode: What it limits, as its `mode`.
         built_in: The global norm to which the optimizer clips by itself, as LAMB does; None where it does not.
         unclipped: Names of parameters that are not clipped adaptively.
     """
@@ -158,7 +158,8 @@ class Clipping:
     def of(cls, config: OptimizerConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Clipping:
         """What a run asks for."""
         names = [name for name, _ in model.named_parameters()]
-        return cls(config.clip_norm, config.clip_mode, optimizer.defaults.get("max_grad_norm"), tuple(names[-2:]))
+        limit, mode = (None, "norm") if (asked := config.clipping) is None else (asked.limit, asked.mode)
+        return cls(limit, mode, optimizer.defaults.get("max_grad_norm"), tuple(names[-2:]))
 
     @property
     def by_norm(self) -> bool:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.compress.coders import has_rows
 from hybridpar.config import OptimizerConfig
-from hybridpar.config.optimizer import TIMM
+from hybridpar.config.optimizer import TIMM, Groups
 from hybridpar.errors import UsageError
-from hybridpar.optim.build import parameter_groups, undecayed_names
+from hybridpar.optim.build import parameter_groups
 
 
 @dataclass(frozen=True)
@@ -119,15 +119,15 @@ def put_buffers(model: nn.Module, values: Tensor) -> None:
         buffer.copy_(part.view(buffer.shape))
 
 
-def described_parameters(model: nn.Module, no_decay: Sequence[str] = ()) -> list[tuple[str, tuple[int, ...], bool]]:
+def described_parameters(model: nn.Module, groups: Groups) -> list[tuple[str, tuple[int, ...], bool]]:
     """Name, shape, and whether weight decay applies, of each trained parameter; see `cut_model`.
 
     Args:
         model: The model.
-        no_decay: Patterns of names without weight decay.
+        groups: Which of them have weight decay.
     """
-    groups = parameter_groups(model, 1.0, no_decay=undecayed_names(model, no_decay))
-    decaying = {id(parameter) for group in groups if group["weight_decay"] > 0 for parameter in group["params"]}
+    made = parameter_groups(model, 1.0, groups)
+    decaying = {id(parameter) for group in made if group["weight_decay"] > 0 for parameter in group["params"]}
     trained = trained_parameters(model).items()
     return [(name, tuple(parameter.shape), id(parameter) in decaying) for name, parameter in trained]
 
@@ -138,8 +138,9 @@ def needs_whole_parameters(config: OptimizerConfig) -> bool:
     Torch's optimizers are elementwise but for two. Many of timm's scale by norms of a parameter, as adaptive clipping
     does, or take it as a matrix.
     """
-    adaptive = config.clip_norm is not None and config.clip_mode == "agc"
-    return adaptive or config.optimizer in ("adafactor", "muon") or config.optimizer.startswith(TIMM)
+    adaptive = config.clipping is not None and config.clipping.mode == "agc"
+    name = config.optim.name
+    return adaptive or name in ("adafactor", "muon") or name.startswith(TIMM)
 
 
 def cut_model(

@@ -12,7 +12,7 @@ from typing import Any
 from hybridpar.errors import CheckpointError
 from hybridpar.formats.file_reader import read_json
 
-CHECKPOINT_VERSION = 3
+CHECKPOINT_VERSION = 4
 _WHOLE = re.compile(r"^step-(\d+)(\.replaced)?$")
 
 #: Keys of a manifest and their types.
@@ -51,8 +51,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def latest_checkpoint(directory: Path) -> Path | None:
     """The newest whole checkpoint, or None."""
-    found = list_checkpoints(directory)
-    return found[-1] if found else None
+    checkpoints = list_checkpoints(directory)
+    return checkpoints[-1] if checkpoints else None
 
 
 def prune_checkpoints(directory: Path, keep: int, best: Collection[int]) -> None:
@@ -60,10 +60,10 @@ def prune_checkpoints(directory: Path, keep: int, best: Collection[int]) -> None
 
     Nobody may be writing a checkpoint there meanwhile.
     """
-    found = list_checkpoints(directory)
-    kept = {*found[-keep:], *(directory / f"step-{step}" for step in best)}
+    checkpoints = list_checkpoints(directory)
+    stays = {*checkpoints[-keep:], *(directory / f"step-{step}" for step in best)}
     for path in directory.glob("step-*"):
-        if path not in kept and path.is_dir():
+        if path not in stays and path.is_dir():
             delete_checkpoint(path)
 
 
@@ -89,7 +89,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is of checkpoint version {version}",
             f"This hybridpar reads version {CHECKPOINT_VERSION}.",
-            "Load its model.pt with torch.load, or use the hybridpar that wrote it.",
+            "Load its weights in a script, or use the hybridpar that wrote it.",
         )
     if version != CHECKPOINT_VERSION or not all(isinstance(manifest.get(key), kind) for key, kind in _MANIFEST.items()):
         raise CheckpointError(f"{path} has no readable manifest.json", why, fix)

@@ -79,7 +79,7 @@ class DoubleBufferEngine(Engine):
     """Trains a model as `Engine` does, and applies gradients late."""
 
     def __init__(self, parts: EngineParts) -> None:
-        self._halves = parts.config.double_buffer == "half" and parts.plan.layout.replicas > 1
+        self._halves = parts.config.late == "half" and parts.plan.layout.replicas > 1
         super().__init__(parts)
         if self._halves:
             # Two steps of half a batch each are to mean what one step means.
@@ -104,7 +104,7 @@ class DoubleBufferEngine(Engine):
             self.refuse()
             raise UsageError(
                 "a batch that cannot be cut in two halves",
-                "With double_buffer='half' a worker's batch has two micro-batches at least.",
+                "With late=half a worker's batch has two micro-batches at least.",
                 "Hand over tensors, or twice as many micro-batches.",
             )
         if self.pipeline.replicas > 1 and given.global_samples is None:
@@ -146,7 +146,7 @@ def _check_halves(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers of which two steps on halves of a batch are not as one step on all of it."""
     if not isinstance(optimizer, (torch.optim.SGD, AdaGradSGD)):
         raise UsageError(
-            f"double_buffer='half' with {type(optimizer).__name__}",
+            f"late=half with {type(optimizer).__name__}",
             "Half a batch is half a step for SGD alone: other optimizers' steps do not grow with gradients.",
-            "Use torch.optim.SGD, or double_buffer='delay'.",
+            "Use torch.optim.SGD, or late=delay.",
         )

@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hybridpar.comm.replicate import average_buffers
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import check_compression
 from hybridpar.config import TrainConfig
-from hybridpar.config.recipe import refuse
-from hybridpar.errors import UsageError, shortened
+from hybridpar.errors import UsageError, refuse, shortened
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.models.modes import same_modes
@@ -407,14 +405,19 @@ class Engine:
 
     # ------------------------------------------------------------------- state
 
-    def model_state(self) -> dict[str, Tensor]:
-        """The whole model as a checkpoint has it; `synchronize_buffers` makes it whole."""
-        return dict(self.model.state_dict())
+    def model_state(self) -> dict[str, Any]:
+        """What this worker holds of the model, as a checkpoint has it; `synchronize_buffers` makes it whole."""
+        return self.held_state()
 
     @property
     def in_parts(self) -> bool:
         """Whether no worker holds all of the model, or all of the optimizer's state."""
         return self.own_only or (self.plan.sync.shard_optimizer and self.pipeline.replicas > 1)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether checkpoints have what this worker trains: of equal replicas they have the first."""
+        return self.plan.sync.shard_optimizer or self.plan.layout.replica_of(self._world.job_rank) == 0
 
     @property
     def stepped(self) -> set[str]:
@@ -466,24 +469,11 @@ class Engine:
             scale.load_state_dict(state)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """State of all stages' optimizers by parameter name, on rank 0; a collective.
-
-        Where it is `in_parts` the tensors of other workers are on the meta device.
-        """
+        """State of this worker's optimizers by parameter name."""
         self.pipeline.wait()
-        mine = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
-        given = tree_map_only(Tensor, lambda one: one.to("meta"), mine) if self.in_parts else mine
-        sharded = self.plan.sync.shard_optimizer
-        parts = (
-            self._world.gather_on_main(given, range(self._world.size))
-            if sharded
-            else self.pipeline.gather_on_main(given)
-        )
-        if parts is not None and self.in_parts:
-            parts[0] = mine
-        states = [state for part in parts or [mine] for state in part]
+        states = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
         return {
-            "kind": states[0]["kind"] if states else "none",
+            "kind": states[0]["kind"],
             "groups": [group for state in states for group in state["groups"]],
             "state": {name: values for state in states for name, values in state["state"].items()},
         }
@@ -546,18 +536,19 @@ class Engine:
 def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptions:
     """How gradients are synchronised."""
     names = [name for name, _ in model.named_parameters()]
+    limit, mode = (None, "norm") if (asked := config.clipping) is None else (asked.limit, asked.mode)
     return SyncOptions(
         bucket_bytes=sync.bucket_bytes,
         guard=config.guard,
-        clip_norm=config.clip_norm,
-        clip_mode=config.clip_mode,
-        not_clipped=tuple(names[-2:]) if config.clip_mode == "agc" else (),
+        clip_norm=limit,
+        clip_mode=mode,
+        not_clipped=tuple(names[-2:]) if mode == "agc" else (),
         pool_batch_norm=sync.batch_norm != "local",
         sync_batch_norm=sync.batch_norm == "sync",
         codec=sync.codec,
         seed=config.seed,
-        hierarchy=config.hierarchy,
-        delayed=config.double_buffer != "off",
+        hierarchy=config.exchange.hierarchy,
+        delayed=config.late != "off",
         shard_optimizer=sync.shard_optimizer,
     )
 
@@ -568,7 +559,7 @@ def _check_complex(model: nn.Module, plan: ResolvedPlan, config: TrainConfig) ->
     used = {
         f"--compress {plan.sync.codec}": plan.sync.codec != "none",
         "--sync outer": plan.sync.outer is not None or config.outer is not None,
-        "--clip-mode value": config.clip_norm is not None and config.clip_mode == "value",
+        f"--clip-grad {config.clip_grad}": config.clipping is not None and config.clipping.mode == "value",
     }
     if name is not None and (option := next(filter(used.get, used), None)):
         raise refuse(f"the complex parameter {name!r}", option, "It changes gradients of real numbers.")
@@ -580,7 +571,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:
         raise UsageError(
             f"{what} with {type(optimizer).__name__}, which clips by the norm of all gradients",
             "Each stage, or replica, steps the parameters that it owns, and sees the gradients of those.",
-            "Use --opt-arg max_grad_norm=none, and --clip-norm 1 for the same limit.",
+            "Use the optimizer with max_grad_norm=none, and --clip-grad 1 for the same limit.",
         )
 
 

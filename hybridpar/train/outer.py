@@ -1,6 +1,6 @@
 """Training in an outer loop: workers train on their own for many steps, and exchange what they learned.
 
-`hybridpar.sync.outer` has the exchange and the outer step, and says when. With `warm_start_steps` the first steps
+`hybridpar.sync.outer` has the exchange and the outer step, and says when. With `warm` the first steps
 exchange all gradients (post-local SGD, Lin et al., ICLR 2020); then workers part.
 
 A **party** trains on its own: a worker, a replica of a pipeline, or, where there are several nodes of several workers,
@@ -100,7 +100,7 @@ class OuterEngine(Engine):
         assert config.outer is not None
         loop, every = config.outer, config.outer.every
         self._delay = loop.delay
-        self._together = config.warm_start_steps or 0
+        self._together = config.outer.warm if config.outer is not None else 0
         self._job = world
         self._steps = 0
         self._flags = [False, False]
@@ -131,7 +131,7 @@ class OuterEngine(Engine):
         model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
         nodes = None
         if parts.stages is None:
-            if config.hierarchy:
+            if config.exchange.hierarchy:
                 nodes = NodeWorlds.open(world, [range(world.size)], 1)
             parties = nodes.nodes.members if nodes is not None else [(rank,) for rank in range(world.size)]
             columns: tuple[tuple[int, ...], ...] = (tuple(range(world.size)),)
@@ -433,10 +433,10 @@ class OuterEngine(Engine):
 
 def check_length(config: TrainConfig, every: int, total: int | None) -> None:
     """Refuse a loop that a run would never come to the end of."""
-    together = config.warm_start_steps or 0
+    together = config.outer.warm if config.outer is not None else 0
     if total is None or together + every <= total:
         return
-    given = f"--sync {config.sync}" + (f" after --warm-start-steps {together}" if together else "")
+    given = f"--sync {config.sync}"
     raise UsageError(
         f"{given} in a run of {total} step{'' if total == 1 else 's'}",
         "The run would end before the first exchange is due.",

@@ -88,7 +88,7 @@ class BadSteps:
                 f"loss or gradients were not finite in steps {first} to {last}; first bad parameter: "
                 f"{self._first_bad or 'none, only the loss'}",
                 f"After {self._most} such steps in a row training stops, on all workers at the same step.",
-                "Lower --lr, lengthen --warmup-epochs, or set --clip-norm; --resume goes on from a checkpoint.",
+                "Lower --lr, warm up for longer, or set --clip-grad; --resume goes on from a checkpoint.",
             )
 
     def forget(self) -> None:

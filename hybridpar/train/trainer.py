@@ -11,7 +11,6 @@ import copy
 import logging
 import sys
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +19,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.world import GOOD_ORDER, World
-from hybridpar.config import TrainConfig, check_recipe
-from hybridpar.config.ranges import check_ranges
-from hybridpar.config.rates import OnPlateau
-from hybridpar.config.recipe import refuse
-from hybridpar.errors import SyncError, TrainingError, UsageError
+from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import Automatic
+from hybridpar.config.rates import OnPlateau, read_rate
+from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.deferred import DeferredModel, places
@@ -37,7 +34,7 @@ from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.models.user_models import article
-from hybridpar.optim.build import expand, make_optimizer, optimizer_state
+from hybridpar.optim.build import expand, make_optimizer
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import as_sum, ignored_label, make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
@@ -47,15 +44,10 @@ from hybridpar.pipeline.step import StepRequest
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
+from hybridpar.spec import check_rules
 from hybridpar.sync.compression import settle_codecs
-from hybridpar.train.checkpoint import (
-    CheckpointData,
-    Held,
-    load_checkpoint,
-    require_model,
-    save_checkpoint,
-    usable,
-)
+from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint, usable
+from hybridpar.train.checkpoint_files import resolve_checkpoint
 from hybridpar.train.engine import Engine, EngineParts
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
@@ -157,7 +149,14 @@ class Trainer:
                 "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
                 "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
             )
-        if self.config.mixes and classes is None:
+        per_batch = self.config.lr is not None and read_rate(self.config.lr).samples is not None
+        if per_batch and not isinstance(plan, PlannedRun) and "batch_size" not in self.config.named:
+            raise UsageError(
+                f"Trainer with lr={self.config.lr!r}",
+                "Such a rate is for a number of samples per step, and the batches are those of the script.",
+                "Give batch_size, the samples of a step on all workers, or a plain rate.",
+            )
+        if self.config.mixing.is_on and classes is None:
             raise UsageError(
                 "a Trainer that mixes batches, without the number of classes",
                 "The targets of mixup and cutmix have a value for each class.",
@@ -177,8 +176,8 @@ class Trainer:
         self._deferred = model if isinstance(model, DeferredModel) else None
         model = model.module if isinstance(model, DeferredModel) else model
         try:
-            check_ranges(self.config)
-            check_recipe(self.config)
+            check_rules(self.config)
+            self.config.check_gradients()
             if self._deferred is not None and (option := self.config.needs_whole):
                 raise refuse("a DeferredModel", option, "With it every worker holds the whole model.")
             freeze(model, self.config.freeze)
@@ -199,8 +198,8 @@ class Trainer:
             self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
             if loss is None:
-                loss = OutputLoss(make_loss(self.config, several_labels=several_labels, mixed=self.config.mixes))
-                self._single_label = self.config.loss == "auto" and not several_labels
+                loss = OutputLoss(make_loss(self.config, several_labels=several_labels, mixed=self.config.mixing.is_on))
+                self._single_label = isinstance(self.config.criterion, Automatic) and not several_labels
             self._loss = as_sum(loss)
             count = getattr(self._loss, "count", None)
             self._count = count if callable(count) else None
@@ -209,7 +208,7 @@ class Trainer:
             self._plateau = Plateau(self.config.peak_lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
             self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
-            self._mixes, self._is_staged = self.config.mixes, self.plan.is_staged
+            self._mixes, self._is_staged = self.config.mixing.is_on, self.plan.is_staged
         except BaseException as error:
             self._put_back_threads()
             if self._owns_lanes:
@@ -241,7 +240,7 @@ class Trainer:
             optimize(self.model, None if asked.kernels == "auto" else asked.kernels)
         replicas = plan.layout.replicas
         options = expand(asked, total_steps=self.total_steps, replicas=replicas)
-        if asked.recipe != "none":
+        if asked.is_onebit:
             plan = plan.with_codec(options.compress)
         if plan.sync.outer is not None and asked.outer is None:
             options = replace(options, sync=f"outer:{plan.sync.outer}")
@@ -254,8 +253,8 @@ class Trainer:
                 self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
             scales = None
-            if asked.scales_rates:
-                scales = learning_rate_scales(model, asked.layer_decay, asked.head_lr_scale)
+            if (groups := asked.groups).scales_rates:
+                scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr)
             return make_optimizer(model, asked, options, replicas=replicas, scales=scales)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
@@ -263,7 +262,7 @@ class Trainer:
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
         parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
         kind: Callable[[EngineParts], Engine] = Engine
-        if options.double_buffer != "off":
+        if options.late != "off":
             from hybridpar.train.delayed import DoubleBufferEngine
 
             kind = DoubleBufferEngine
@@ -428,7 +427,7 @@ class Trainer:
         epoch = (done if self.pace is None else self.pace.first_steps(done)) / self.steps_per_epoch
         assert self._classes is not None
         place = config.seed, done, epoch
-        return mix_step(placed, config, *place, classes=self._classes, smoothing=config.label_smoothing)
+        return mix_step(placed, config.mixing, *place, classes=self._classes, smoothing=config.criterion.smoothing)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self._channels_last and tensor.ndim == 4:
@@ -585,36 +584,19 @@ class Trainer:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
         self._recover()
-        self.engine.synchronize_buffers()
+        engine = self.engine
+        engine.synchronize_buffers()
         training = self._training_state() | {"extra": dict(extra or {})}
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
-        local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
-        average = self.engine.average_state()
-        if self.engine.in_parts:
-            return self._save_in_parts(Path(directory), training, local, average)
-        model = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), self.engine.model_state())
+        local = {"random": random_state(self.world.device), "sync": engine.state_dict()}
+        model, average = engine.model_state(), engine.average_state()
+        if not self.world.is_main:
+            training = {"optimizer": training["optimizer"]} if engine.is_saved and training["optimizer"] else {}
+        if not (engine.is_saved if engine.own_only else self.world.is_main):
+            model, average = {}, None
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(Path(directory), data, self.world)
-
-    def _save_in_parts(
-        self, directory: Path, training: dict[str, Any], local: dict[str, Any], average: dict[str, Tensor] | None
-    ) -> Path:
-        """The same where no worker holds everything: rank 0 knows of all tensors, and is given one at a time."""
-        engine, counts = self.engine, self.engine.pipeline.replica == 0
-        sharded = self.plan.sync.shard_optimizer
-        model = dict(engine.model.state_dict())
-        held = engine.held_state()
-        state = [optimizer_state(optimizer, engine.model)["state"] for optimizer in engine.optimizers]
-        mine = {"optimizer": {"state": dict(ChainMap(*state))}} if counts or sharded else {}
-        shares: dict[str, Any] = {"training.pt": training if self.world.is_main else mine}
-        if engine.own_only:
-            shares["model.pt"] = held if counts else {}
-        if average is not None and engine.own_only:
-            shares["model_ema.pt"] = average if counts else {}
-            average = {name: average[name] if name in average else tensor.to("meta") for name, tensor in model.items()}
-        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
-        return save_checkpoint(directory, data, self.world, shares)
 
     def _training_state(self) -> dict[str, Any]:
         training = {"optimizer": self.engine.optimizer_state()}
@@ -646,14 +628,12 @@ class Trainer:
         """
         engine = self.engine
         engine.wait()
-        held = None
-        if engine.own_only:
-            held = Held(self.fingerprint, engine.stepped, engine.held_state(), engine.kept_averages())
-        elif engine.in_parts:
-            held = Held(self.fingerprint, engine.stepped)
-        data = load_checkpoint(Path(path), self.world.rank, held)
-        require_model(Path(path), data, self.fingerprint, self.model)
-        with usable(Path(path)):
+        path = resolve_checkpoint(Path(path))
+        require_model(path, self.fingerprint, self.model)
+        held = engine.held_state().keys() if engine.own_only else None
+        stepped = engine.stepped if engine.in_parts else None
+        data = load_checkpoint(path, self.world.rank, held=held, stepped=stepped)
+        with usable(path):
             load_values(self.model, data.model)
             if not engine.own_only:
                 self.model.load_state_dict(data.model)  # which modules may have hooks for

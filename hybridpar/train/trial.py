@@ -30,9 +30,9 @@ from hybridpar.planner.trials import StepValues, any_loss
 _PLAIN = TrainConfig(plan="none", lr=1e-12)
 #: Options that a trial does not take from the run: they are of its data, its length and its files, or a plan says them.
 _LEFT_OUT = (
-    *("plan", "lr", "lr_per_sample", "recipe", "double_buffer", "timeline", "select_batch", "mixup", "cutmix", "sync"),
+    *("plan", "lr", "timeline", "select_batch", "mix", "sync"),
     *("stages", "replicas", "micro_batches", "schedule", "placement", "recompute", "offload", "shares", "compress"),
-    *("freeze", "warm_start_steps"),
+    "freeze",
 )
 
 

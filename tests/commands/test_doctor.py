@@ -70,7 +70,7 @@ def test_links_that_workers_need_and_that_cannot_be_measured_are_a_failure(machi
         "2 workers",
         "failed",
         "measuring with 2 workers failed: no route",
-        "hybridpar train resnet18 --workers 1",
+        "hybridpar train resnet18 --nproc 1",
     )
 
 

@@ -44,7 +44,7 @@ def test_files_are_written_once_and_replaced_with_force(run_dir, tmp_path, capsy
     ("words", "told"),
     [
         (["nowhere"], "there is no run"),
-        (["RUN", "--workers", "0"], "at least 1"),
+        (["RUN", "--nproc", "0"], "at least 1"),
         (["RUN", "--weights", "ema"], "no moving average"),
     ],
 )
@@ -54,6 +54,6 @@ def test_a_wrong_request_is_refused(run_dir, words, told, capsys):
 
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path, capsys):
-    train(tmp_path, steps=1, checkpoint_every="never")
+    train(tmp_path, steps=1, checkpoints="never")
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "no whole checkpoint" in capsys.readouterr().err

@@ -30,9 +30,9 @@ def test_the_average_is_exported_unless_the_weights_are_asked_for(run_dir, tmp_p
     from safetensors.torch import load_file
 
     saved = run_dir / "checkpoints" / "step-6"
-    for words, file in (([], "model_ema.pt"), (["--weights", "raw"], "model.pt")):
+    for words, file in (([], "model_ema"), (["--weights", "raw"], "model")):
         assert export(run_dir, tmp_path / f"{file}.safetensors", *words, form="safetensors") == 0
-        expected = torch.load(saved / file, weights_only=True)
+        expected = load_file(saved / f"{file}.safetensors")
         found = load_file(tmp_path / f"{file}.safetensors")
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     out = capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):
     ("name", "words", "told"),
     [
         ("net.pt", [], "ends in .pt2"),
-        ("net.pt2", ["--images", "nowhere"], "there is no nowhere"),
+        ("net.pt2", ["--images", "nowhere"], "not one image can be read"),
         ("net.pt2", ["--model", "nothing"], "unknown model"),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybridpar.cli import main
-from hybridpar.observe import write_timeline
+from hybridpar.observe.timeline_file import write_timeline
 from tests.observe.timelines import a_timeline
 from tests.run.run_directories import a_run, step_record
 

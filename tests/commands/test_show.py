@@ -10,7 +10,7 @@ from rich.console import Console
 from hybridpar.cli import main
 from hybridpar.commands.show import run_show
 from hybridpar.errors import UsageError
-from hybridpar.observe import write_timeline
+from hybridpar.observe.timeline_file import write_timeline
 from hybridpar.plan import (
     Pipeline,
     StepFigures,
@@ -107,7 +107,7 @@ def a_run(directory, **options):
 
 
 def test_a_run_directory_is_shown_with_its_result_and_its_checkpoints(tmp_path):
-    best = {"step": 4, "test_accuracy": 0.5, "checkpoint": "checkpoints/step-4"}
+    best = {"step": 4, "test_accuracy": 0.5, "metric": "test_accuracy", "checkpoint": "checkpoints/step-4"}
     text = shown(a_run(tmp_path / "run", summary={"best": best, "test_accuracy": 0.5, "best_test_accuracy": 0.5}))
     assert "finished after 4 steps" in text
     assert "50.00% after step 4, kept in checkpoints/step-4" in text

@@ -13,7 +13,7 @@ from hybridpar.errors import UsageError
 
 def parsed(*words: str) -> Train:
     command = find_command("train")
-    options = command.parse("train", command.expanded("train", words))
+    options = command.parse("train", words)
     assert isinstance(options, Train)
     return options
 

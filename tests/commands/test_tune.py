@@ -20,7 +20,7 @@ from hybridpar.partition.profile_cache import profile_key
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.planner.resolve import resolve
-from hybridpar.run.kernels import prepare_kernels
+from hybridpar.run.kernel_use import prepare_kernels
 from hybridpar.tvm_kernels import choice, optimize, search
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.shapes import Direction, Layout
@@ -71,7 +71,7 @@ def test_shapes_are_tuned_shown_and_skipped_the_next_time(call, tmp_path):
 def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
     code, table, _ = call(
         *("mobilenet_v2", "--data", "synthetic:samples=64", "--image-size", "64", "--batch-size", "2"),
-        *("--workers", "1", "--threads", "1", "-o", "k.jsonl"),
+        *("--nproc", "1", "--threads", "1", "-o", "k.jsonl"),
     )
     assert code == 0
     assert len(call.tuner.asked) == len(set(call.tuner.asked)) == 30
@@ -80,7 +80,7 @@ def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
 
 def test_what_training_asks_for_is_what_is_tuned(monkeypatch):
     workers = 2
-    options: dict[str, Any] = {"workers": workers, "micro_batches": 2, "batch_size": 32, "image_size": 8}
+    options: dict[str, Any] = {"nproc": workers, "micro_batches": 2, "batch_size": 32, "image_size": 8}
     options["data"] = "synthetic:samples=64"
     work = find_work(TuneRequest(model="tests.small_nets:separable", **options))
     run = TrainConfig(kernels="auto", **options)

@@ -115,7 +115,12 @@ def staged(
     world: World, names: str, codec: str, replicas: int, poisoned: bool, hierarchy: bool
 ) -> tuple[dict[str, Tensor], dict[str, str], list[list[int]], bool]:
     """State after three steps, what parameters travel as, the sizes of nodes, and whether any residual is kept."""
-    config = {"stages": 2, "replicas": replicas, "micro_batches": 2, "hierarchy": hierarchy}
+    config = {
+        "stages": 2,
+        "replicas": replicas,
+        "micro_batches": 2,
+        "sync": f"allreduce:bucket=0.02,hierarchy={hierarchy}",
+    }
     with mock.patch("hybridpar.compress.nodes.host_identity", return_value=names[world.rank]):
         trainer = make_trainer(world, codec, **config)
     skipped, unmoved = list[bool](), list[bool]()

@@ -6,31 +6,20 @@ import math
 
 import pytest
 
-from hybridpar.config import TrainConfig
+from hybridpar.compress import CODECS
+from hybridpar.config import TrainConfig, sync
+from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS
+from hybridpar.data.sources import DATA_SETS
 from hybridpar.errors import UsageError
 
 WRONG = [
     ("batch_size", 0),
     ("epochs", 0),
     ("steps", 0),
-    ("workers", 0),
+    ("nproc", 0),
     ("micro_batches", 0),
-    ("lr", 0.0),
-    ("lr", math.nan),
-    ("momentum", 1.0),
-    ("momentum", -0.1),
     ("weight_decay", -1e-4),
-    ("warmup_epochs", -1.0),
-    ("label_smoothing", 1.0),
-    ("clip_norm", 0.0),
-    ("betas", (0.9, 1.0)),
-    ("bce_threshold", 1.0),
-    ("sync_lanes", 0),
-    ("sync_lanes", 9),
-    ("bucket_mb", 0.0),
     ("timeout", 0.0),
-    ("keep", 0),
-    ("image_size", 4),
     ("loader_workers", -1),
 ]
 
@@ -48,9 +37,7 @@ def test_a_value_out_of_range_is_named_with_its_rule(option, value):
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("momentum", 0.0), ("label_smoothing", 0.0), ("sync_lanes", 8), ("loader_workers", 0)]
-)
+@pytest.mark.parametrize(("option", "value"), [("weight_decay", 0.0), ("loader_workers", 0)])
 def test_the_ends_of_a_range_belong_to_it(option, value):
     TrainConfig(**{option: value}).check()
 
@@ -60,7 +47,24 @@ def test_the_ends_of_a_range_belong_to_it(option, value):
     [
         ({"optimizer": "adamv"}, "'adamv'", "adam"),
         ({"lr_schedule": "multistep"}, "--lr-schedule multistep", "It needs at."),
-        ({"clip_mode": "agc"}, "--clip-mode agc", "--clip-norm"),
+        ({"lr": 0.0}, "--lr is 0.0", "greater than 0"),
+        ({"lr": math.nan}, "--lr is nan", "greater than 0"),
+        ({"lr_schedule": "cosine:warmup=-1"}, "warmup=-1", "at least 0"),
+        ({"lr_schedule": "cosine:cycle=0"}, "cycle=0", "greater than 0"),
+        ({"loss": "ce:smoothing=1"}, "smoothing=1", "less than 1"),
+        ({"loss": "bce:threshold=1"}, "threshold=1", "less than 1"),
+        ({"loss": "ce:threshold=0.2"}, "--loss ce:threshold=0.2", "'threshold'"),
+        ({"loss": "mse"}, "--loss mse", "'mse'"),
+        ({"clip_grad": 0.0}, "--clip-grad 0.0", "greater than 0"),
+        ({"clip_grad": "mode=agc"}, "--clip-grad mode=agc", "It needs limit."),
+        ({"optimizer": "sgd:momentum=none"}, "momentum=None", "a number"),
+        ({"optimizer": "sgd:momentum"}, "momentum=True", "a number"),
+        ({"recompute": ("all",), "sync": "ps"}, "--recompute all with --sync ps", "whole model"),
+        ({"recompute": ("all",), "batch_size": "auto"}, "--batch-size auto with --recompute all", "whole model"),
+        ({"optimizer": "adamw:layer_decay=2"}, "layer_decay=2", "at most 1"),
+        ({"sync": "allreduce:lanes=0"}, "lanes=0", "from 1 to 8"),
+        ({"sync": "allreduce:lanes=9"}, "lanes=9", "from 1 to 8"),
+        ({"sync": "allreduce:bucket=0"}, "bucket=0", "greater than 0"),
     ],
 )
 def test_options_of_the_optimizer_that_do_not_fit_are_one_error(options, one, other):
@@ -72,8 +76,13 @@ def test_options_of_the_optimizer_that_do_not_fit_are_one_error(options, one, ot
 
 def test_nesterov_needs_momentum():
     with pytest.raises(UsageError, match="Nesterov's method needs momentum"):
-        TrainConfig(nesterov=True, momentum=0.0).check()
-    TrainConfig(nesterov=True).check()
+        TrainConfig(optimizer="sgd:momentum=0,nesterov").check()
+    TrainConfig(optimizer="sgd:nesterov").check()
+
+
+def test_a_rate_for_a_batch_is_in_proportion_to_the_batch():
+    assert TrainConfig(lr="0.1/256", batch_size=64).peak_lr == pytest.approx(0.025)
+    assert TrainConfig(lr="0.1", batch_size=64).peak_lr == TrainConfig(lr=0.1).peak_lr == 0.1
 
 
 @pytest.mark.parametrize("said", ["0,0", "1,-1", "nan,1", "1;2", "", "fast"])
@@ -100,3 +109,8 @@ def test_what_cannot_have_shares_is_refused_by_name(shares, options, other):
         TrainConfig(shares=shares, **options).check()
     assert f"--shares {shares}" in caught.value.what
     assert other in caught.value.what
+
+
+def test_the_names_of_codecs_and_data_sets_are_those_that_are_registered():
+    assert set(CODECS) == set(sync.CODECS)
+    assert set(DATA_SETS) == {*TORCHVISION_SETS, *OTHER_SETS}

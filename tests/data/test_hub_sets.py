@@ -80,7 +80,7 @@ def test_a_label_that_is_no_class_is_one_error(tmp_path: Path) -> None:
 def test_what_is_not_in_the_cache_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot load hf/nobody/nothing-of-that-name") as caught:
         load(tmp_path, "hf/nobody/nothing-of-that-name")
-    assert "--download" in caught.value.fix
+    assert ",download" in caught.value.fix
     with pytest.raises(UsageError, match="--data hf"):
         load(tmp_path, "hf/")
 
@@ -181,3 +181,17 @@ def test_what_are_no_tar_shards_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "train.tar").write_bytes((tmp_path / "train.tar").read_bytes()[: 29 * 512 + 10])  # in an image
     with pytest.raises(DataError, match=f"cannot load the tar shards in {tmp_path}: unexpected end of data"):
         load(tmp_path, "hf/webdataset")
+
+
+def test_parquet_files_are_read_from_the_data_root(tmp_path: Path) -> None:
+    features = datasets.Features({"picture": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    for part, labels in (("train", [0, 1, 1]), ("test", [1])):
+        pictures = [Image.new("RGB", (20, 20), (number * 9, 1, 2)) for number in range(len(labels))]
+        made = datasets.Dataset.from_dict({"picture": pictures, "label": labels}, features=features)
+        made.to_parquet(tmp_path / f"{part}.parquet")
+    data = load(tmp_path, "hf/parquet")
+    assert (data.class_names, data.train.labels.tolist(), data.test.labels.tolist()) == (("a", "b"), [0, 1, 1], [1])
+    assert data.train.load(np.array([2]), None, torch.device("cpu"))[0, :, 3, 3].tolist() == [18, 1, 2]
+    (tmp_path / "train.parquet").write_bytes(b"no table")
+    with pytest.raises(DataError, match=f"cannot load the parquet files in {tmp_path}"):
+        load(tmp_path, "hf/parquet")

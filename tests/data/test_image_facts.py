@@ -34,9 +34,9 @@ def as_tested(data):
     return torch.cat([images for images, _ in TestBatches(data, batch_size=2, rank=0, workers=1, loader_workers=0)])
 
 
-@pytest.mark.parametrize("options", [{}, {"test_image_size": 24, "crop_ratio": 0.5}, {"interpolation": "bicubic"}])
+@pytest.mark.parametrize("options", ["", ",test=24,crop=0.5", ",interpolation=bicubic"])
 def test_files_become_what_the_test_set_is_made_of(photos, options):
-    config = TrainConfig(data="folder", data_root=photos, image_size=32, mean=(0.1, 0.2, 0.3), **options)
+    config = TrainConfig(data="folder", data_root=photos, image_size=f"32,mean=0.1/0.2/0.3{options}")
     data = load_dataset(config)
     named = named_images(find_images([photos / "test"]), ImageFacts.of(data), config)
     assert torch.equal(as_tested(named), as_tested(data))
@@ -62,9 +62,7 @@ def test_folders_are_searched_and_hidden_ones_are_not(photos):
     ]
 
 
-def test_what_is_not_there_and_a_folder_without_images_are_refused(photos):
-    with pytest.raises(UsageError, match=r"there is no .*none\.png"):
-        find_images([photos / "train", photos / "none.png"])
+def test_a_folder_without_images_is_refused(photos):
     (photos / "empty").mkdir()
     with pytest.raises(UsageError, match=r"there is no image in .*empty"):
         find_images([photos / "empty"])
@@ -75,8 +73,8 @@ def test_facts_survive_a_file():
     assert ImageFacts.read(json.loads(json.dumps(facts.plain()))) == facts
 
 
-def test_only_models_of_colour_images_take_files():
+def test_files_are_no_images_of_two_channels():
     facts = ImageFacts.of(load_dataset(TrainConfig(data="digits")))
-    grey = dataclasses.replace(facts, sample_shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
-    with pytest.raises(UsageError, match="1 channels"):
+    grey = dataclasses.replace(facts, sample_shape=(2, 8, 8), mean=(0.5,) * 2, std=(0.5,) * 2)
+    with pytest.raises(UsageError, match="2 channels"):
         named_images([Path("a.png")], grey, TrainConfig())

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from hybridpar.config import DataConfig
-from hybridpar.data import FileImages, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import DecodedImages, ImageData, ImageFiles, MemoryImages, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError, LaneError, LaunchError, UsageError
 from hybridpar.machine.launch import record_failure
@@ -166,7 +166,7 @@ def test_skipped_images_are_not_read(tmp_path, loader_workers, caplog):
     batches = train_batches(data, batch_size=4, loader_workers=loader_workers)
     first, *rest = list(batches.epoch(0))
     for label in first.micro_batches[0][1].tolist():
-        data.train.path(label).unlink()
+        data.train.dataset.path(label).unlink()
     resumed = list(batches.epoch(0, start_step=1))
     assert same([batch.micro_batches[0] for batch in resumed], [batch.micro_batches[0] for batch in rest])
     assert not caplog.records, "they are not there"
@@ -210,7 +210,7 @@ def numbered_files(root, samples, augment):
     """A data set of files whose labels are their numbers."""
     paths = [f"{number:03d}.png" for number in range(samples)]
     write_images(root, paths)
-    source = FileImages(root, paths, range(samples), augment=augment, prepare=augment)
+    source = DecodedImages(ImageFiles(root, paths, range(samples)), augment=augment, prepare=augment)
     facts = {"name": "numbered", "class_names": tuple(paths), "sample_shape": (3, 20, 24)}
     return ImageData(**facts, train=source, test=source, mean=(0.0,) * 3, std=(1.0,) * 3)
 
@@ -253,7 +253,7 @@ def damage(path, harm):
 )
 def test_damaged_image_is_replaced_in_training_and_left_out_of_the_test(tmp_path, harm, loader_workers, caplog):
     data = numbered_files(tmp_path / "images", 40, to_pixels)
-    path = data.train.path(2)
+    path = data.train.dataset.path(2)
     data.train.labels[2] = 3  # a class of which other images can be read
     damage(path, harm)
     batches = train_batches(data, batch_size=8, loader_workers=loader_workers)
@@ -274,7 +274,7 @@ def test_damaged_image_is_replaced_in_training_and_left_out_of_the_test(tmp_path
 def test_a_replacement_is_the_same_whoever_asks(tmp_path):
     data = numbered_files(tmp_path / "images", 12, to_pixels)
     data.train.labels[5] = 6
-    damage(data.train.path(5), "garbage")
+    damage(data.train.dataset.path(5), "garbage")
     alone = data.train.load_readable(np.array([5]), AugmentKey(0, 0), CPU)
     among = data.train.load_readable(np.arange(12), AugmentKey(0, 0), CPU)
     assert alone.indices.tolist() == [6] == among.indices[5:6].tolist()
@@ -284,7 +284,7 @@ def test_a_replacement_is_the_same_whoever_asks(tmp_path):
 def test_a_batch_of_damaged_test_images_is_left_out(tmp_path):
     data = numbered_files(tmp_path / "images", 6, to_pixels)
     for index in (4, 5):
-        damage(data.train.path(index), "garbage")
+        damage(data.train.dataset.path(index), "garbage")
     assert [labels.tolist() for _, labels in TestBatches(data, batch_size=2, rank=0, workers=1)] == [[0, 1], [2, 3]]
 
 
@@ -292,7 +292,7 @@ def test_a_batch_of_damaged_test_images_is_left_out(tmp_path):
 def test_training_ends_where_no_image_can_be_read(tmp_path, loader_workers):
     data = numbered_files(tmp_path / "images", 4, to_pixels)
     for index in range(4):
-        damage(data.train.path(index), "garbage")
+        damage(data.train.dataset.path(index), "garbage")
     with pytest.raises(DataError, match="cannot read the image") as caught:
         list(train_batches(data, batch_size=4, loader_workers=loader_workers).epoch(0))
     assert "Traceback" not in str(caught.value)
@@ -339,19 +339,23 @@ def test_bug_in_the_transforms_is_not_disguised(tmp_path, loader_workers):
         list(train_batches(data, batch_size=4, loader_workers=loader_workers).epoch(0))
 
 
-def own_pid(image):
-    return torch.full((3, 20, 24), os.getpid() % 251, dtype=torch.uint8)
+def pixels_of_pid(image):
+    """Each channel holds a byte of the number of the process."""
+    number = torch.tensor([os.getpid() >> shift & 255 for shift in (0, 8, 16)], dtype=torch.uint8)
+    return number.view(3, 1, 1).expand(3, 20, 24)
 
 
 def test_loader_processes_are_kept_from_epoch_to_epoch(tmp_path):
-    data = numbered_files(tmp_path / "images", 8, own_pid)
+    data = numbered_files(tmp_path / "images", 8, pixels_of_pid)
     batches = train_batches(data, batch_size=4, loader_workers=1)
 
     def pid():
-        return {round(batch.micro_batches[0][0].mean().item() * 255) for batch in batches.epoch(0)}
+        images = torch.cat([batch.micro_batches[0][0] for batch in batches.epoch(0)])
+        (number,) = (images[:, :, 0, 0] * 255).round().int().unique(dim=0).tolist()
+        return sum(part << shift for part, shift in zip(number, (0, 8, 16), strict=True))
 
     first = pid()
-    assert pid() == first != {os.getpid() % 251}
+    assert pid() == first != os.getpid()
     epoch = batches.epoch(0)
     next(epoch)
     epoch.close()

@@ -10,7 +10,8 @@ import torch
 from timm.data import Mixup
 
 from hybridpar import Trainer
-from hybridpar.config import AugmentConfig, TrainConfig
+from hybridpar.config import TrainConfig
+from hybridpar.config.data import Mixing
 from hybridpar.data.mix import MixDraw, box_around, draw_mix, mix
 from hybridpar.errors import UsageError
 from tests.pipeline.oracle import images
@@ -69,24 +70,24 @@ def test_an_odd_last_sample_stays_as_it_is():
 
 
 def test_draws_follow_from_seed_and_step_alone():
-    config = AugmentConfig(mixup=0.8, cutmix=1.0, mix_prob=0.5, mix_switch=0.5)
-    draws = [draw_mix(config, 3, step, (32, 32)) for step in range(400)]
-    assert draws == [draw_mix(config, 3, step, (32, 32)) for step in range(400)]
-    assert draws != [draw_mix(config, 4, step, (32, 32)) for step in range(400)]
+    mixing = Mixing(mixup=0.8, cutmix=1.0, prob=0.5, switch=0.5)
+    draws = [draw_mix(mixing, 3, step, (32, 32)) for step in range(400)]
+    assert draws == [draw_mix(mixing, 3, step, (32, 32)) for step in range(400)]
+    assert draws != [draw_mix(mixing, 4, step, (32, 32)) for step in range(400)]
     off = sum(draw == MixDraw() for draw in draws)
     cuts = sum(draw.box is not None for draw in draws)
     assert off == pytest.approx(200, abs=40)
     assert cuts == pytest.approx(100, abs=30)
-    blended = [draw.own for draw in draws if draw.box is None and draw.own < 1]
+    blended = [draw.lam for draw in draws if draw.box is None and draw.lam < 1]
     assert np.mean(blended) == pytest.approx(0.5, abs=0.08)
     assert np.var(blended) == pytest.approx(1 / (4 * (2 * 0.8 + 1)), abs=0.03)  # that of Beta(0.8, 0.8)
 
 
-OPTIONS = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "lr": 0.1, "seed": 3}
+OPTIONS = {"mix": "mixup=0.8,cutmix=1", "loss": "ce:smoothing=0.1", "lr": 0.1, "seed": 3}
 
 
 def train(world, options, steps=4, cut=None, save=None, load=None):
-    with Trainer(make_net(), config=TrainConfig(**OPTIONS, **options), world=world, classes=CLASSES) as trainer:
+    with Trainer(make_net(), config=TrainConfig(**{**OPTIONS, **options}), world=world, classes=CLASSES) as trainer:
         if load is not None:
             trainer.load(load)
         losses = []
@@ -101,7 +102,7 @@ def train(world, options, steps=4, cut=None, save=None, load=None):
 def test_every_layout_mixes_alike(loss):
     options = {"loss": loss}
     one, losses = train(None, options)
-    assert losses[0] != train(None, {**options, "mix_prob": 0.0})[1][0]
+    assert losses[0] != train(None, {**options, "mix": "mixup=0.8,cutmix=1,prob=0"})[1][0]
     for parts in (4, 3):
         other, theirs = train(None, {**options, "micro_batches": parts})
         close(one, other)
@@ -115,7 +116,7 @@ def test_stages_mix_as_the_whole_model_does():
     states, losses = [], []
     for stages in (1, 2):
         model = normless()
-        config = TrainConfig(**OPTIONS, loss="bce", bce_threshold=0.2, micro_batches=2, stages=stages)
+        config = TrainConfig(**{**OPTIONS, "loss": "bce:threshold=0.2"}, micro_batches=2, stages=stages)
         plan = plan_of(model, stages) if stages > 1 else None
         with Trainer(model, config=config, plan=plan, example=EXAMPLE, classes=CLASSES) as trainer:
             losses.append([trainer.step(images(8, seed=step)).loss for step in range(4)])
@@ -131,7 +132,7 @@ def test_a_resumed_run_mixes_as_an_uninterrupted_one(tmp_path):
 
 
 def test_mixing_ends_with_an_epoch():
-    config = TrainConfig(**OPTIONS, mix_off_epoch=1)
+    config = TrainConfig(**{**OPTIONS, "mix": "mixup=0.8,cutmix=1,off=1"})
     with Trainer(make_net(), config=config, classes=CLASSES, steps_per_epoch=2) as trainer:
         mixed = []
         for _ in range(4):
@@ -145,4 +146,4 @@ def test_mixing_ends_with_an_epoch():
 
 def test_mixing_needs_the_number_of_classes():
     with pytest.raises(UsageError, match="classes"):
-        Trainer(make_net(), config=TrainConfig(mixup=0.2))
+        Trainer(make_net(), config=TrainConfig(mix="mixup=0.2"))

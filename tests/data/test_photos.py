@@ -19,14 +19,14 @@ def photos():
 def test_parts_come_from_different_cells_and_crops_lie_within_them(photos):
     for source, count in ((photos.train, 4 * 48), (photos.test, 2 * 32)):
         assert torch.bincount(source.labels).tolist() == [count] * len(PHOTOGRAPHS)
-        for number, left, top, side in source.crops.tolist():
-            photograph = source.photographs[number]
+        for number, left, top, side in source.dataset.crops.tolist():
+            photograph = source.dataset.photographs[number]
             wide, high = photograph.width // COLUMNS, photograph.height // ROWS
             cell = (top // high, left // wide)
             assert (cell in TEST_CELLS) == (source is photos.test)
             assert ((top + side - 1) // high, (left + side - 1) // wide) == cell
             assert min(wide, high) / 2 <= side <= min(wide, high)
-    assert len({tuple(crop) for crop in photos.train.crops.tolist()}) > 3000
+    assert len({tuple(crop) for crop in photos.train.dataset.crops.tolist()}) > 3000
 
 
 def test_crops_are_resized_and_statistics_are_theirs(photos):
@@ -36,5 +36,5 @@ def test_crops_are_resized_and_statistics_are_theirs(photos):
     assert (some.double() / 255).mean((0, 2, 3)).tolist() == pytest.approx(photos.mean, abs=0.03)
     large = load_dataset(DataConfig(data="photos", image_size=128))
     assert large.sample_shape == (3, 128, 128)
-    assert np.array_equal(large.train.crops, photos.train.crops)
+    assert np.array_equal(large.train.dataset.crops, photos.train.dataset.crops)
     assert large.test.load(np.array([3]), None, cpu).shape == (1, 3, 128, 128)

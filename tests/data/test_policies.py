@@ -12,16 +12,15 @@ from timm.data.auto_augment import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config import TrainConfig
+from hybridpar.config.data import Augmentation, Images
 from hybridpar.data import TestBatches, load_dataset
 from hybridpar.data.decode import RandomCrop
-from hybridpar.data.policies import TimmPolicy
-from hybridpar.data.repeats import RepeatedImages
-from hybridpar.data.sampling import AugmentKey, cut_epoch, epoch_order, repeated
-from hybridpar.data.sources import imagenet_transforms
+from hybridpar.data.policies import TimmPolicy, eval_transform, random_erasing, train_transform
+from hybridpar.data.sampling import COPY, AugmentKey, cut_epoch, epoch_order, repeated
 from hybridpar.errors import UsageError
-from tests.data.test_loader import read_steps, same, train_batches
+from tests.data.test_loader import read_steps, same, train_batches, write_images
 
-MEAN = (0.485, 0.456, 0.406)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LINEAR, CUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 CPU = torch.device("cpu")
 
@@ -31,21 +30,21 @@ def picture(side=40):
 
 
 OWN = [
-    ({"augment": "ra:2,7"}, [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
-    ({"augment": "ta", "hflip": 0.0}, [v2.TrivialAugmentWide(interpolation=LINEAR)]),
-    ({"augment": "aa"}, [v2.RandomHorizontalFlip(), v2.AutoAugment(interpolation=LINEAR)]),
-    ({"augment": "augmix"}, [v2.RandomHorizontalFlip(), v2.AugMix(interpolation=LINEAR)]),
+    ("ra,n=2,m=7", [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
+    ("ta,hflip=0", [v2.TrivialAugmentWide(interpolation=LINEAR)]),
+    ("aa", [v2.RandomHorizontalFlip(), v2.AutoAugment(interpolation=LINEAR)]),
+    ("augmix", [v2.RandomHorizontalFlip(), v2.AugMix(interpolation=LINEAR)]),
     (
-        {"hflip": 0.3, "vflip": 0.5, "color_jitter": 0.4},
+        "hflip=0.3,vflip=0.5,color_jitter=0.4",
         [v2.RandomHorizontalFlip(0.3), v2.RandomVerticalFlip(0.5), v2.ColorJitter(0.4, 0.4, 0.4)],
     ),
 ]
 
 
-@pytest.mark.parametrize(("options", "changes"), OWN, ids=["ra", "ta", "aa", "augmix", "flips"])
+@pytest.mark.parametrize(("policy", "changes"), OWN, ids=["ra", "ta", "aa", "augmix", "flips"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_training_transforms_are_torchvisions(options, changes, seed):
-    config = TrainConfig(scale=(0.3, 0.9), ratio=(0.5, 2.0), random_erasing=0.5, **options)
+def test_training_transforms_are_torchvisions(policy, changes, seed):
+    config = TrainConfig(augment=f"{policy},scale=0.3/0.9,ratio=0.5/2,erase=0.5")
     reference = v2.Compose(
         [
             RandomCrop(24, scale=(0.3, 0.9), ratio=(0.5, 2.0)),
@@ -53,7 +52,7 @@ def test_training_transforms_are_torchvisions(options, changes, seed):
             v2.RandomErasing(0.5, value=[124, 116, 104]),
         ]
     )
-    mine, _ = imagenet_transforms(24, config, MEAN)
+    mine = train_transform(24, config, MEAN, STD)
     results = []
     for transform in (mine, reference):
         torch.manual_seed(seed)
@@ -62,14 +61,14 @@ def test_training_transforms_are_torchvisions(options, changes, seed):
 
 
 def test_test_images_are_cut_out_by_the_crop_ratio():
-    _, mine = imagenet_transforms(24, TrainConfig(crop_ratio=0.9, interpolation="bicubic"), MEAN)
+    mine = eval_transform(24, Images(crop=0.9, interpolation="bicubic"))
     reference = v2.Compose([v2.Resize(27, CUBIC, antialias=True), v2.CenterCrop(24), v2.PILToTensor()])
     assert torch.equal(mine(picture()), reference(picture()))
 
 
 @pytest.mark.parametrize("name", ["photos", "digits"])
 def test_test_images_may_have_another_size(name):
-    data = load_dataset(TrainConfig(data=name, image_size=16, test_image_size=24))
+    data = load_dataset(TrainConfig(data=name, image_size="16,test=24"))
     train = train_batches(data, batch_size=8)
     assert next(train.epoch(0)).micro_batches[0][0].shape[-2:] == (16, 16)
     assert next(iter(TestBatches(data, batch_size=4, rank=0, workers=1, loader_workers=0)))[0].shape[-2:] == (24, 24)
@@ -85,18 +84,14 @@ def test_a_random_interpolation_is_one_of_two():
 
 
 @pytest.mark.parametrize("kind", ["picture", "tensor"])
-def test_a_policy_of_timm_is_seeded_by_torch_and_leaves_the_other_generators_alone(kind):
+def test_a_policy_of_timm_is_timms(kind):
     image = picture() if kind == "picture" else v2.functional.pil_to_tensor(picture())
     policy = TimmPolicy("rand-m9-mstd0.5-inc1", 40, MEAN)
-    random.seed(5)
-    before = random.getstate()
-    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
     first = policy(image)
-    assert random.getstate() == before
-    torch.manual_seed(3)
-    seed = int(torch.randint(2**31, ()))
-    random.seed(seed)
-    np.random.seed(seed)
+    random.seed(3)
+    np.random.seed(3)
     colour = tuple(round(255 * one) for one in MEAN)
     wanted = rand_augment_transform("rand-m9-mstd0.5-inc1", {"translate_const": 18, "img_mean": colour})(picture())
     assert np.array_equal(np.asarray(v2.functional.to_pil_image(first) if kind == "tensor" else first), wanted)
@@ -104,8 +99,8 @@ def test_a_policy_of_timm_is_seeded_by_torch_and_leaves_the_other_generators_alo
 
 def test_what_timm_does_not_know_is_one_error():
     with pytest.raises(UsageError, match="does not know the policy"):
-        imagenet_transforms(24, TrainConfig(augment="timm/nonsense"), MEAN)
-    with pytest.raises(UsageError, match="--augment is rand"):
+        train_transform(24, TrainConfig(augment="timm:nonsense"), MEAN, STD)
+    with pytest.raises(UsageError, match="--augment rand"):
         TrainConfig(augment="rand").check()
 
 
@@ -114,7 +109,7 @@ def synthetic(**options):
 
 
 def test_images_in_memory_are_changed_alike_whoever_asks():
-    config = synthetic(augment="ra:2,9", random_erasing=0.5, vflip=0.5)
+    config = synthetic(augment="ra,erase=0.5,vflip=0.5")
     source = load_dataset(config).train
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -132,21 +127,19 @@ def test_images_in_memory_are_changed_alike_whoever_asks():
 def test_copies_of_a_sample_are_in_one_batch_and_differ():
     data = load_dataset(synthetic())
     steps = cut_epoch(20, 8, 1)
-    order = repeated(epoch_order(20, 0, 2), steps, 3, 20)
+    order = repeated(epoch_order(20, 0, 2), steps, 3)
     assert len(order) == 20
     for start, stop in steps:
-        samples, counts = np.unique(order[start:stop] % 20, return_counts=True)
+        samples, counts = np.unique(order[start:stop] % COPY, return_counts=True)
         assert counts.max() <= 3
         assert len(samples) == -(-(stop - start) // 3)
         assert len(set(order[start:stop])) == stop - start
-        assert all(a % 20 != b % 20 for a, b in zip(order[start : stop - 1], order[start + 1 : stop], strict=True))
-    source = RepeatedImages(data.train, 2)
-    images = source.load(np.array([23, 3, 5, 25]), AugmentKey(0, 1), CPU)
+        assert all(a % COPY != b % COPY for a, b in zip(order[start : stop - 1], order[start + 1 : stop], strict=True))
+    images = data.train.load(np.array([COPY + 3, 3, 5, COPY + 5]), AugmentKey(0, 1), CPU)
     plain = data.train.load(np.array([3, 5]), AugmentKey(0, 1), CPU)
     assert torch.equal(images[1], plain[0])
     assert torch.equal(images[2], plain[1])
     assert not torch.equal(images[0], images[1])
-    assert source.labels[23] == source.labels[3]
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
@@ -156,3 +149,49 @@ def test_every_layout_sees_the_same_pairs(repeats):
     whole = read_steps(data, 1, 1, **options)
     for layout in ((2, 1), (1, 4)):
         assert same(whole, read_steps(data, *layout, **options))
+
+
+@pytest.mark.parametrize("mode", ["rand", "pixel"])
+def test_noise_is_drawn_in_normalised_images_and_not_cut_off(mode):
+    *normalise, erase = random_erasing(Augmentation(erase=1.0, erase_mode=mode), MEAN, STD)
+    image = v2.functional.pil_to_tensor(picture())
+    wanted = v2.functional.normalize(image / 255, list(MEAN), list(STD))
+    torch.manual_seed(0)
+    random.seed(0)
+    normalised = v2.Compose(normalise)(image)
+    assert torch.allclose(normalised, wanted, atol=1e-6)
+    erased = erase(normalised.clone())
+    changed = (erased != normalised).all(0)
+    assert 0.01 < changed.double().mean() < 0.5
+    assert len(erased[0][changed].unique()) == (1 if mode == "rand" else int(changed.sum()))
+
+
+POLICIES = [
+    "ra,erase=0.5,erase_mode=pixel",
+    "timm:rand-m9-mstd0.5-inc1,erase=0.5,erase_mode=rand",
+    "augmix,color_jitter=0.4,vflip=0.5,erase=0.5",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    write_images(root, [f"{name}/{number}.jpg" for name in ("cat", "dog") for number in range(15)])
+    return root
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["torchvision", "timm", "colours"])
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_order_and_augmentation_are_the_same_for_any_workers_and_loader_processes(kind, policy, folder):
+    name = "folder" if kind == "files" else "synthetic:samples=24"
+    data = load_dataset(TrainConfig(data=name, data_root=folder, image_size=16, augment=policy))
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    reference = read_steps(data, 1, 1, batch_size=12, repeats=2)
+    assert [len(labels) for _, labels in reference] == [12, 12]
+    for workers, loader_workers in ((1, 1), (1, 2), (2, 0), (2, 2), (3, 0), (3, 1)):
+        steps = read_steps(data, workers, 1, batch_size=12, repeats=2, loader_workers=loader_workers)
+        assert same(steps, reference), (workers, loader_workers)
+    assert not same(read_steps(data, 1, 1, epoch=1, batch_size=12, repeats=2), reference)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert random.getstate() == before[2]

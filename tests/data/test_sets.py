@@ -98,7 +98,7 @@ def test_damaged_cifar_names_the_file_and_is_never_unpickled(cifar, damaged, tmp
     with pytest.raises(DataError, match="damaged") as caught:
         load_dataset(DataConfig(data=name, data_root=root))
     assert str(file) in caught.value.what
-    assert "--download" in caught.value.fix
+    assert ",download" in caught.value.fix
     assert not exploded.exists()
     pickle.loads(file.read_bytes())
     assert exploded.exists(), "the file would have done harm"
@@ -112,7 +112,7 @@ def test_download_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets.caltech, "download_and_extract_archive", unreachable)
     for name in ("cifar10", "caltech101"):
         with pytest.raises(DataError, match="no route to host") as caught:
-            load_dataset(DataConfig(data=name, data_root=tmp_path / name, download=True))
+            load_dataset(DataConfig(data=f"{name},download", data_root=tmp_path / name))
         assert str(tmp_path / name) in caught.value.what
 
 
@@ -126,7 +126,7 @@ def test_download_puts_the_files_into_the_data_root(cifar, tmp_path, monkeypatch
         folder.rename(Path(download_root) / folder.name)
 
     monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", transfer)
-    assert len(load_dataset(DataConfig(data=name, data_root=root, download=True)).test) == 12
+    assert len(load_dataset(DataConfig(data=f"{name},download", data_root=root)).test) == 12
 
 
 def save_image(path: Path, mode: str = "RGB", size: tuple[int, int] = (20, 16)) -> None:
@@ -156,7 +156,7 @@ def test_caltech101_is_split_as_documented(caltech, caplog):
     assert torch.bincount(data.train.labels).tolist() == [30, 30, 30]
     assert torch.bincount(data.test.labels).tolist() == [4, 2, 1]
     samples = {
-        (source.path(index), int(source.labels[index]))
+        (source.dataset.path(index), int(source.labels[index]))
         for source in (data.train, data.test)
         for index in range(len(source))
     }
@@ -197,7 +197,7 @@ def test_folder_agrees_with_image_folder(folder, test):
     assert data.sample_shape == (3, 224, 224)
     for source, part in ((data.train, "train"), (data.test, test)):
         theirs = torchvision.datasets.ImageFolder(str(folder / part)).samples
-        assert [(str(source.path(index)), int(source.labels[index])) for index in range(len(source))] == theirs
+        assert [(str(source.dataset.path(index)), int(source.labels[index])) for index in range(len(source))] == theirs
 
 
 def test_folder_prefers_test_to_val(folder):
@@ -255,7 +255,7 @@ def test_folder_ignores_what_is_hidden_or_no_image_and_says_so(folder):
     save_image(folder / "train" / "lost.png")
     data = load_dataset(DataConfig(data="folder", data_root=folder))
     assert data.class_names == ("cat", "dog")
-    assert [data.train.path(index).name for index in range(3)] == expected
+    assert [data.train.dataset.path(index).name for index in range(3)] == expected
     assert (len(data.train), len(data.test)) == (6, 4)
     assert describe_data(data) == (
         "folder, 6 training and 4 test images, 2 classes, 224x224; ignored: 4 hidden directories (.ipynb_checkpoints), "
@@ -266,7 +266,7 @@ def test_folder_ignores_what_is_hidden_or_no_image_and_says_so(folder):
 def test_a_bad_image_ends_the_run_where_that_is_asked_for(folder):
     path = folder / "train" / "dog" / "1.png"
     path.write_bytes(path.read_bytes()[:-40])
-    data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=16, bad_images="error"))
+    data = load_dataset(DataConfig(data="folder,bad=error", data_root=folder, image_size=16))
     with pytest.raises(DataError, match=r"dog/1\.png"):
         data.train.load_readable(np.array([4]), AugmentKey(0, 0), torch.device("cpu"))
 
@@ -297,7 +297,7 @@ def test_folder_finds_images_in_any_case_and_depth_as_image_folder_does(folder):
         save_image(folder / "train" / "cat" / name)
     data = load_dataset(DataConfig(data="folder", data_root=folder))
     theirs = torchvision.datasets.ImageFolder(str(folder / "train")).samples
-    assert [(str(data.train.path(index)), int(data.train.labels[index])) for index in range(11)] == theirs
+    assert [(str(data.train.dataset.path(index)), int(data.train.labels[index])) for index in range(11)] == theirs
     assert len(data.train) == 11
 
 
@@ -451,3 +451,17 @@ def test_normalise(channels_last, size):
     expected = reference.normalize(pixels, mean.tolist(), std.tolist())
     assert torch.allclose(result, expected, atol=1e-5)
     assert result.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg"])
+def test_a_folder_of_classes_without_parts_is_divided_in_the_same_way_everywhere(tmp_path, kind):
+    for name, count in (("cat", 10), ("dog", 5)):
+        for number in range(count):
+            save_image(tmp_path / name / f"{number}.{kind}")
+    data, again = (load_dataset(DataConfig(data="folder", data_root=tmp_path)) for _ in range(2))
+    assert data.class_names == ("cat", "dog")
+    assert torch.bincount(data.train.labels).tolist() == [8, 4]
+    assert torch.bincount(data.test.labels).tolist() == [2, 1]
+    names = [{part.dataset.name(index) for index in range(len(part))} for part in (data.train, data.test)]
+    assert len(set.union(*names)) == 15
+    assert names[0] == {again.train.dataset.name(index) for index in range(12)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +101,6 @@ class Calls:
         return self._call
 
 
-def nested(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth):
-        value = [value, value]
-    return value
-
-
-def itself() -> list[Any]:
-    value: list[Any] = []
-    value.append(value)
-    return value
-
-
 def test_what_torch_saves_is_read(tmp_path: Path):
     shared = torch.arange(6.0)
     saved = {
@@ -132,17 +118,9 @@ def test_what_torch_saves_is_read(tmp_path: Path):
     assert loaded["net"]._metadata == saved["net"]._metadata
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: nested(60), "too often"),
-        (itself, "deep"),
-        (lambda: Calls(eval, "1 + 1"), "more than tensors and plain values"),
-    ],
-)
-def test_what_no_training_saves_is_refused(make: Callable[[], Any], said: str, tmp_path: Path):
-    torch.save({"value": make()}, tmp_path / "file.pt")
-    with pytest.raises(Unreadable, match=said):
+def test_what_would_run_code_is_refused(tmp_path: Path):
+    torch.save({"value": Calls(eval, "1 + 1")}, tmp_path / "file.pt")
+    with pytest.raises(Unreadable, match="more than tensors and plain values"):
         read_torch(tmp_path / "file.pt")
 
 

@@ -18,7 +18,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress import parse_codec
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.formats.messages import pack, unpack
-from hybridpar.run.directory import RunPlace
+from hybridpar.run.directory import RunFolder
 from tests.ranks import run_ranks
 
 
@@ -67,7 +67,7 @@ def test_everything_arrives_as_it_was_in_the_order_that_was_asked_for(shared_mem
         {"tensor": 1},
         Path("runs/one"),
         torch.bfloat16,
-        RunPlace(Path("runs/one"), None, claim="make"),
+        RunFolder(Path("runs/one"), None, claim="make"),
         parse_codec("topk:rate=0.1"),
     ],
 )
@@ -103,11 +103,14 @@ def message(text: Any, facts: Any = (), tail: bytes = b"") -> bytes:
         message([], [[[2], "no_dtype"]], bytes(8)),
         message([], (), b"more"),
         message({"tensor": 3}),
-        message({"fields": ["os:system", {}]}),
-        message({"fields": ["hybridpar.formats.messages:sys.modules", {}]}),
-        message({"fields": ["hybridpar.run.directory:RunPlace", {"wrong": 1}]}),
-        message({"error": ["hybridpar.run.directory:RunPlace", "a", "b", "c"]}),
+        message({"object": ["os:system", {}]}),
+        message({"object": ["hybridpar.formats.messages:sys.modules", {}]}),
+        message({"object": ["hybridpar.errors:shortened", {"value": "a"}]}),
+        message({"object": ["hybridpar.comm.flight:FlightRecorder", {}]}),
+        message({"object": ["hybridpar.run.directory:RunFolder", {"wrong": 1}]}),
         message({"tuple": [], "set": []}),
+        message({"tuple": 3}),
+        message({"map": [[1]]}),
         pickle.dumps([1, 2]),
     ],
     ids=itertools.count(),

@@ -95,7 +95,7 @@ def shared_memory() -> set[str]:
 
 
 #: Without a plan, so that it computes the same bits as a short run, which is not planned.
-ENDLESS = ("--epochs=100000", "--lr-schedule=constant", "--warmup-epochs=0", "--checkpoint-every=never", "--plan=none")
+ENDLESS = ("--epochs=100000", "--lr-schedule=constant:warmup=0", "--checkpoints=never", "--plan=none")
 
 
 # ------------------------------------------------------------------------------------------------------ whole jobs
@@ -103,9 +103,7 @@ ENDLESS = ("--epochs=100000", "--lr-schedule=constant", "--warmup-epochs=0", "--
 
 def test_a_worker_killed_in_mid_step_costs_nothing_but_time(start, tmp_path):
     before = shared_memory()
-    arguments = small_arguments(
-        tmp_path / "job", "--checkpoint-every=4", "--workers=2", model="tests.small_nets:dropping"
-    )
+    arguments = small_arguments(tmp_path / "job", "--checkpoints=4", "--nproc=2", model="tests.small_nets:dropping")
     # The ninth forward pass is in step 9, after the checkpoint of step 8.
     code, output, error = start(arguments, SMALL_NET_FAULT="KILL@1:9").finish()
     assert code == 0, error
@@ -120,7 +118,7 @@ def test_a_worker_killed_in_mid_step_costs_nothing_but_time(start, tmp_path):
 
 
 def test_ctrl_c_saves_and_torchrun_goes_on(start, tmp_path):
-    job = start(small_arguments(tmp_path / "job", *ENDLESS, "--workers=2", model="tests.small_nets:dropping"))
+    job = start(small_arguments(tmp_path / "job", *ENDLESS, "--nproc=2", model="tests.small_nets:dropping"))
     wait_for_steps(job, tmp_path / "job")
     job.process.send_signal(signal.SIGINT)
     code, output, error = job.finish()
@@ -131,7 +129,7 @@ def test_ctrl_c_saves_and_torchrun_goes_on(start, tmp_path):
     stopped = check_run(tmp_path / "job", ended="interrupted")["steps"]
     assert load_checkpoint(tmp_path / "job").step == stopped
 
-    options = {"lr_schedule": "constant", "warmup_epochs": 0.0, "steps": stopped + 4}
+    options = {"lr_schedule": "constant:warmup=0", "checkpoints": "epoch", "steps": stopped + 4}
     rest = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     job = start(
         small_arguments(tmp_path / "job", *rest, "--resume", model="tests.small_nets:dropping"),
@@ -151,7 +149,7 @@ def test_a_second_ctrl_c_stops_a_job_that_cannot_end_its_step(start, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     job = start(
-        small_arguments(tmp_path / "job", *ENDLESS, "--workers=2"), SMALL_NET_FAULT="STOP@1:4", TMPDIR=str(temporary)
+        small_arguments(tmp_path / "job", *ENDLESS, "--nproc=2"), SMALL_NET_FAULT="STOP@1:4", TMPDIR=str(temporary)
     )
     wait_for_steps(job, tmp_path / "job")
     job.process.send_signal(signal.SIGINT)
@@ -166,7 +164,7 @@ def test_a_second_ctrl_c_stops_a_job_that_cannot_end_its_step(start, tmp_path):
 
 
 def test_a_job_whose_launcher_is_killed_saves_and_leaves_no_process(start, tmp_path):
-    job = start(small_arguments(tmp_path / "job", *ENDLESS, "--workers=2"))
+    job = start(small_arguments(tmp_path / "job", *ENDLESS, "--nproc=2"))
     wait_for_steps(job, tmp_path / "job")
     job.process.send_signal(signal.SIGKILL)
     code, _, error = job.finish()
@@ -178,7 +176,7 @@ def test_a_job_whose_launcher_is_killed_saves_and_leaves_no_process(start, tmp_p
 
 
 def test_an_error_of_all_workers_is_told_once(start, tmp_path):
-    job = start(small_arguments(tmp_path / "job", "--workers=2", model="resnet19"))
+    job = start(small_arguments(tmp_path / "job", "--nproc=2", model="resnet19"))
     code, _, error = job.finish()
     assert code == 2
     assert error.count("unknown model 'resnet19'") == 1
@@ -200,7 +198,7 @@ def verdict(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--workers", "100000"], "--workers 100000 on"),
+        (["--nproc", "100000"], "--nproc 100000 on"),
         (["--sync", "ps,servers=90000"], "and servers=90000 on"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_hosts_file_that_is_not_there(tmp_path):
 
 def test_the_lines_are_printed(tmp_path, capsys):
     path = hosts_file(tmp_path, "b\na slots=4\n")
-    assert main([*TRAIN, "--hosts", str(path), "--workers=2", "--run-dir", "my runs"]) == 0
+    assert main([*TRAIN, "--hosts", str(path), "--nproc=2", "--run-dir", "my runs"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     first, second = map(shlex.split, lines)
     assert first[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4"]
@@ -105,10 +105,7 @@ def test_the_lines_are_printed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--launch", "ssh"], "--launch ssh without --hosts"),
-        (["--launch", "ssh", "--slurm", "/nowhere/job"], "--launch ssh without --hosts"),
-        (["--hosts", "x", "--slurm", "y"], "--hosts with --slurm"),
-        (["--slurm", "/nowhere/job"], "--slurm /nowhere/job"),
+        (["--hosts", "slurm:/nowhere/job"], "--hosts slurm:/nowhere/job"),
     ],
 )
 def test_contradictions_are_refused(options, said, capsys):
@@ -127,7 +124,7 @@ def test_the_batch_script_starts_a_torchrun_on_each_node(tmp_path, monkeypatch, 
     program(bin_, "srun", 'shift; for n in 0 1; do SLURM_NODEID=$n SLURMD_NODENAME=node$((7 + n)) "$@"; done')
     program(bin_, "python", 'printf "%s|" "$@"; echo')
     monkeypatch.setattr(sys, "executable", str(bin_ / "python"))
-    assert main([*TRAIN, "--workers", "4", "--slurm", "job.sbatch", "--run-dir", "my runs/one"]) == 0
+    assert main([*TRAIN, "--nproc", "4", "--hosts", "slurm:job.sbatch", "--run-dir", "my runs/one"]) == 0
     assert "sbatch job.sbatch" in capsys.readouterr().out
     script = (tmp_path / "job.sbatch").read_text()
     assert "#SBATCH --gpus-per-node=4" in script
@@ -321,7 +318,7 @@ def test_two_machines_with_a_shared_directory_and_with_disks_of_their_own(tmp_pa
         variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
         def launch(*options: str, **more: str) -> str:
-            arguments = [*small_arguments(runs / "one", "--plan=none", *options), "--hosts", str(hosts), "--launch=ssh"]
+            arguments = [*small_arguments(runs / "one", "--plan=none", *options), "--hosts", f"ssh:{hosts}"]
             done = subprocess.run(
                 [sys.executable, "-m", "hybridpar", *arguments],
                 cwd=ROOT,

@@ -96,7 +96,7 @@ def test_large_model_has_the_classes_asked_for(name):
 def test_cifar_stem_keeps_the_resolution_of_small_images():
     shapes = {}
     for stem in ("imagenet", "cifar"):
-        model = build_model("resnet18", 10, stem=stem)
+        model = build_model("resnet18", 10, args={"stem": stem})
         model.layer1.register_forward_hook(
             lambda module, inputs, output, stem=stem: shapes.__setitem__(stem, output.shape[-2:])
         )
@@ -122,10 +122,10 @@ def test_arguments_reach_a_model_of_torchvision(name, options, kind, rates):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("resnet18", {"drop_rate": 0.1}, "--drop-rate with resnet18: this model has no dropout rate"),
+        ("resnet18", {"drop_rate": 0.1}, "--drop with resnet18: this model has no dropout rate"),
         ("convnext_tiny", {"args": {"zero": 1}}, "this model has no argument 'zero'"),
         ("mobilenet_v2", {"args": {"width_mult": "a"}}, "building mobilenet_v2 with width_mult='a' failed: TypeError"),
-        ("resnet18", {"args": {"drop_rate": 0.2}, "drop_rate": 0.1}, "--drop-rate 0.1 with --model-arg drop_rate=0.2"),
+        ("resnet18", {"args": {"drop_rate": 0.2}, "drop_rate": 0.1}, "--drop 0.1 with --model-arg drop_rate=0.2"),
     ],
 )
 def test_arguments_that_a_model_does_not_take_are_refused(name, options, said):
@@ -136,7 +136,7 @@ def test_arguments_that_a_model_does_not_take_are_refused(name, options, said):
 
 
 def test_a_factory_says_which_arguments_it_takes(user_module):
-    with pytest.raises(UsageError, match=r"--drop-rate with user_nets:needs_width(.|\n)*It takes width") as caught:
+    with pytest.raises(UsageError, match=r"--drop with user_nets:needs_width(.|\n)*It takes width") as caught:
         build_model("user_nets:needs_width", 3, args={"width": 3}, drop_rate=0.1)
     assert caught.value.exit_code == 2
 
@@ -226,7 +226,7 @@ def test_fingerprint_tells_architectures_apart():
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(4, 2)),
         nn.ModuleDict({"renamed": small_net()}),
         build_model("resnet18", 10),
-        build_model("resnet18", 10, stem="cifar"),
+        build_model("resnet18", 10, args={"stem": "cifar"}),
         build_model("resnet18", 11),
     ]
     assert len({model_fingerprint(model) for model in models}) == len(models)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, model_names
-from hybridpar.models.deferred import LARGE, DeferredModel, imagined, is_deferred, places
+from hybridpar.models.deferred import DeferredModel, imagined, is_deferred, places
+from tests.ranks import run_ranks
 
 #: One of each way of initialising: kaiming, torch's `trunc_normal_` with its loop and tables of indices, timm's own.
 FEW = ("mobilenet_v3_small", "swin_t", "googlenet", "timm/deit_tiny_patch16_224")
@@ -79,7 +84,6 @@ class Copies(nn.Module):
         self.plain = torch.empty(side, side).bernoulli_(0.3)
         self.rates = [rate.item() for rate in torch.linspace(0, 1, 5)]
         nn.init.sparse_(self.second.weight, 0.1)
-        assert side * side >= LARGE
 
 
 def test_tensors_made_of_others() -> None:
@@ -99,21 +103,6 @@ def test_tensors_made_of_others() -> None:
     assert is_deferred(module)
 
 
-def test_only_what_is_filled_takes_memory_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    seen = torch.empty_strided
-
-    def noted(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor: torch.Tensor = seen(*args, **kwargs)  # type: ignore[call-overload]
-        made.append(tensor.nbytes)
-        return tensor
-
-    deferred = DeferredModel(lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(4))))
-    monkeypatch.setattr(torch, "empty_strided", noted)
-    deferred.fill(["1.weight"])
-    assert made == [40_000] * 3  # scratch for those that are not wanted, one after the other
-
-
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -121,11 +110,52 @@ class Reads(nn.Module):
         self.scale = float(self.weight.norm())
 
 
-def test_a_constructor_that_reads_a_large_tensor_is_named() -> None:
+def test_a_constructor_may_read_its_tensors() -> None:
+    check(lambda: nn.Sequential(nn.Linear(3, 3), Reads()))
+
+
+class Hides(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(100, 100)
+        self.all = [self.weight]
+
+
+class Shares(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(100, 100)
+        self.row = self.weight.detach()[0]
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Hides, "in a list or dictionary, too, 0.all"), (Shares, "shares memory")])
+def test_tensors_that_would_be_lost_are_named(kind: type[nn.Module], said: str) -> None:
     before = torch.get_rng_state()
-    with pytest.raises(UsageError, match="Reads needs the values of a large tensor"):
-        DeferredModel(lambda: nn.Sequential(nn.Linear(3, 3), Reads()))
+    with pytest.raises(UsageError, match=said):
+        DeferredModel(lambda: nn.Sequential(kind()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def build_in_turn(world: World, directory: str) -> list[float]:
+    """Build and fill a model, and note when that was."""
+    times: list[float] = []
+
+    def build() -> nn.Module:
+        times.append(time.monotonic())
+        time.sleep(0.2)
+        times.append(time.monotonic())
+        return nn.Linear(3, 3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYBRIDPAR_CACHE", directory)
+        world.barrier()
+        DeferredModel(build).fill(["weight"])
+    return times
+
+
+def test_the_workers_of_a_host_build_one_after_the_other(tmp_path: Path) -> None:
+    times = list(itertools.chain(*run_ranks(build_in_turn, 3, str(tmp_path))))
+    spans = sorted(zip(times[::2], times[1::2], strict=True))
+    assert all(ended <= begun for (_, ended), (begun, _) in itertools.pairwise(spans))
+    assert len(spans) == 6
 
 
 def test_it_runs_without_memory() -> None:

@@ -122,8 +122,6 @@ def test_a_format_whose_packages_are_missing_names_the_extra(monkeypatch):
     with pytest.raises(UsageError, match=r"hybridpar\[onnx\]") as caught:
         check_format("onnx")
     assert "onnx, onnxscript, onnxruntime, which are not installed" in caught.value.what
-    with pytest.raises(UsageError, match=r"hybridpar\[safetensors\]"):
-        check_format("safetensors")
     check_format("torch-export")
 
 

@@ -20,9 +20,10 @@ def test_images_are_as_the_weights_want_them():
     known = model_input("resnet50", "IMAGENET1K_V2")
     assert known is not None
     assert (known.size, known.interpolation, known.crop_ratio) == (224, "bilinear", 224 / 232)
-    config = with_images_of_model(TrainConfig(weights="default", interpolation="nearest"), VIT)
-    assert (config.image_size, config.mean, config.std) == (224, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    assert (config.interpolation, config.crop_ratio) == ("nearest", 0.9)
+    config = with_images_of_model(TrainConfig(weights="default", image_size="interpolation=nearest"), VIT)
+    images = config.images
+    assert (images.size, images.mean, images.std) == (224, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert (images.interpolation, images.crop) == ("nearest", 0.9)
     assert with_images_of_model(config, VIT) == config
 
 
@@ -33,9 +34,12 @@ def test_a_model_of_timm_brings_the_images_of_its_configuration(weights):
         size = found["input_size"][-1]
         wanted = ModelInput(size, found["mean"], found["std"], found["interpolation"], found["crop_pct"])
         assert model_input(f"timm/{name}", weights) == wanted
-    config = with_images_of_model(TrainConfig(data="folder", weights=weights, std=(0.2, 0.2, 0.2)), "timm/resnet10t")
-    assert (config.image_size, config.interpolation, config.crop_ratio) == (176, "bicubic", 0.875)
-    assert config.std == (0.2, 0.2, 0.2)
+    config = with_images_of_model(
+        TrainConfig(data="folder", weights=weights, image_size="std=0.2/0.2/0.2"), "timm/resnet10t"
+    )
+    images = config.images
+    assert (images.size, images.interpolation, images.crop) == (176, "bicubic", 0.875)
+    assert images.std == (0.2, 0.2, 0.2)
     resized = model_input(VIT, weights, {"img_size": 64})
     assert resized is not None
     assert resized.size == 64
@@ -62,7 +66,7 @@ def test_data_sets_with_a_size_of_their_own_keep_it_without_published_weights():
             config = TrainConfig(data=data, weights=weights)
             assert with_images_of_model(config, VIT) == config
     for data in ("folder", "csv", "hf/some/thing", "imagenet", "food101", "caltech101"):
-        assert with_images_of_model(TrainConfig(data=data), VIT).mean == (0.5, 0.5, 0.5)
+        assert with_images_of_model(TrainConfig(data=data), VIT).images.mean == (0.5, 0.5, 0.5)
     assert with_images_of_model(TrainConfig(data="folder"), "resnet18") == TrainConfig(data="folder")
     published = TrainConfig(data="digits", weights="default", model_arg=("img_size=48",))
     digits = load_dataset(with_images_of_model(published, VIT))

@@ -124,7 +124,7 @@ def test_a_step_with_auxiliary_heads_equals_one_by_hand(stages):
     scores, second, first = oracle(images)
     expected = cross_entropy(scores, labels) + 0.3 * (cross_entropy(first, labels) + cross_entropy(second, labels))
     expected.backward()
-    config = TrainConfig(lr=0.1, momentum=0.0, weight_decay=0.0, plan="none", stages=stages)
+    config = TrainConfig(lr=0.1, optimizer="sgd:momentum=0", weight_decay=0.0, plan="none", stages=stages)
     with Trainer(model, config=config, example=images) as trainer:
         result = trainer.step((images, labels))
         evaluation = trainer.evaluate([(images, labels)])

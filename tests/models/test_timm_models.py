@@ -31,7 +31,7 @@ def test_a_model_has_the_classes_and_arguments_asked_for():
     [
         ("timm/resnet10", {}, "timm has no model 'resnet10'\nDid you mean timm/resnet10t"),
         ("timm/test_resnet.r161_in1k", {}, "timm's test_resnet has no weights 'r161_in1k'\nDid you mean r160_in1k?"),
-        ("timm/vgg11", {"drop_path_rate": 0.1}, "--drop-path-rate with timm/vgg11: this model has no rate"),
+        ("timm/vgg11", {"drop_path_rate": 0.1}, "--drop path with timm/vgg11: this model has no rate"),
         ("timm/test_vit", {"args": {"patch": 8}}, "this model has no argument 'patch'"),
     ],
 )

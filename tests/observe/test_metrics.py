@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.errors import RunDirectoryError
-from hybridpar.observe.metrics import METRICS_FILE, STEP_COLUMNS, MetricsWriter, read_metrics
-from hybridpar.observe.records import StepRecord
+from hybridpar.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from hybridpar.observe.records import STEP_FIGURES, StepRecord
 
 
 def rows(run_dir: Path) -> list[dict]:
@@ -26,7 +26,7 @@ def test_one_object_per_step_with_the_promised_keys(tmp_path, make_step, make_ep
         writer.write_step(make_step(1, grad_norm=1.5))
         writer.write_epoch(make_epoch(0, test_accuracy=None))
     step, epoch = rows(tmp_path / "new" / "run")
-    assert tuple(step) == STEP_COLUMNS
+    assert list(step) == [row.name for row in STEP_FIGURES]
     assert step["images_per_second"] == 3200.0
     assert step["skipped"] is False
     told = {"step": 10, "test_accuracy": None, "test_loss": 0.5, "train_loss": 0.75, "seconds": 12.3}

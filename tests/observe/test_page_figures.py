@@ -91,7 +91,7 @@ def test_a_run_without_steps_has_no_curves_and_no_bar(tmp_path):
 
 
 def test_parts_of_a_step_are_stacked_in_a_bar_per_run():
-    summary = {"step_ms_median": 20.0, "compute_ms": 15.0, "exposed_sync_ms": 3.0, "data_ms": 1.0}
+    summary = {"workers": 2, "step_ms_median": 20.0, "compute_ms": 15.0, "exposed_sync_ms": 3.0, "data_ms": 1.0}
     figure = parts_of_steps(["a", "<b>"], [summary, summary | {"data_ms": None}])
     assert figure.layout.barmode == "stack"
     assert {bar.name: list(zip(bar.y, bar.x, strict=True)) for bar in figure.data} == {

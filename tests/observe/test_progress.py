@@ -2,12 +2,14 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from hybridpar.observe.live import LiveProgress, open_progress
 from hybridpar.observe.progress import PlainProgress
+from hybridpar.observe.text import describe_run
 
 GOLDEN = """\
 model    resnet18, 11,181,642 parameters
@@ -101,3 +103,16 @@ def test_a_stream_that_cannot_encode_a_name_does_not_end_the_run():
 def test_the_form_suits_the_output(terminal, variables, form):
     console = Console(file=io.StringIO(), force_terminal=terminal, _environ=variables)
     assert type(open_progress(console)) is form
+
+
+@pytest.mark.parametrize(
+    ("replicas", "notes", "said"),
+    [
+        (1, (), "64 samples per step"),
+        (2, (), "64 samples per step, 32 on each of 2 replicas"),
+        (3, (), "64 samples per step, 21 or 22 on each of 3 replicas"),
+        (2, ("shares   1 : 3 of every batch",), "64 samples per step"),
+    ],
+)
+def test_the_start_says_what_each_replica_gets_of_a_batch(info, replicas, notes, said):
+    assert dict(describe_run(replace(info, replicas=replicas, notes=notes)))["batch"] == said

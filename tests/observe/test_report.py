@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.observe.report import percentages, print_report
-from hybridpar.observe.summary import summary_schema
 
-SUMMARY = dict.fromkeys(summary_schema()["required"]) | {
+SUMMARY = dict.fromkeys(row.name for row in SUMMARY_FIGURES) | {
     "model": "resnet18",
     "data": "cifar10",
     "workers": 2,
@@ -109,3 +109,17 @@ def test_percentages_add_up_to_a_hundred_and_none_is_further_off_than_one(values
     whole = sum(values)
     assert sum(told) == (100 if whole else 0)
     assert all(abs(share - 100 * value / whole) < 1 for share, value in zip(told, values, strict=True) if whole)
+
+
+def test_a_single_worker_is_told_nothing_of_an_exchange():
+    alone = {"workers": 1, "replicas": 1, "exposed_sync_ms": 0.0, "bytes_sent_per_step": 0, "codec": "onebit"}
+    predicted = {"predicted_step_ms": 40.0, "predicted_exposed_sync_ms": 0.0, "predicted_bytes_sent_per_step": 0}
+    text = printed(SUMMARY | alone | predicted)
+    assert "compute" in text
+    assert "predicted" in text
+    assert not [word for word in ("sync", "sent", "gradients  ") if word in text]
+
+
+def test_a_path_is_in_one_piece_however_narrow_the_terminal():
+    path = Path("runs/a-run-with-a-name-that-is-longer-than-the-terminal/summary.json")
+    assert str(path) in printed(SUMMARY, width=40, files=[path])

@@ -3,19 +3,13 @@
 Other programs rely on it.
 """
 
-import copy
 import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
-from hybridpar.observe.summary import summarize, summary_schema, validate_summary, write_summary
-
-SCHEMA = Draft202012Validator(summary_schema())
+from hybridpar.observe.summary import summarize, validate_summary, write_summary
 
 
 @pytest.fixture
@@ -39,7 +33,7 @@ def whole(info, record):
 
 
 def test_a_whole_run_in_numbers(whole):
-    SCHEMA.validate(whole)
+    validate_summary(whole)
     versions = whole.pop("versions")
     assert {"python", "torch"} <= set(versions)
     assert {key: value for key, value in whole.items() if value is not None} == {
@@ -49,7 +43,7 @@ def test_a_whole_run_in_numbers(whole):
         **{"train_seconds": 2.74, "step_ms_median": 20.0, "images_per_second": 3200.0},
         **{"bytes_sent_per_step": 1_000_000, "compute_ms": 10.0, "exposed_sync_ms": 3.0, "data_ms": 1.0},
         **{"stages": 1, "replicas": 1, "micro_batches": 1, "schedule": "accumulate"},
-        **{"codec": "none", "recipe": "none", "double_buffer": "off", "shares": "equal", "final_batch_size": 64},
+        **{"codec": "none", "shares": "equal", "final_batch_size": 64},
         **{"sync": "allreduce", "servers": 0},
     }
 
@@ -58,7 +52,7 @@ def test_the_sync_of_gradients_in_numbers(info, record):
     times = {"encode_ms": 2.0, "wire_ms": 5.0, "decode_ms": 1.0, "sync_ms": 6.5}
     table = record([20.0] * 19, bytes_before=4000, bytes_after=125, **times)
     summary = summarize(replace(info, codec="onebit"), table, seed=7, ended="finished")
-    SCHEMA.validate(summary)
+    validate_summary(summary)
     assert {key: summary[key] for key in times} == times
     assert (summary["codec"], summary["compression_ratio"]) == ("onebit", 32.0)
 
@@ -81,7 +75,6 @@ def test_warm_up_of_a_resumed_part_is_left_out_too(info, record):
 
 def test_an_interrupted_run_without_a_step_has_nulls_and_is_valid(info, tmp_path):
     summary = summarize(info, read_metrics(tmp_path), seed=0, ended="interrupted", versions={"tvm": "0.27"})
-    SCHEMA.validate(summary)
     validate_summary(summary)
     assert summary["steps"] == summary["train_seconds"] == 0
     assert summary["test_accuracy"] is summary["step_ms_median"] is summary["bytes_sent_per_step"] is None
@@ -111,39 +104,10 @@ def test_an_invalid_summary_leaves_the_old_file(whole, tmp_path):
         ({"steps": True}, "not of type integer"),
         ({"versions": {"torch": 2}}, r"summary\.versions\.torch"),
         ({"step_ms_median": math.nan}, "not within"),
+        ({"stages": None}, "not of type integer"),
+        ({"best": {"step": 1}}, r"summary\.best lacks test_accuracy, metric, checkpoint"),
     ],
 )
 def test_what_is_wrong_is_named(whole, change, message):
     with pytest.raises(ValueError, match=message):
         validate_summary(whole | change)
-
-
-@given(data=st.data())
-def test_the_hand_check_agrees_with_jsonschema(data):
-    """Random summaries near the border of the schema: both checks accept, or both refuse."""
-    value = st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-2, 3),
-        st.floats(-1, 2),
-        st.sampled_from(["finished", "other", {}, {"torch": "2"}, {"torch": 2}]),
-    )
-    fitting = {
-        "model": "m", "data": "d", "workers": 1, "epochs": 1, "steps": 1, "test_accuracy": None,
-        "best": None, "best_test_accuracy": 1, "ema_test_accuracy": None,
-        "train_seconds": 0.5, "step_ms_median": 1, "images_per_second": 2.5,
-        "bytes_sent_per_step": 3.0, "compute_ms": 0, "exposed_sync_ms": 0, "data_ms": 0, "device": "cpu",
-        "versions": {}, "seed": -1, "batch_size": 1, "skipped_steps": 0, "resumed_from": None, "exit": "finished",
-    }  # fmt: skip
-    candidate = copy.deepcopy(fitting)
-    for key in data.draw(st.sets(st.sampled_from([*fitting, "added_later"]), max_size=2)):
-        if key in candidate and data.draw(st.booleans()):
-            del candidate[key]
-        else:
-            candidate[key] = data.draw(value)
-    try:
-        validate_summary(candidate)
-        accepted = True
-    except ValueError:
-        accepted = False
-    assert accepted == SCHEMA.is_valid(candidate)

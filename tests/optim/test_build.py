@@ -11,7 +11,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.config.optimizer import TORCH_OPTIMIZERS, state_copies
+from hybridpar.config.optimizer import TORCH_OPTIMIZERS, Groups, state_copies
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.optim.build import (
     Rates,
@@ -20,7 +20,6 @@ from hybridpar.optim.build import (
     load_optimizer_state,
     optimizer_state,
     parameter_groups,
-    undecayed_names,
 )
 
 
@@ -48,7 +47,7 @@ def steps(model, optimizer, count=3):
 
 def test_weight_decay_spares_norms_biases_and_vectors():
     model = Mixed()
-    decaying, exempt = parameter_groups(model, 0.1)
+    decaying, exempt = parameter_groups(model, 0.1, Groups())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(parameter)] for parameter in decaying["params"]} == {"conv.weight", "head.weight", "table"}
     assert decaying["weight_decay"] == 0.1
@@ -59,7 +58,7 @@ def test_weight_decay_spares_norms_biases_and_vectors():
 def test_a_shared_parameter_is_in_one_group_once():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
-    assert [len(group["params"]) for group in parameter_groups(model, 0.1)] == [1]
+    assert [len(group["params"]) for group in parameter_groups(model, 0.1, Groups())] == [1]
 
 
 def plain_groups(model):
@@ -73,21 +72,21 @@ def plain_groups(model):
 @pytest.mark.parametrize(
     ("options", "name", "arguments"),
     [
-        ({"momentum": 0.0}, None, {"momentum": 0.0}),
-        ({"nesterov": True}, None, {"momentum": 0.9, "nesterov": True}),
+        ({"optimizer": "sgd:momentum=0"}, None, {"momentum": 0.0}),
+        ({"optimizer": "sgd:nesterov"}, None, {"momentum": 0.9, "nesterov": True}),
         ({"optimizer": "adamw"}, None, {}),
         (
-            {"optimizer": "rmsprop", "eps": 0.03, "opt_arg": ("alpha=0.9",)},
+            {"optimizer": "rmsprop:eps=0.03,alpha=0.9"},
             None,
             {"alpha": 0.9, "eps": 0.03, "momentum": 0.9},
         ),
-        ({"optimizer": "nadam", "betas": (0.8, 0.9)}, None, {"betas": (0.8, 0.9)}),
-        ({"optimizer": "adam", "opt_arg": ("amsgrad=true",)}, None, {"amsgrad": True}),
+        ({"optimizer": "nadam:betas=0.8/0.9"}, None, {"betas": (0.8, 0.9)}),
+        ({"optimizer": "adam:amsgrad=true"}, None, {"amsgrad": True}),
         ({"optimizer": "radam"}, None, {}),
         ({"optimizer": "adagrad"}, None, {}),
         ({"optimizer": "timm/lamb"}, "lamb", {}),
-        ({"optimizer": "timm/lion", "betas": (0.9, 0.95)}, "lion", {"betas": (0.9, 0.95)}),
-        ({"optimizer": "timm/rmsproptf", "opt_arg": ("alpha=0.8",)}, "rmsproptf", {"alpha": 0.8}),
+        ({"optimizer": "timm/lion:betas=0.9/0.95"}, "lion", {"betas": (0.9, 0.95)}),
+        ({"optimizer": "timm/rmsproptf:alpha=0.8"}, "rmsproptf", {"alpha": 0.8}),
     ],
 )
 def test_optimizers_by_name_are_torchs_and_timms(options, name, arguments):
@@ -97,7 +96,7 @@ def test_optimizers_by_name_are_torchs_and_timms(options, name, arguments):
     if name is not None:
         reference = create_optimizer_v2(plain_groups(theirs), name, lr=0.05, momentum=0.9, **arguments)
     else:
-        kind = getattr(torch.optim, TORCH_OPTIMIZERS[options.get("optimizer", "sgd")][0])
+        kind = getattr(torch.optim, TORCH_OPTIMIZERS[OptimizerConfig(**options).optim.name][0])
         reference = kind(plain_groups(theirs), lr=0.05, **arguments)
     steps(theirs, reference)
     for (label, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -109,9 +108,9 @@ def test_optimizers_by_name_are_torchs_and_timms(options, name, arguments):
     [
         ({"optimizer": "adamv"}, ("'adamv'", "adam")),
         ({"optimizer": "timm/lamp"}, ("'timm/lamp'", "timm/lamb")),
-        ({"optimizer": "adamw", "opt_arg": ("amsgrat=True",)}, ("'amsgrat'", "amsgrad")),
-        ({"optimizer": "timm/lion", "eps": 1e-3}, ("timm/lion has no argument 'eps'",)),
-        ({"optimizer": "adamw", "opt_arg": ("amsgrad",)}, ("NAME=VALUE",)),
+        ({"optimizer": "adamw:amsgrat=True"}, ("'amsgrat'", "amsgrad")),
+        ({"optimizer": "timm/lion:eps=0.001"}, ("timm/lion has no argument 'eps'",)),
+        ({"optimizer": "adamw:2=3"}, ("no name of an argument",)),
         ({"optimizer": "muon"}, ("2D", "timm/muon")),
         ({"optimizer": "timm/adahessian"}, ("second derivatives",)),
     ],
@@ -133,7 +132,7 @@ def test_timm_that_is_missing_is_one_line(monkeypatch):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_tensors_that_an_optimizer_keeps_are_counted(name, momentum):
     model = nn.Linear(8, 8, bias=False)
-    config = OptimizerConfig(optimizer=name, momentum=momentum)
+    config = OptimizerConfig(optimizer=f"{name}:momentum={momentum}" if name in ("sgd", "rmsprop") else name)
     optimizer = build_optimizer(model, config)
     steps(model, optimizer, count=1)
     kept = sum(value.numel() for value in optimizer.state[model.weight].values() if getattr(value, "ndim", 0))
@@ -147,15 +146,16 @@ class Named(Mixed):
 
 def test_the_model_and_the_user_name_parameters_without_weight_decay():
     model = Named()
-    names = undecayed_names(model, ("conv.*",))
-    assert names == {"table", "conv.weight", "conv.bias"}
-    optimizer = build_optimizer(model, OptimizerConfig(no_decay=("conv.*",)))
+    optimizer = build_optimizer(model, OptimizerConfig(optimizer="sgd:no_decay=conv.*"))
     assert optimizer.param_groups[0]["params"] == [model.head.weight]
-    # A stage is another module with some of the names.
-    stage = nn.Module()
-    stage.conv = model.conv
-    (alone,) = parameter_groups(stage, 0.1, no_decay=names)
-    assert alone["weight_decay"] == 0.0
+
+
+def test_all_parameters_decay_where_that_is_asked_for():
+    (all_,) = parameter_groups(Mixed(), 0.1, Groups(decay_all=True))
+    assert all_["weight_decay"] == 0.1
+    decaying, exempt = parameter_groups(Named(), 0.1, Groups(decay_all=True))
+    assert len(exempt["params"]) == 1, "what the model names is left out all the same"
+    assert decaying["weight_decay"] == 0.1
 
 
 def test_rates_are_scaled_by_parameter():
@@ -206,7 +206,7 @@ def test_a_parameter_that_joins_late_starts_with_momentum_zero():
     torch.testing.assert_close(late.weight, reference.weight - 0.05 * (1 + 1.9))
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"optimizer": "adamw"}])
+@pytest.mark.parametrize("options", [{}, {"optimizer": "sgd:nesterov"}, {"optimizer": "adamw"}])
 def test_state_survives_another_order_of_parameters(options):
     config = OptimizerConfig(**options)
     one = Mixed()
@@ -215,8 +215,9 @@ def test_state_survives_another_order_of_parameters(options):
     saved = copy.deepcopy(optimizer_state(first, one))
     other = copy.deepcopy(one)
     # A user's optimizer groups everything in one, in the opposite order.
-    kind = torch.optim.SGD if config.optimizer == "sgd" else torch.optim.AdamW
-    settings = {"momentum": 0.9, "nesterov": config.nesterov} if config.optimizer == "sgd" else {}
+    is_sgd = config.optim.name == "sgd"
+    kind = torch.optim.SGD if is_sgd else torch.optim.AdamW
+    settings = {"momentum": 0.9, **config.optim.arguments} if is_sgd else {}
     second = kind(list(reversed(list(other.parameters()))), lr=0.05, fused=True, **settings)
     load_optimizer_state(second, other, saved)
     by_name = dict(other.named_parameters())

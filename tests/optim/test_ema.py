@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
@@ -114,7 +115,7 @@ def test_stages_on_workers_and_replicas_keep_the_average_of_the_model(options: d
 WAYS: dict[str, dict[str, Any]] = {
     "codec": {"compress": "onebit"},
     "local BatchNorm": {"batch_norm": "local"},
-    "late": {"double_buffer": "delay"},
+    "late": {"sync": "allreduce:late=delay"},
     "stages": {"stages": 2},
 }
 
@@ -141,7 +142,7 @@ def test_a_checkpoint_has_the_average_as_a_state_dict(tmp_path: Path) -> None:
         steps(trainer, 3)
         average = average_of(trainer)
         trainer.save(tmp_path)
-    state = torch.load(tmp_path / "step-3" / "model_ema.pt", weights_only=True)
+    state = load_file(tmp_path / "step-3" / "model_ema.safetensors")
     assert all(torch.equal(state[name], one) for name, one in average.items())
     with make_trainer(1, **EMA) as other:
         other.load(tmp_path)

@@ -142,7 +142,7 @@ def test_a_loss_that_no_scale_can_help_ends_the_training_with_the_name_of_a_para
     ("options", "named"),
     [
         ({"guard": False}, "--no-guard"),
-        ({"double_buffer": "delay"}, "--double-buffer"),
+        ({"sync": "allreduce:late=delay"}, "late=delay"),
         ({"kernels": "auto"}, "--kernels"),
     ],
 )

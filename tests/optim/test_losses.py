@@ -29,9 +29,9 @@ def test_binary_cross_entropy_is_timms(smoothing, threshold, dense, targets):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_is_timms(smoothing):
-    loss = make_loss(OptimizerConfig(label_smoothing=smoothing))
+    loss = make_loss(OptimizerConfig(loss=f"ce:smoothing={smoothing}"))
     torch.testing.assert_close(loss(OUTPUTS, LABELS), LabelSmoothingCrossEntropy(smoothing)(OUTPUTS, LABELS))
-    mixed = make_loss(OptimizerConfig(label_smoothing=smoothing), mixed=True)
+    mixed = make_loss(OptimizerConfig(loss=f"ce:smoothing={smoothing}"), mixed=True)
     torch.testing.assert_close(mixed(OUTPUTS, SOFT), SoftTargetCrossEntropy()(OUTPUTS, SOFT))
 
 
@@ -49,7 +49,7 @@ def test_the_loss_follows_the_labels_unless_it_is_named():
 
 @pytest.mark.parametrize("loss", ["ce", "bce"])
 def test_micro_batches_weighed_by_their_samples_give_the_loss_of_the_batch(loss):
-    function = make_loss(OptimizerConfig(loss=loss, label_smoothing=0.1))
+    function = make_loss(OptimizerConfig(loss=f"{loss}:smoothing=0.1"))
     parts = [(slice(0, 2), 2 / 6), (slice(2, 6), 4 / 6)]
     total = sum(function(OUTPUTS[part], LABELS[part]) * weight for part, weight in parts)
     torch.testing.assert_close(total, function(OUTPUTS, LABELS))

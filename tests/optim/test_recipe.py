@@ -12,18 +12,17 @@ from tests.train.test_engine import make_trainer, state_of, steps
 from tests.train.training import close, same, train_rank
 
 CONTRADICTIONS = [
-    ({"recipe": "onebit-sgd", "compress": "fp16"}, "--recipe onebit-sgd", "--compress fp16"),
-    ({"recipe": "onebit-sgd", "nesterov": True}, "--recipe onebit-sgd", "--nesterov"),
-    ({"recipe": "onebit-sgd", "sync": "local:4"}, "--recipe onebit-sgd", "--sync local:4"),
-    ({"double_buffer": "half", "optimizer": "adamw"}, "--double-buffer half", "--optimizer adamw"),
-    ({"double_buffer": "delay", "sync": "local:2"}, "--double-buffer delay", "--sync local:2"),
+    ({"sync": "onebit-sgd", "compress": "fp16"}, "--sync onebit-sgd", "--compress fp16"),
+    ({"sync": "onebit-sgd", "optimizer": "sgd:nesterov"}, "--sync onebit-sgd", "--optimizer sgd:nesterov"),
+    ({"sync": "allreduce:late=half", "optimizer": "adamw"}, "--sync allreduce:late=half", "--optimizer adamw"),
+    ({"sync": "local:2,late=delay"}, "--sync local:2", "'late'"),
+    ({"sync": "ps,late=delay"}, "--sync ps", "'late'"),
     ({"sync": "local:2", "compress": "onebit"}, "--sync local:2", "--compress onebit"),
     ({"sync": "outer:2", "compress": "auto"}, "--sync outer:2", "--compress auto"),
     ({"sync": "outer:2", "select_batch": 1}, "--select-batch 1", "--sync outer:2"),
     ({"sync": "ps,fragments=2"}, "--sync ps", "'fragments'"),
     ({"sync": "allreduce,delay=1"}, "--sync allreduce", "'delay'"),
     ({"sync": "outer:2,momentum=0.5"}, "momentum=0.5", "opt=mean"),
-    ({"lr_per_sample": 0.01, "lr": 0.3}, "--lr-per-sample 0.01", "--lr 0.3"),
     ({"compile": True, "batch_norm": "sync"}, "--compile", "--batch-norm sync"),
     ({"select_batch": 1, "steps": 10}, "--select-batch 1", "--steps 10"),
 ]
@@ -47,8 +46,10 @@ def test_a_contradiction_is_one_error_that_names_both(options, one, other):
         {"sync": "outer:4,fragments=5"},
         {"sync": "outer:4,fragments=2,delay=2"},
         {"sync": "gossip"},
-        {"warm_start_steps": 5},
-        {"lr_per_sample": 0.0},
+        {"sync": "allreduce:warm=5"},
+        {"lr": "0/1"},
+        {"lr": "0.1/"},
+        {"lr": "fast"},
     ],
 )
 def test_values_out_of_range(options):
@@ -58,30 +59,30 @@ def test_values_out_of_range(options):
 
 
 def test_what_the_recipes_stand_for():
-    sgd = expand(TrainConfig(recipe="onebit-sgd", momentum=0.8), total_steps=100, replicas=2)
-    assert (sgd.compress, sgd.momentum, sgd.double_buffer) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "off")
+    sgd = expand(TrainConfig(sync="onebit-sgd", optimizer="sgd:momentum=0.8"), total_steps=100, replicas=2)
+    assert (sgd.compress, sgd.momentum, sgd.late) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "off")
     assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
     assert sgd.lr == 1e-2 < TrainConfig().peak_lr == 0.02
-    given = TrainConfig(recipe="onebit-sgd", lr=0.02)
+    given = TrainConfig(sync="onebit-sgd", lr=0.02)
     assert expand(given, total_steps=100, replicas=2).lr == given.peak_lr == 0.02  # not taken for left out
-    alone = expand(TrainConfig(recipe="onebit-sgd"), total_steps=None, replicas=1)
+    alone = expand(TrainConfig(sync="onebit-sgd"), total_steps=None, replicas=1)
     assert alone.compress == "none"
 
 
 def test_options_go_before_what_a_recipe_would_set():
-    config = TrainConfig(recipe="onebit-sgd", compress="onebit_sgd:adagrad=off,momentum=0.5", warm_start_steps=3)
+    config = TrainConfig(sync="onebit-sgd:warm=3", compress="onebit_sgd:adagrad=off,momentum=0.5")
     expanded = expand(config, total_steps=None, replicas=2)
     assert expanded.compress == "onebit_sgd:adagrad=off,momentum=0.5,warm=3"
     assert expanded.weight_decay == 2 * TrainConfig.weight_decay
-    late = expand(TrainConfig(recipe="onebit-sgd", double_buffer="half", lr=0.03), total_steps=9, replicas=2)
-    assert (late.double_buffer, late.lr) == ("half", 0.03)
-    rate = expand(TrainConfig(lr_per_sample=0.001, batch_size=32), total_steps=None, replicas=1)
+    late = expand(TrainConfig(sync="onebit-sgd:late=half", lr=0.03), total_steps=9, replicas=2)
+    assert (late.late, late.lr) == ("half", 0.03)
+    rate = expand(TrainConfig(lr="0.001/1", batch_size=32), total_steps=None, replicas=1)
     assert rate.lr == pytest.approx(0.032)
 
 
 def test_the_length_of_the_run_must_be_known():
-    with pytest.raises(UsageError, match="warm-start-steps"):
-        expand(TrainConfig(recipe="onebit-sgd"), total_steps=None, replicas=2)
+    with pytest.raises(UsageError, match="without a number of first steps"):
+        expand(TrainConfig(sync="onebit-sgd"), total_steps=None, replicas=2)
 
 
 def _train(world, options, steps, more):
@@ -89,7 +90,7 @@ def _train(world, options, steps, more):
 
 
 def test_without_bits_any_number_of_workers_makes_the_same_update():
-    options = {"recipe": "onebit-sgd", "compress": "onebit_sgd:bits=off,level=off", "lr": 0.01}
+    options = {"sync": "onebit-sgd", "compress": "onebit_sgd:bits=off,level=off", "lr": 0.01}
     alone, two, three = (run_ranks(_train, size, options, 5, {"total": 50}, shared_memory=False) for size in (1, 2, 3))
     assert alone[0]["optimizer"] == "AdaGradSGD"
     assert two[0]["optimizer"] == "SGD"
@@ -99,14 +100,14 @@ def test_without_bits_any_number_of_workers_makes_the_same_update():
 
 
 def test_without_adagrad_and_bits_it_is_sgd_with_momentum():
-    recipe = {"recipe": "onebit-sgd", "compress": "onebit_sgd:bits=off,adagrad=off"}
+    recipe = {"sync": "onebit-sgd", "compress": "onebit_sgd:bits=off,adagrad=off"}
     options = {"weight_decay": 0.0}
     ours = run_ranks(_train, 2, {**recipe, **options}, 5, {"total": 50}, shared_memory=False)
     close(ours[0]["weights"], run_ranks(_train, 2, options, 5, {}, shared_memory=False)[0]["weights"])
 
 
 def test_the_whole_recipe_learns_and_workers_stay_equal(tmp_path):
-    options = {"recipe": "onebit-sgd", "double_buffer": "half", "warm_start_steps": 2, "lr": 0.02}
+    options = {"sync": "onebit-sgd:late=half,warm=2", "lr": 0.02}
     more = {"total": 30, "norm": True, "save": (str(tmp_path), 6)}
     ranks = run_ranks(_train, 3, options, 9, more, shared_memory=False)
     assert same(ranks[0]["weights"], ranks[1]["weights"])
@@ -129,7 +130,7 @@ def _pipeline(world, options):
 
 
 def test_the_recipe_trains_the_replicas_of_stages():
-    options = {"recipe": "onebit-sgd", "warm_start_steps": 2, "lr": 0.01}
+    options = {"sync": "onebit-sgd:warm=2", "lr": 0.01}
     ranks = run_ranks(_pipeline, 2, options, shared_memory=False)
     assert ranks[0][1].startswith("onebit_sgd:")
     assert ranks[0][2] == "SGD"

@@ -11,7 +11,7 @@ from hybridpar.config import OptimizerConfig
 from hybridpar.config.rates import OnPlateau
 from hybridpar.optim.schedule import Plateau, rate_factor
 
-CONFIG = OptimizerConfig(warmup_epochs=2.0, lr_schedule="cosine")
+CONFIG = OptimizerConfig(lr_schedule="cosine:warmup=2")
 
 
 def factors(config, total=100, per_epoch=10):
@@ -24,14 +24,14 @@ def test_warm_up_is_linear_and_reaches_the_peak():
 
 
 def test_step_schedule_divides_by_ten_at_each_fraction():
-    rates = factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="step:fractions=0.5/0.75"))
+    rates = factors(OptimizerConfig(lr_schedule="step:fractions=0.5/0.75,warmup=0"))
     assert rates[:50] == [1.0] * 50
     assert rates[50:75] == [pytest.approx(0.1)] * 25
     assert rates[75:] == [pytest.approx(0.01)] * 25
 
 
 def test_warm_up_takes_at_most_half_of_a_short_run():
-    rates = factors(OptimizerConfig(warmup_epochs=50.0, lr_schedule="constant"), total=10)
+    rates = factors(OptimizerConfig(lr_schedule="constant:warmup=50"), total=10)
     assert rates[:5] == [pytest.approx(step / 5) for step in range(1, 6)]
     assert rates[5:] == [1.0] * 5
 
@@ -86,7 +86,7 @@ def test_schedules_are_timms(schedule, other, prefix, per_epoch):
     keys = f"warmup_lr=1e-3,update={'epoch' if per_epoch else 'step'}"
     if sched not in ("constant", "wsd"):  # these begin after the warm-up
         keys += f",warmup_prefix={'on' if prefix else 'off'}"
-    rates = ours(lr_schedule=f"{schedule},{keys}", warmup_epochs=float(warm))
+    rates = ours(lr_schedule=f"{schedule},{keys},warmup={float(warm)}")
     # timm adds the warm-up to the epochs where it is a prefix; here the number of epochs is that of the run.
     epochs = other.get("epochs", EPOCHS) - (warm if prefix else 0)
     given = {"warmup_lr": 1e-3, "warmup_epochs": warm, "warmup_prefix": prefix, **other, "epochs": epochs}
@@ -116,8 +116,26 @@ def test_schedules_are_torchs_after_torchvisions_warm_up(schedule, make):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
     warm = lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=4)
     both = lr_scheduler.SequentialLR(optimizer, [warm, make(optimizer)], milestones=[4])
-    mine = ours(warmup_epochs=4.0, lr_schedule=f"{schedule},warmup_lr={0.01 * LR},update=epoch")
+    mine = ours(lr_schedule=f"{schedule},warmup_lr={0.01 * LR},update=epoch,warmup=4")
     assert mine == pytest.approx(torchs(both), rel=1e-6)
+
+
+@pytest.mark.parametrize("grow", [1, 2])
+def test_a_cosine_restarts_as_torchs_does(grow):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    theirs = torchs(lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5, T_mult=grow, eta_min=0.01))
+    mine = ours(lr_schedule=f"cosine:cycle=5,grow={grow},min=0.01,warmup=0,update=epoch")
+    assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_cycles_end_at_the_cool_down():
+    mine = ours(lr_schedule="cosine:cycle=5,cooldown=3,min=0.01,warmup=0,update=epoch")
+    assert mine[-3:] == pytest.approx([0.01] * 3)
+
+
+def test_the_peak_of_each_cycle_is_lower():
+    mine = ours(lr_schedule="cosine:cycle=5,decay=0.5,warmup=0,update=epoch")
+    assert mine[::5] == pytest.approx([LR, LR / 2, LR / 4, LR / 8])
 
 
 def test_a_plateau_lowers_the_rate_as_torchs_does_and_survives_a_checkpoint():

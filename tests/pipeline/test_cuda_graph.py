@@ -30,7 +30,7 @@ from tests.small_nets import SmallNet
 
 SAMPLES = 8
 #: Rates that float32 holds exactly, as those of a run without graphs are Python's own numbers.
-PLAIN = TrainConfig(lr=0.125, lr_schedule="constant", warmup_epochs=4.0, micro_batches=2)
+PLAIN = TrainConfig(lr=0.125, lr_schedule="constant:warmup=4", micro_batches=2)
 GRAPH = replace(PLAIN, cuda_graph=True)
 STEPS = 7
 
@@ -101,16 +101,16 @@ def assert_same(run: Run, other: Run) -> None:
 WAYS = {
     "one worker": {},
     "without micro-batches": {"micro_batches": 1},
-    "clipping": {"clip_norm": 0.5},
+    "clipping": {"clip_grad": 0.5},
     "no guard": {"guard": False},
-    "clipping without guard": {"guard": False, "clip_norm": 0.5},
+    "clipping without guard": {"guard": False, "clip_grad": 0.5},
     "adamw": {"optimizer": "adamw", "lr": 2**-10},
     "bf16": {"amp": "bf16"},
     "local statistics": {"batch_norm": "local"},
     "2 stages": {"stages": 2, "schedule": "1f1b"},
     "3 stages": {"stages": 3, "schedule": "1f1b", "micro_batches": 4},
     "2 stages, gpipe, recompute": {"stages": 2, "schedule": "gpipe", "recompute": (0,)},
-    "2 stages, adamw, clipping": {"stages": 2, "optimizer": "adamw", "lr": 2**-10, "clip_norm": 0.5},
+    "2 stages, adamw, clipping": {"stages": 2, "optimizer": "adamw", "lr": 2**-10, "clip_grad": 0.5},
     "2 stages, no guard": {"stages": 2, "guard": False},
 }
 

@@ -266,7 +266,10 @@ def test_a_captured_step_of_a_replica_forks_and_joins_its_sync_lanes(monkeypatch
     images, labels = torch.randn(4, 3, 8, 8), torch.randint(0, 10, (4,))
     batch = SimpleNamespace(micro_batches=[(images, labels)], samples=4, global_samples=8)
     states = []
-    for config in (TrainConfig(lr=0.125, bucket_mb=0.001), TrainConfig(lr=0.125, bucket_mb=0.001, cuda_graph=True)):
+    for config in (
+        TrainConfig(lr=0.125, sync="allreduce:bucket=0.001"),
+        TrainConfig(lr=0.125, sync="allreduce:bucket=0.001", cuda_graph=True),
+    ):
         with worker(0, 2) as calls:
             torch.manual_seed(0)
             model = SmallNet()

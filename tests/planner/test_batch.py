@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -20,12 +21,12 @@ from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.plan import Plan, read_plan
 from hybridpar.planner import batch as batch_module
 from hybridpar.planner import probes
-from hybridpar.planner.batch import GAIN, LEAST, choose_batch
+from hybridpar.planner.batch import GAIN, LEAST, choose_batch, require_room
 from hybridpar.planner.fit import Need, held_bytes, memory_of
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.probes import Question
 from hybridpar.planner.trials import Trial
-from hybridpar.run import run as run_module
+from hybridpar.run import opening
 from hybridpar.train.trainer import open_trial
 from tests.allocated import counting
 from tests.planner.small import cluster
@@ -200,7 +201,7 @@ def test_a_batch_that_does_not_fit_at_once_is_reached_by_micro_batches(tmp_path,
         mock.patch.object(probes, "measure_cluster", return_value=small),
         mock.patch.object(probes, "usable_memory", return_value=small.hosts[0].memory),
         mock.patch.object(probes, "held_bytes", return_value=0),
-        mock.patch.object(run_module, "open_trial", opened),
+        mock.patch.object(opening, "open_trial", opened),
     ):
         assert train(tmp_path / "close", batch_size=64, fidelity="close", steps=2) == 0
         plan = read_plan(tmp_path / "close/plan.json")
@@ -228,4 +229,23 @@ def test_what_auto_does_not_measure_is_one_error(options: dict[str, object]) -> 
 
 def test_a_script_names_its_batch() -> None:
     with pytest.raises(UsageError, match="batch_size is auto"):
-        Trainer(nn.Linear(2, 2), config=TrainConfig(batch_size="auto", lr_per_sample=0.1), total_steps=9)
+        Trainer(nn.Linear(2, 2), config=TrainConfig(batch_size="auto", lr="0.1/1"), total_steps=9)
+
+
+def test_a_model_that_no_worker_can_hold_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> nn.Module:
+        return nn.Linear(1000, 1000)
+
+    def read_values() -> nn.Module:
+        return nn.Linear(1, int(torch.ones(1)))
+
+    monkeypatch.setattr(batch_module, "held_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(batch_module, "usable_memory", lambda: 13_000_000)
+    config = TrainConfig(batch_size="auto", optimizer="sgd:momentum=0")
+    require_room(build, config, torch.device("cpu"))
+    with pytest.raises(UsageError, match="weights, gradients and optimizer state alone need"):
+        require_room(build, replace(config, optimizer="adamw"), torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="alone need"):
+        require_room(build, config, torch.device("cpu"))
+    require_room(read_values, config, torch.device("cpu"))  # what cannot be asked is not refused

@@ -96,7 +96,7 @@ ALONE = [
     ({"micro_batches": 4}, False, {"optimizer": "adamw"}),
     ({"micro_batches": 4, "stages": 2, "schedule": "gpipe"}, False, {"optimizer": "adamw", "model_ema": "0.9998"}),
     ({"micro_batches": 4, "stages": 2, "schedule": "1f1b"}, False, {}),
-    ({"micro_batches": 4, "stages": 2, "schedule": "gpipe"}, True, {"momentum": 0.0}),
+    ({"micro_batches": 4, "stages": 2, "schedule": "gpipe"}, True, {"optimizer": "sgd:momentum=0"}),
 ]
 
 

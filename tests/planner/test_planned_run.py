@@ -25,7 +25,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import Compute, Pipeline, Plan, Stage, StepFigures, Sync, read_plan
 from hybridpar.planner import decide, probes
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
@@ -34,7 +34,7 @@ from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import join_workers, resolve
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.ways import Way, Worth
-from hybridpar.run.sync import wire_format_lines
+from hybridpar.run.wire_table import wire_format_lines
 from hybridpar.sync.compression_table import LayerBytes, WireFormat
 from tests.planner.small import chain, cluster, inputs
 from tests.ranks import run_ranks
@@ -42,7 +42,7 @@ from tests.runs import check_run, saved_state, small_arguments, train, train_ran
 from tests.small_nets import plain
 
 #: Modules that ask on which host they are.
-IDENTIFIED = ("comm.world", "compress.nodes", "run.kernels")
+IDENTIFIED = ("comm.world", "compress.nodes", "run.kernel_use")
 IDENTIFIED += tuple(f"planner.{name}" for name in ("links", "probes", "rates"))
 #: What was predicted, by the keys of the summary.
 PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_per_step", "memory_bytes")
@@ -199,12 +199,13 @@ def test_every_option_that_was_set_is_fixed():
     fixed = fixed_by(config, decided_options(config), 2, names)
     assert fixed == Fixed(2, 2, 1, 4, "gpipe", "loop", dict.fromkeys(names, "fp16"), every_step=True)
     assert fixed_by(TrainConfig(), decided_options(TrainConfig()), 2, names) == Fixed(workers=2)
-    given = {"stages", "micro_batches", "memory_format", "kernels", "compress"}
-    assert fixed_by(TrainConfig(), decided_options(TrainConfig(), given), 2, names) == Fixed(
+    given = TrainConfig(given=frozenset({"stages", "micro_batches", "memory_format", "kernels", "compress"}))
+    assert fixed_by(given, decided_options(given), 2, names) == Fixed(
         workers=2, stages=1, micro_batches=1, codecs={}, every_step=True
     )
-    auto = TrainConfig(compress="auto", memory_format="auto", fidelity="lossy")
-    assert decided_options(auto, {"compress", "memory_format"}) == {"fidelity"}, "auto leaves it to the search"
+    named = frozenset({"compress", "memory_format"})
+    auto = TrainConfig(compress="auto", memory_format="auto", fidelity="lossy", given=named)
+    assert decided_options(auto) == {"fidelity"}, "auto leaves it to the search"
     timed = replace(TrainConfig(), timeline=Path("trace.json"))
     assert fixed_by(timed, decided_options(timed), 2, names).equal
     rules = TrainConfig(compress="a.* -> fp16")
@@ -254,7 +255,7 @@ def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path, monkey
     monkeypatch.setattr(World, "join", lambda **how: how)
     whole_plan().save(tmp_path / "plan.json")
     asked = TrainConfig(plan=tmp_path / "plan.json", batch_norm="sync")
-    assert join_workers(asked) == {"lanes": 3, "timeout": 120.0}
+    assert join_workers(asked) == {"lanes": 3, "timeout": 120.0, "device": None}
     assert join_workers(TrainConfig(plan=tmp_path / "missing.json"))["lanes"] == 2
 
 
@@ -268,7 +269,7 @@ def test_the_command_line_knows_which_options_were_named():
 # ------------------------------------------------------------------------------------------------- what was asked for
 
 #: Options that act on what replicas exchange, and on stages.
-ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"double_buffer": "half"}, {"batch_norm": "sync"}]
+ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"sync": "allreduce:late=half"}, {"batch_norm": "sync"}]
 ON_REPLICAS += [{"shares": "auto"}]
 ON_STAGES = [{"schedule": "gpipe"}, {"placement": "loop"}, {"recompute": (0,)}]
 
@@ -298,7 +299,7 @@ def test_an_option_that_would_have_no_effect_is_refused_before_the_run(tmp_path,
         train(tmp_path / "run", steps=3, **options)
     said = "has no effect with one replica on 1 worker(s)" if options in ON_REPLICAS else "without stages has no effect"
     assert said in caught.value.what
-    assert "--workers 2" in caught.value.fix or "--stages 2" in caught.value.fix
+    assert "--nproc 2" in caught.value.fix or "--stages 2" in caught.value.fix
     assert not (tmp_path / "run").exists()
 
 
@@ -354,7 +355,7 @@ def test_what_somebody_decides_otherwise_was_not_predicted(tmp_path, first_plan)
     ("options", "told"),
     [
         ({"batch_size": 8}, "a batch of 16, not 8"),
-        ({"momentum": 0.0}, "an optimizer with 1 tensors per parameter, not 0"),
+        ({"optimizer": "sgd:momentum=0"}, "an optimizer with 1 tensors per parameter, not 0"),
     ],
 )
 def test_the_prediction_of_a_plan_for_other_steps_does_not_count(tmp_path, first_plan, capsys, options, told):
@@ -564,7 +565,7 @@ def test_two_workers_that_share_one_model_exchange_nothing_that_could_be_compres
     answers = run_ranks(refused_rank, 2, tmp_path / "run", {"stages": 2, "compress": "fp16"})
     assert answers[0] == answers[1]
     assert answers[0].startswith("--compress fp16 has no effect with one replica on 2 worker(s)")
-    assert "--replicas 2 or --workers 4" in answers[0]
+    assert "--replicas 2 or --nproc 4" in answers[0]
 
 
 def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys):
@@ -587,7 +588,7 @@ def shown(asked: PlannerInputs, way: Way | None = None) -> list[str]:
 
 def test_a_link_that_makes_the_second_worker_a_loss_is_told():
     lines = shown(inputs(spec=cluster(2, 1e5), fixed=Fixed(workers=2)))
-    assert any("fewer would be faster" in line and "--workers 1" in line for line in lines)
+    assert any("fewer would be faster" in line and "--nproc 1" in line for line in lines)
     assert not any("fewer" in line for line in shown(inputs(spec=cluster(2, 1e10), fixed=Fixed(workers=2))))
 
 
@@ -662,7 +663,7 @@ def test_the_option_says_what_it_takes(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     assert "{auto,none}|PATH" in capsys.readouterr().out.replace(" ", "")
-    assert cli.main([*small_arguments(Path("unused"), "--plan=nothing.json", "--workers=1"), "--no-tune-process"]) == 2
+    assert cli.main([*small_arguments(Path("unused"), "--plan=nothing.json", "--nproc=1"), "--no-tune-process"]) == 2
     said = capsys.readouterr().err
     assert "--plan nothing.json: there is no such file" in said
     assert "`auto`, which searches, `none`" in said

@@ -11,7 +11,7 @@ from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.summary import summarize, write_summary
 from hybridpar.plan import ModelInfo, Partition, Pipeline, Placement, Plan, Stage, StepFigures
-from hybridpar.run.directory import RunPlace, claim_place
+from hybridpar.run.directory import RunFolder, claim_folder
 from hybridpar.schedule.layout import Layout
 
 
@@ -66,7 +66,7 @@ def a_run(
         fields: Of every step.
     """
     config = TrainConfig(data="digits", run_dir=directory, compress=codec, **(options or {}))
-    claim_place(RunPlace(directory), config, "resnet18", {"torch": "2.14.1"})
+    claim_folder(RunFolder(directory), config, "resnet18", {"torch": "2.14.1"})
     with MetricsWriter(directory) as writer:
         for step in range(1, steps + 1):
             writer.write_step(step_record(step, **fields))

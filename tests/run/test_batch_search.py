@@ -54,7 +54,7 @@ def test_bounds():
     assert bounds(1 << 22) == (1 << 20, 1 << 20)
 
 
-CONFIG = OptimizerConfig(lr=0.1, warmup_epochs=1.0)
+CONFIG = OptimizerConfig(lr=0.1, lr_schedule="cosine:warmup=1")
 
 
 def test_one_batch_size_is_the_usual_schedule():

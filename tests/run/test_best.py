@@ -1,19 +1,23 @@
-"""`--keep-best` and `--stop-early`: which epochs are the best, which checkpoints stay, when a run ends early."""
+"""`--checkpoints`: which epochs are the best, which checkpoints stay, when a run ends early."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridpar import Evaluation, Trainer
 from hybridpar.config import TrainConfig
+from hybridpar.config.checkpoints import Checkpoints
+from hybridpar.config.trained import TrainedOptions
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import EpochRecord
-from hybridpar.run.best import MetricRule, keep_rule, stop_rule
+from hybridpar.run.best import best_epochs, why_over
+from hybridpar.run.trained import find_trained
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
@@ -30,25 +34,51 @@ def epochs_of(*accuracies: float, losses: tuple[float, ...] = ()) -> list[EpochR
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("0", "from 1 on"), ("many", "from 1 on"), ("test_los:3", "Did you mean test_loss"), ("test_loss:", "from 1 on")],
+    [
+        ("stop=0", "at least 1"),
+        ("stop=many", "a whole number"),
+        ("by=test_los", "Did you mean test_loss"),
+        ("best=0", "at least 1"),
+        ("every=often", "60s"),
+        ("every=epoch/never", "60s"),
+        ("every=0", "60s"),
+        ("every=-5", "60s"),
+        ("every=0s", "60s"),
+        ("every=200/300", "60s"),
+        ("every=60s/30s", "60s"),
+        ("every=5 m", "60s"),
+        ("every=1.5s", "60s"),
+    ],
 )
 def test_other_rules_are_refused(text, said):
     with pytest.raises(UsageError, match=said):
-        stop_rule(TrainConfig(stop_early=text))
+        TrainConfig(checkpoints=text).check()
 
 
 def test_a_figure_of_an_average_needs_an_average():
     with pytest.raises(UsageError, match="Add for instance --model-ema"):
-        keep_rule(TrainConfig(keep_best="ema_test_loss:1"))
-    with pytest.raises(UsageError, match="--stop-early with --sync ps"):
-        TrainConfig(stop_early="3", sync="ps").check()
+        TrainConfig(checkpoints="best=1,by=ema_test_loss").check()
+    with pytest.raises(UsageError, match="--checkpoints stop=3 with --sync ps"):
+        TrainConfig(checkpoints="stop=3", sync="ps").check()
 
 
 def test_the_best_are_ranked_by_the_figure_and_earlier_ones_win():
     tested = epochs_of(0.5, 0.9, 0.9, 0.7, losses=(2.0, 0.3, math.nan, 0.2))
-    assert [one.epoch for one in MetricRule("test_accuracy", 3).best(tested)] == [1, 2, 3]
-    assert [one.epoch for one in MetricRule("test_loss", 2).best(tested)] == [3, 1]
-    assert MetricRule("test_accuracy", 1).best([]) == []
+    assert [end.epoch for end in best_epochs(Checkpoints(best=3), tested)] == [1, 2, 3]
+    assert [end.epoch for end in best_epochs(Checkpoints(best=2, by="test_loss"), tested)] == [3, 1]
+    assert best_epochs(Checkpoints(), []) == []
+
+
+def test_only_epochs_that_were_tested_count_towards_the_end():
+    ends = epochs_of(0.5, 0.4, 0.3, 0.2)
+    assert why_over(Checkpoints(stop=3), ends) is not None
+    untested = [replace(end, test_accuracy=None) if end.epoch else end for end in ends]
+    assert why_over(Checkpoints(stop=3), untested) is None
+
+
+def test_the_best_epoch_by_another_figure_may_not_be_tested(tmp_path):
+    train(tmp_path, epochs=3, test_every=3, checkpoints="epoch,keep=9,by=train_loss", lr=1e-9)
+    assert check_run(tmp_path)["best"]["metric"] == "train_loss"
 
 
 @pytest.fixture
@@ -59,35 +89,61 @@ def accuracies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     return left
 
 
-@pytest.mark.parametrize(("best", "kept"), [("1", [12, 30]), ("3", [6, 12, 24, 30]), ("test_loss:1", [6, 30])])
+@pytest.mark.parametrize(
+    ("best", "kept"),
+    [("best=1", [12, 30]), ("best=3", [6, 12, 24, 30]), ("by=test_loss", [6, 30])],
+)
 def test_checkpoints_of_the_best_epochs_stay(accuracies, tmp_path, best, kept):
-    train(tmp_path, epochs=5, keep=1, keep_best=best)
+    train(tmp_path, epochs=5, checkpoints=f"keep=1,{best}")
     assert [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")] == kept
     told = check_run(tmp_path)["best"]
     assert told["step"] == (6 if "loss" in best else 12)
     assert told["metric"] == ("test_loss" if "loss" in best else "test_accuracy")
 
 
+def test_a_trained_model_is_that_of_the_best_epoch_unless_another_is_asked_for(accuracies, tmp_path):
+    train(tmp_path, epochs=3, checkpoints="keep=1")
+    for weights, step, said in (
+        (None, 12, "weights of step 12, the best by test_accuracy: "),
+        ("best,raw", 12, "step-12/model.safetensors"),
+        ("last", 18, "weights of step 18, the last: "),
+        ("last, raw", 18, "step-18/model.safetensors"),
+    ):
+        trained = find_trained(str(tmp_path), TrainedOptions(weights=weights))
+        assert trained.step == step
+        assert said in str(trained)
+    step = str(tmp_path / "checkpoints" / "step-18")
+    assert find_trained(step, TrainedOptions()).step == 18
+    for source, weights, said in (
+        (step, "best", "with the checkpoint"),
+        (str(tmp_path), "best,last", "or both"),
+        (str(tmp_path), "first", "or both"),
+        (str(tmp_path), "last,ema", "no moving average"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            find_trained(source, TrainedOptions(weights=weights))
+
+
 def test_a_run_stops_early_also_after_it_was_resumed(accuracies, tmp_path, capsys):
-    assert train(tmp_path, epochs=8, stop_early="3", fault="TERM@0:20") == 143
+    assert train(tmp_path, epochs=8, checkpoints="stop=3", fault="TERM@0:20") == 143
     assert "stopped early" not in capsys.readouterr().out
-    assert train(tmp_path, epochs=8, stop_early="3", resume=True) == 0
+    assert train(tmp_path, epochs=8, checkpoints="stop=3", resume=True) == 0
     said = capsys.readouterr().out
     assert "stopped early: no better test_accuracy than 0.9000 of epoch 2 in the 3 epochs since" in said
     summary = check_run(tmp_path, steps=30)
     assert summary["best_test_accuracy"] == 0.9
     assert summary["epochs"] == 5
     assert load_checkpoint(tmp_path).step == 30
-    assert train(tmp_path, epochs=8, stop_early="3", resume=True) == 0
+    assert train(tmp_path, epochs=8, checkpoints="stop=3", resume=True) == 0
     said = capsys.readouterr().out.replace("\n", "")
     assert "nothing left to train" in said
-    assert "a larger --stop-early goes on" in said
-    assert train(tmp_path, epochs=8, stop_early="4", resume=True) == 0
+    assert "a larger stop= of --checkpoints goes on" in said
+    assert train(tmp_path, epochs=8, checkpoints="stop=4", resume=True) == 0
     assert [epoch.test_accuracy for epoch in read_metrics(tmp_path).epochs] == [0.5, 0.9, 0.3, 0.8, 0.4, 0.1]
 
 
 def test_all_workers_stop_early_at_the_same_step(tmp_path: Path):
-    options = {"lr": 0.0001, "momentum": 0.0, "stop_early": "test_accuracy:2", "epochs": 9}
+    options = {"lr": 0.0001, "optimizer": "sgd:momentum=0", "checkpoints": "stop=2,by=test_accuracy", "epochs": 9}
     assert run_ranks(train_rank, 2, tmp_path / "early", "plain", None, options) == [0, 0]
     early = check_run(tmp_path / "early")["steps"]
     assert early < 54

@@ -11,10 +11,10 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.run.directory import (
-    RunPlace,
+    RunFolder,
     before_the_start,
-    claim_place,
-    find_place,
+    claim_folder,
+    find_folder,
     recall_options,
 )
 from hybridpar.train.checkpoint import CheckpointData, save_checkpoint
@@ -29,13 +29,13 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def start(model="resnet18", **options) -> RunPlace:
+def start(model="resnet18", **options) -> RunFolder:
     """What a run does at its start."""
     config = TrainConfig(**options)
-    return claim_place(find_place(config, model), config, model, {"torch": "x"})
+    return claim_folder(find_folder(config, model), config, model, {"torch": "x"})
 
 
-def save(place: RunPlace, step: int) -> Path:
+def save(place: RunFolder, step: int) -> Path:
     return save_checkpoint(place.checkpoints, CheckpointData(step, "f", {"w": torch.ones(1)}, {}, {}), World())
 
 
@@ -45,9 +45,9 @@ def test_runs_without_a_name_are_numbered():
 
 def test_two_runs_that_start_at_once_get_directories_of_their_own():
     config = TrainConfig()
-    first, second = find_place(config, "resnet18"), find_place(config, "resnet18")
-    assert claim_place(first, config, "resnet18", {}).directory == BASE
-    assert claim_place(second, config, "resnet18", {}).directory == Path(f"{BASE}-2")
+    first, second = find_folder(config, "resnet18"), find_folder(config, "resnet18")
+    assert claim_folder(first, config, "resnet18", {}).directory == BASE
+    assert claim_folder(second, config, "resnet18", {}).directory == Path(f"{BASE}-2")
 
 
 def test_the_users_directory_is_never_taken_for_an_unused_one():
@@ -86,13 +86,13 @@ def test_resume_without_a_name_takes_the_newest_run_that_has_a_checkpoint():
     second = start()
     newest = save(second, 4)
     start()
-    found = find_place(TrainConfig(resume=True), "resnet18")
-    assert found == RunPlace(second.directory, newest)
+    found = find_folder(TrainConfig(resume=True), "resnet18")
+    assert found == RunFolder(second.directory, newest)
     mine, other = start(data="hf/foo"), start(data="hf/foo-2")  # as the second run with hf/foo
     for place in (mine, other):
         save(place, 5)
-        assert find_place(TrainConfig(resume=True, data="hf/foo"), "resnet18").directory == mine.directory
-    assert find_place(TrainConfig(resume=True, data="hf/foo-2"), "resnet18").directory == other.directory
+        assert find_folder(TrainConfig(resume=True, data="hf/foo"), "resnet18").directory == mine.directory
+    assert find_folder(TrainConfig(resume=True, data="hf/foo-2"), "resnet18").directory == other.directory
 
 
 def restarted_as(monkeypatch, job, count):
@@ -108,13 +108,14 @@ def began(**options) -> Path:
 
 
 def recall(named=(), model="resnet18", **options):
-    return recall_options(TrainConfig(run_dir=Path("mine"), resume=True, **options), model, named)
+    return recall_options(TrainConfig(run_dir=Path("mine"), resume=True, given=frozenset(named), **options), model)
 
 
 def test_a_resumed_run_takes_the_options_that_it_began_with():
-    began(lr=0.5, betas=(0.3,), data_root=Path("there"), steps=9, guard=False)
+    began(lr=0.5, optimizer="sgd:betas=0.3", data_root=Path("there"), steps=9, guard=False)
     config, lines = recall()
-    assert (config.lr, config.betas, config.data_root, config.steps) == (0.5, (0.3,), Path("there"), 9)
+    assert (config.lr, config.data_root, config.steps) == (0.5, Path("there"), 9)
+    assert config.optimizer == "sgd:betas=0.3"
     assert not config.guard
     (line,) = lines
     assert "as the run began" in line
@@ -122,11 +123,11 @@ def test_a_resumed_run_takes_the_options_that_it_began_with():
     assert "steps 9" in line
 
 
-def test_what_a_run_saves_is_as_the_command_says_and_not_as_it_began():
-    began(checkpoint_every="never")
+def test_how_long_is_waited_is_as_the_command_says_and_not_as_it_began():
+    began(timeout=99.0)
     config, lines = recall()
-    assert config.checkpoint_every == TrainConfig.checkpoint_every
-    assert lines == ("resumed  checkpoint-every: never -> epoch,60s after step 7",)
+    assert config.timeout == TrainConfig.timeout
+    assert lines == ("resumed  timeout: 99.0 -> 120.0 after step 7",)
 
 
 def test_a_longer_run_is_not_ended_by_the_limit_of_the_one_before():
@@ -138,21 +139,37 @@ def test_a_longer_run_is_not_ended_by_the_limit_of_the_one_before():
     ("options", "said"),
     [
         ({"batch_size": 32}, "--batch-size is 32, and the run in mine began with 64"),
-        ({"stem": "cifar"}, "--stem is cifar"),
+        ({"model_arg": ("stem=cifar",)}, "--model-arg is stem=cifar"),
+        ({"image_size": 48}, "--image-size is 48,crop=0.9, and the run in mine began with 64,crop=0.9"),
         ({"model": "resnet34"}, "is of resnet18, not of resnet34"),
     ],
 )
 def test_what_a_resumed_run_cannot_change_is_refused(options, said):
-    began()
+    began(image_size="64,crop=0.9")
     with pytest.raises(UsageError, match=said):
         recall(set(options), **options)
+
+
+@pytest.mark.parametrize(
+    ("began_with", "now", "then", "lines"),
+    [
+        ({"image_size": "64,crop=0.9"}, {"image_size": 64}, "64,crop=0.9", 0),
+        ({"image_size": "64,crop=0.9"}, {"image_size": "test=96"}, "64,test=96,crop=0.9", 1),
+        ({"data": "cifar10"}, {"data": "cifar10,download"}, "cifar10,download", 0),
+    ],
+)
+def test_what_is_left_out_of_a_named_option_is_as_the_run_began(began_with, now, then, lines):
+    began(**began_with)
+    config, said = recall(set(now), **now)
+    assert [getattr(config, name) for name in now] == [then]
+    assert len(said) == lines
 
 
 @pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 1)])
 def test_what_cannot_be_used_is_a_wrong_request_until_the_run_has_started(monkeypatch, restarts, code):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     with pytest.raises(CheckpointError) as caught, before_the_start():
-        find_place(TrainConfig(resume=True), "resnet18")
+        find_folder(TrainConfig(resume=True), "resnet18")
     assert caught.value.exit_code == code
 
 
@@ -164,7 +181,7 @@ def test_a_restarted_job_finds_its_own_run(monkeypatch):
     save(start(), 8)
     restarted_as(monkeypatch, "job-a", 1)
     found = start()
-    assert found == RunPlace(mine.directory, path, restarted=True)
+    assert found == RunFolder(mine.directory, path, restarted=True)
 
 
 @pytest.mark.parametrize("text", ["[]", '"job-a"', "{", "[" * 100_000, "\xff"])
@@ -175,23 +192,23 @@ def test_a_damaged_run_beside_it_does_not_hide_a_jobs_own(text, monkeypatch):
     other.mkdir()
     (other / "run.json").write_text(text, encoding="latin-1")
     restarted_as(monkeypatch, "job-a", 1)
-    assert start() == RunPlace(mine.directory, None, restarted=True)
+    assert start() == RunFolder(mine.directory, None, restarted=True)
 
 
 def test_a_job_that_died_before_its_first_checkpoint_starts_again_in_its_directory(monkeypatch):
     restarted_as(monkeypatch, "job-a", 0)
     mine = start(run_dir=Path("mine"))
     restarted_as(monkeypatch, "job-a", 1)
-    assert start(run_dir=Path("mine")) == RunPlace(mine.directory, None, restarted=True)
+    assert start(run_dir=Path("mine")) == RunFolder(mine.directory, None, restarted=True)
 
 
 def test_who_replaces_a_worker_that_died_as_it_made_the_directory_uses_that(monkeypatch):
     restarted_as(monkeypatch, "job-a", 0)
     config = TrainConfig()
-    decided = find_place(config, "resnet18")
-    made = claim_place(decided, config, "resnet18", {})
+    decided = find_folder(config, "resnet18")
+    made = claim_folder(decided, config, "resnet18", {})
     restarted_as(monkeypatch, "job-a", 1)
-    assert claim_place(decided, config, "resnet18", {}).directory == made.directory
+    assert claim_folder(decided, config, "resnet18", {}).directory == made.directory
 
 
 def test_a_restarted_job_does_not_delete_what_it_has_done_with_overwrite(monkeypatch):
@@ -207,3 +224,14 @@ def test_a_job_that_died_before_it_claimed_a_directory_does_not_take_a_foreign_o
     restarted_as(monkeypatch, "job-a", 1)
     with pytest.raises(UsageError, match="already holds a run"):
         start(run_dir=Path("mine"))
+
+
+def test_arguments_of_the_optimizer_may_change_and_channels_may_not():
+    began(optimizer="sgd:momentum=0.9", image_size=32)
+    config, lines = recall(["optimizer"], optimizer="sgd:momentum=0.8")
+    assert config.optimizer == "sgd:momentum=0.8"
+    assert any("optimizer: sgd:momentum=0.9 -> sgd:momentum=0.8" in line for line in lines)
+    with pytest.raises(UsageError, match="--optimizer is adamw"):
+        recall(["optimizer"], optimizer="adamw")
+    with pytest.raises(UsageError, match="--image-size is"):
+        recall(["image_size"], image_size="channels=1")

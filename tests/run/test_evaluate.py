@@ -14,7 +14,7 @@ from PIL import Image
 from hybridpar.config.trained import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
 from hybridpar.run.trained import find_trained, load_trained
 from hybridpar.train.checkpoint_files import latest_checkpoint
@@ -50,8 +50,8 @@ def evaluated_file_on_rank(world, file):
 
 def test_the_accuracy_is_that_of_the_run(run_dir):
     summary = check_run(run_dir)
-    _, averaged = evaluated(run_dir)
-    trained, raw = evaluated(run_dir, weights="raw")
+    _, averaged = evaluated(run_dir, weights="last")
+    trained, raw = evaluated(run_dir, weights="last,raw")
     assert (averaged.accuracy, raw.accuracy) == (summary["ema_test_accuracy"], summary["test_accuracy"])
     assert summary["ema_test_accuracy"] != summary["test_accuracy"]  # else this shows nothing
     assert raw.images == 25
@@ -70,7 +70,7 @@ def test_any_number_of_workers_sees_every_image_once(run_dir):
     assert figures == expected
 
 
-def test_a_run_that_still_trains_is_tested_at_its_last_checkpoint(run_dir):
+def test_a_run_that_still_trains_is_tested_at_a_checkpoint_that_is_there(run_dir):
     aside = run_dir.with_name("aside.json")
     (run_dir / "summary.json").rename(aside)
     try:
@@ -85,20 +85,20 @@ def test_a_run_that_still_trains_is_tested_at_its_last_checkpoint(run_dir):
 
 def test_a_checkpoint_can_be_named_from_anywhere(run_dir, monkeypatch):
     newest = latest_checkpoint(run_dir / "checkpoints")
-    for place, source in (
-        (run_dir, "."),
-        (run_dir, f"checkpoints/{newest.name}"),
-        (newest, "."),
-        (run_dir, str(newest)),
+    for place, source, weights in (
+        (run_dir, ".", "last"),
+        (run_dir, f"checkpoints/{newest.name}", None),
+        (newest, ".", None),
+        (run_dir, str(newest), "raw"),
     ):
         monkeypatch.chdir(place)
-        trained = find_trained(source, TrainedOptions())
+        trained = find_trained(source, TrainedOptions(weights=weights))
         assert (trained.name, trained.step) == ("tests.small_nets:plain", 14)
         assert trained.checkpoint.resolve() == newest
 
 
 def test_a_file_of_weights_needs_model_and_data(run_dir):
-    file = str(latest_checkpoint(run_dir / "checkpoints") / "model.pt")
+    file = str(latest_checkpoint(run_dir / "checkpoints") / "model.safetensors")
     with pytest.raises(UsageError, match="without --model"):
         find_trained(file, TrainedOptions())
     with pytest.raises(UsageError, match="without --data"):
@@ -146,14 +146,14 @@ def several(tmp_path_factory):
     return {"data": "csv", "data_root": table, "batch_size": 8, "loader_workers": 0, "plan": "none"}
 
 
-@pytest.mark.parametrize("options", [{}, {"mixup": 0.2}], ids=["plain", "mixed"])
+@pytest.mark.parametrize("options", [{}, {"mix": "mixup=0.2"}], ids=["plain", "mixed"])
 def test_several_labels_are_trained_and_tested_by_binary_cross_entropy(several, options, tmp_path):
     for loss in ("auto", "bce"):
         train(tmp_path / loss, epochs=1, loss=loss, **several, **options)
     train(tmp_path / "auto", epochs=2, resume=True, **several, **options)
     train(tmp_path / "bce", epochs=2, resume=True, loss="bce", **several, **options)
     assert_same_state(tmp_path / "auto", tmp_path / "bce")
-    results = [evaluated(tmp_path / loss)[1].plain() for loss in ("auto", "bce")]
+    results = [evaluated(tmp_path / loss, weights="last")[1].plain() for loss in ("auto", "bce")]
     assert results[0] == results[1]
     assert results[0]["test_loss"] == pytest.approx(read_metrics(tmp_path / "auto").epochs[-1].test_loss)
 

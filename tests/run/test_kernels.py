@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import KernelError, UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import read_plan
-from hybridpar.run import kernels as kernels_of_run
-from hybridpar.run.kernels import prepare_kernels
+from hybridpar.run import kernel_use as kernels_of_run
+from hybridpar.run.kernel_use import prepare_kernels
 from hybridpar.tvm_kernels import choice, norm_swap
 from hybridpar.tvm_kernels.database import Database, append_records
 from hybridpar.tvm_kernels.operation import KernelKey
@@ -113,7 +114,7 @@ def test_norms_run_fused_where_they_are_large_enough(tmp_path, kernels, norms, c
     assert norms.calls["backward"].total() >= summary["steps"]
     losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("plain", "fused")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    states = [torch.load(next((tmp_path / name).rglob("model.pt")), weights_only=True) for name in ("plain", "fused")]
+    states = [load_file(next((tmp_path / name).rglob("model.safetensors"))) for name in ("plain", "fused")]
     assert list(states[0]) == list(states[1])
     for key in states[0]:
         torch.testing.assert_close(states[0][key], states[1][key], rtol=2e-2, atol=2e-3)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.run import batch_search
-from hybridpar.run.batch_search import BatchChoice, Trial
+from hybridpar.run.batch_search import BatchChoice, TriedSize
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, saved_state, train, train_rank
 
 #: Twelve steps an epoch of batches of 8.
-SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoint_every": "epoch", "keep": 9, "lr": 0.02}
+SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoints": "epoch,keep=9", "lr": 0.02}
 
 
 def summary_of(run_dir):
@@ -32,7 +32,7 @@ def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
         losses = [trial(size) for size in (8, 16, 8)]
         assert losses[0] == losses[2], "a trial depends on the one before"
         tried.append((smallest, largest))
-        return BatchChoice(8, tuple(Trial(8, loss, True) for loss in losses))
+        return BatchChoice(8, tuple(TriedSize(8, loss, True) for loss in losses))
 
     monkeypatch.setattr(batch_search, "search_batch_size", search)
     train(tmp_path / "searched", "dropping", select_batch=1, stages=stages, **SEARCHING)
@@ -42,8 +42,10 @@ def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
 
 
 def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(batch_search, "search_batch_size", lambda *_, **__: BatchChoice(16, (Trial(16, 1.0, True),)))
-    train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant", "warmup_epochs": 0.0})
+    monkeypatch.setattr(
+        batch_search, "search_batch_size", lambda *_, **__: BatchChoice(16, (TriedSize(16, 1.0, True),))
+    )
+    train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant:warmup=0"})
     summary = summary_of(tmp_path / "run")
     assert (summary["batch_size"], summary["final_batch_size"], summary["epochs"]) == (8, 16, 3)
     steps = read_metrics(tmp_path / "run").steps
@@ -74,11 +76,11 @@ def test_a_resumed_run_goes_on_with_what_was_selected(tmp_path):
 
 def test_the_whole_recipe_over_stages(tmp_path):
     """1-bit SGD as in the paper, where every replica is a pipeline; and its resumption."""
-    options = {**SEARCHING, "select_batch": 1, "recipe": "onebit-sgd", "double_buffer": "half", "tune_process": False}
+    options = {**SEARCHING, "select_batch": 1, "sync": "onebit-sgd:late=half", "tune_process": False}
     options |= {"stages": 2, "replicas": 2, "lr": 0.001}
     assert run_ranks(train_rank, 4, tmp_path / "run", "dropping", None, options, shared_memory=False) == [0] * 4
     summary = summary_of(tmp_path / "run")
-    assert (summary["recipe"], summary["double_buffer"], summary["stages"]) == ("onebit-sgd", "half", 2)
+    assert (summary["sync"], summary["stages"]) == ("onebit-sgd:late=half", 2)
     assert summary["final_batch_size"] > summary["batch_size"]
     assert summary["staleness"]["most"] == 1
     assert summary["compression_ratio"] > 1

@@ -7,7 +7,7 @@ import re
 
 from plotly.graph_objects import Figure
 
-from hybridpar.observe import write_timeline
+from hybridpar.observe.timeline_file import write_timeline
 from hybridpar.run.report_page import page_parts, read_runs
 from tests.observe.timelines import a_timeline
 from tests.run.run_directories import a_run

@@ -22,7 +22,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs of four epochs, of which the second has other rates and all of its checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     train(folder / "a", "dropping", epochs=4, log=("none",))
-    train(folder / "deep/b", "dropping", epochs=4, lr=0.01, keep=9, keep_best="train_loss:1", log=("none",))
+    train(folder / "deep/b", "dropping", epochs=4, lr=0.01, checkpoints="keep=9,best=1,by=train_loss", log=("none",))
     return folder
 
 
@@ -51,8 +51,7 @@ def test_what_differs_and_what_runs_came_to(runs):
     both = find_runs([runs])
     assert differing_options([one.options for one in both]) == {
         "lr": [0.05, 0.01],
-        "keep": [2, 9],
-        "keep_best": ["1", "train_loss:1"],
+        "checkpoints": ["epoch/60s,keep=2", "keep=9,best=1,by=train_loss"],
     }
     for run in both:
         summary = json.loads((run.directory / "summary.json").read_text())
@@ -114,16 +113,17 @@ def test_a_checkpoint_that_is_deleted_meanwhile_ends_no_list(runs, capsys):
 
 def test_the_command_lists_and_compares(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs.parent)
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "40")
     assert main(["runs"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == ["run", "runs/a", "runs/deep/b"]
+    assert [line for line in listed if not line.startswith("  ")] == ["run", "runs/a", "runs/deep/b"]
+    assert all("finished" in line for line in listed[3::2])
     assert main(["runs", "compare", "runs/a", "runs/deep/b"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["--lr", "0.05", "0.01"] in lines
     assert ["steps", "24", "24"] in lines
     assert main(["runs", "compare", "runs/a", "runs/deep/b", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["differing"]["keep"] == [2, 9]
+    assert json.loads(capsys.readouterr().out)["differing"]["lr"] == [0.05, 0.01]
     assert main(["runs", "list", "runs/a", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["figures"]["steps"] == 24
     assert main(["runs", "compare", "runs/a"]) == 2

@@ -25,7 +25,7 @@ def trainer(request, monkeypatch) -> Iterator[ServedTrainer]:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     config = TrainConfig(
-        sync=request.param, amp="fp16", model_ema="0.5", lr=0.02, lr_schedule="plateau:patience=0", warmup_epochs=0.0
+        sync=request.param, amp="fp16", model_ema="0.5", lr=0.02, lr_schedule="plateau:patience=0,warmup=0"
     )
     process = Process(0, 2, 1, mock.MagicMock(), "a token")
     world = ServerWorld(process, torch.device("cpu"), 1.0)

@@ -88,11 +88,11 @@ def test_what_was_decided_is_restored_for_as_many_replicas_only():
     world.steps(200)
     state = world.tuned.state()
     other = Made([(0, 3), (0, 1)])
-    other.tuner().restore(state)
+    other.tuner().restore(mock.MagicMock(), state)
     assert other.tuned.counts == world.tuned.counts
     assert not other.steps(100)
     third = Made([(0, 1)] * 3)
-    third.tuner().restore(state)
+    third.tuner().restore(mock.MagicMock(), state)
     assert third.tuned.counts == [32, 32, 32]
 
 

@@ -11,10 +11,11 @@ import pytest
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import StopRequest
-from hybridpar.observe import read_metrics, read_timeline
+from hybridpar.observe.metrics import read_metrics
+from hybridpar.observe.timeline_file import read_timeline
 from hybridpar.plan import read_plan
-from hybridpar.run import run
-from hybridpar.run.timeline import check_timeline
+from hybridpar.run import loop
+from hybridpar.run.step_timeline import check_timeline
 from hybridpar.schedule.actions import COMPUTE, Kind
 from tests.observe.test_timeline import check_events
 from tests.ranks import run_ranks
@@ -118,7 +119,7 @@ class StopsBeforeStep4(StopRequest):
 
 
 def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "StopRequest", StopsBeforeStep4)
+    monkeypatch.setattr(loop, "StopRequest", StopsBeforeStep4)
     assert train(tmp_path / "run", timeline=tmp_path / "trace.json", **PIPELINE) == 143
     summary = check_run(tmp_path / "run", ended="interrupted")
     assert 4 <= summary["steps"] < 6
@@ -131,7 +132,7 @@ def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "devices", "said"),
     [
-        ({"stages": 2}, 4, ["4 GPUs", "--workers 4", "Nsight"]),
+        ({"stages": 2}, 4, ["4 GPUs", "--nproc 4", "Nsight"]),
         ({"stages": 2, "timeline": Path("nowhere/trace.json")}, 1, ["no directory", "mkdir -p"]),
         ({"stages": 2, "timeline": Path()}, 1, ["is a directory", "Name a file"]),
     ],

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridpar.observe.records import StepRecord
 from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
 from hybridpar.run.timings import StepClock, StepTimes, Timings, combine
 from hybridpar.schedule.actions import parse_action
@@ -15,8 +16,6 @@ from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.schedule.simulate import simulate
 from hybridpar.schedule.spans import Span, StepSpans
-
-NOTHING = StepSpans(0.0, ())
 
 
 def step(origin, *spans):
@@ -97,6 +96,13 @@ def test_the_parts_add_up_to_the_time_that_passed(steps):
 # ------------------------------------------------------------------------------------------------- over all workers
 
 
+def recorded(times, bytes_sent=0):
+    """A step that took so long."""
+    parts = {"compute_ms": times.compute_ms, "exposed_sync_ms": times.exposed_sync_ms, "data_ms": times.data_ms}
+    figures = {"loss": 1.0, "lr": 0.1, "samples": 8, "skipped": False, "grad_norm": None, "bytes_sent": bytes_sent}
+    return StepRecord(step=1, epoch=0, step_ms=times.step_ms, **parts, **figures)
+
+
 def combined(found, replicas, step_ms=None):
     return combine(found, [range(replica, len(found), replicas) for replica in range(replicas)], step_ms)
 
@@ -111,7 +117,7 @@ def shares(positions, micro_batches, replicas):
         timings = Timings()
         for number in range(5):
             mine = tuple(span for span in timeline if span.worker == rank // replicas)
-            timings.add(StepTimes(10.0 * rank, 1.0, 2.0), 100 * rank, StepSpans(number, mine))
+            timings.add(recorded(StepTimes(10.0 * rank, 1.0, 2.0), 100 * rank), StepSpans(number, mine))
         found.append(timings.share())
     return found
 
@@ -139,7 +145,7 @@ def test_the_parts_add_up_to_a_step_whatever_the_workers_noted(workers, step_ms)
     for steps in workers:
         timings = Timings()
         for times in steps:
-            timings.add(StepTimes(*times), 0, NOTHING)
+            timings.add(recorded(StepTimes(*times)))
         found.append(timings.share())
     figures = combined(found, 1, step_ms)
     parts = [figures[key] for key in STEP_PARTS if key in figures]
@@ -156,7 +162,7 @@ def test_overlap_is_what_did_not_outlast_computation():
     timings = Timings()
     spans = StepSpans(0.0, timeline)
     times, _ = StepClock().divide(spans, 0.0)
-    timings.add(times, 0, spans)
+    timings.add(recorded(times), spans)
     # The sum takes 8 ms and begins 2 ms before the end of the pass.
     assert combined([timings.share()], 1)["overlap"] == pytest.approx(0.25)
 
@@ -170,7 +176,7 @@ def test_a_mean_step_counts_the_few_that_exchange():
     timings = Timings()
     assert timings.mean_step() == {}
     for number in range(12):
-        timings.add(StepTimes(10.0, 90.0 if number % 3 == 2 else 0.0, 1.0), 0)
+        timings.add(recorded(StepTimes(10.0, 90.0 if number % 3 == 2 else 0.0, 1.0)))
     found = timings.mean_step()
     assert found == {"compute_ms": 10.0, "exposed_sync_ms": 30.0, "data_ms": 1.0, "step_ms_mean": 41.0}
     assert step_without_data_ms({"step_ms_median": 11.0, **found}) == 40.0

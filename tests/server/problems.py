@@ -13,7 +13,7 @@ from tests.compress.team import unsent as unsent_by
 
 
 def sgd(lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False):
-    return OptimizerConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+    return OptimizerConfig(lr=lr, optimizer=f"sgd:momentum={momentum},nesterov={nesterov}", weight_decay=weight_decay)
 
 
 def small_shard(rules: Rules, *, count: int = 4, lr: float = 0.1, momentum: float = 0.0, **options) -> Shard:

@@ -100,7 +100,7 @@ class Served:
             peer.connection.end()
 
 
-OPTIMIZER = OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
+OPTIMIZER = OptimizerConfig(lr=0.1, optimizer="sgd:momentum=0.9", weight_decay=0.01)
 
 
 def config_of(rules: Rules, optimizer: OptimizerConfig = OPTIMIZER, **more: Any) -> TrainConfig:

@@ -16,8 +16,8 @@ from tests.small_nets import plain
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"sync": "softsync:0", "workers": 3}, "--sync softsync:0: split=0"),
-        ({"sync": "softsync:4", "workers": 3}, "softsync:4 with 3 workers"),
+        ({"sync": "softsync:0", "nproc": 3}, "--sync softsync:0: split=0"),
+        ({"sync": "softsync:4", "nproc": 3}, "softsync:4 with 3 workers"),
         ({"sync": "ps,servers=-1"}, "--sync ps,servers=-1: servers=-1"),
         ({"sync": "ps", "plan": "some.json"}, "--plan some.json with --sync ps"),
         ({"sync": "ps", "replicas": 2}, "--replicas 2 with --sync ps"),
@@ -52,7 +52,7 @@ def test_what_contradicts_itself_is_refused(options, what):
     ],
 )
 def test_modes_as_rules(sync, workers, collect, barrier, rate):
-    config = TrainConfig(sync=sync, workers=workers)
+    config = TrainConfig(sync=sync, nproc=workers)
     config.check()
     rules = Rules.of(config, workers)
     assert (rules.learners, rules.collect, rules.barrier, rules.rate) == (workers, collect, barrier, rate)

@@ -17,9 +17,8 @@ import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.observe import read_metrics
-from hybridpar.run import run as run_module
-from hybridpar.run import served_trainer
+from hybridpar.observe.metrics import read_metrics
+from hybridpar.run import opening, served_trainer
 from hybridpar.run.served_trainer import ServedTrainer
 from hybridpar.server.process import find_process
 from hybridpar.server.serve import ShardServer
@@ -48,7 +47,7 @@ def average(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     options = {"model_ema": "0.9,warmup"}
-    options |= {"mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1}
+    options |= {"mix": "mixup=0.2,cutmix=1", "loss": "ce:smoothing=0.1"}
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     run(tmp_path / "served", 3, sync="ps", **options)
     run(tmp_path / "masters", 2, sync="ps,servers=0", **options)
@@ -74,8 +73,8 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
 
 def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
     train(tmp_path / "source")
-    options = {"weights": str(tmp_path / "source"), "freeze": ("body.[01]",), "steps": 2, "checkpoint_every": "2"}
-    options |= {"layer_decay": 0.5, "head_lr_scale": 2.0, "shares": "1,3"}
+    options = {"weights": str(tmp_path / "source"), "freeze": ("body.[01]",), "steps": 2, "checkpoints": "2"}
+    options |= {"optimizer": "sgd:layer_decay=0.5,head_lr=2", "shares": "1,3"}
     run(tmp_path / "served", 3, sync="ps", **options)
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     source, served, plain = (saved_state(tmp_path / name) for name in ("source", "served", "plain"))
@@ -94,8 +93,8 @@ def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """What a codec left out, momentum, dropout's generators and the place in the data are all in the checkpoint."""
-    options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "plateau:patience=0", "warmup_epochs": 0.0}
-    options |= {"data": "synthetic:samples=32", "epochs": 6, "clip_norm": 1.0}  # two steps an epoch
+    options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "plateau:patience=0,warmup=0"}
+    options |= {"data": "synthetic:samples=32", "epochs": 6, "clip_grad": 1.0}  # two steps an epoch
     options |= {"model_ema": "0.9", "amp": "fp16"}
     run(tmp_path / "whole", 3, "dropping", **options)
     run(tmp_path / "halves", 3, "dropping", steps=7, **options)
@@ -153,11 +152,10 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
     """Moments and their count, the place in the data, weights, their average, loss scale and lowered rate go over."""
     options = {
         "optimizer": "timm/lamb",
-        "clip_norm": 0.5,
-        "lr_schedule": "plateau:patience=0",
+        "clip_grad": 0.5,
+        "lr_schedule": "plateau:patience=0,warmup=0",
         "data": "synthetic:samples=32",  # two steps an epoch
         "epochs": 3,
-        "warmup_epochs": 0.0,
         "amp": "fp16",
         "model_ema": "0.9",
     }
@@ -184,7 +182,7 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
 
 
 def test_an_asynchronous_run_in_figures(tmp_path):
-    run(tmp_path / "run", 3, sync="ps-async,staleness=inverse,pull=fp16", checkpoint_every="4", model_ema="0.9998")
+    run(tmp_path / "run", 3, sync="ps-async,staleness=inverse,pull=fp16", checkpoints="4", model_ema="0.9998")
     summary = check_run(tmp_path / "run", steps=12)
     assert all(one.ema_test_loss is not None for one in read_metrics(tmp_path / "run").epochs)
     assert average(tmp_path / "run")
@@ -222,7 +220,7 @@ def test_kill_9_of_a_worker_leaves_the_others_training(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_died_is_replaced(tmp_path, rank):
-    options = {"sync": "ps-async", "checkpoint_every": "5", "epochs": 500, "model_ema": "0.9"}
+    options = {"sync": "ps-async", "checkpoints": "5", "epochs": 500, "model_ema": "0.9"}
 
     def ages() -> list[float]:
         return list(read_metrics(tmp_path / "run").steps["staleness"])
@@ -255,7 +253,7 @@ def replace_worker(monkeypatch) -> Callable[[], None]:
 
 
 def test_who_replaces_worker_0_before_servers_have_weights_goes_on_from_the_checkpoint(tmp_path, replace_worker):
-    options = {"sync": "ps-async,servers=0", "checkpoint_every": "epoch"}
+    options = {"sync": "ps-async,servers=0", "checkpoints": "epoch"}
     train(tmp_path / "run", **options)
     shutil.copytree(tmp_path / "run", tmp_path / "replaced")
     train(tmp_path / "run", **options, epochs=3, resume=True)
@@ -271,13 +269,13 @@ def test_who_replaces_worker_0_before_servers_have_weights_brings_those_that_are
     tmp_path, monkeypatch, replace_worker
 ):
     train(tmp_path / "source")
-    read, asked = run_module.start_from_weights, []
+    read, asked = opening.start_from_weights, []
 
     def start_from_weights(*given: Any) -> list[str]:
         asked.append(given)
         return read(*given) if len(asked) > 1 else []  # the worker that died did so at first
 
-    monkeypatch.setattr(run_module, "start_from_weights", start_from_weights)
+    monkeypatch.setattr(opening, "start_from_weights", start_from_weights)
     replace_worker()
     train(tmp_path / "run", sync="ps-async,servers=0", weights=str(tmp_path / "source"), freeze=("body.[01]",), steps=1)
     for name in ("body.0.weight", "body.1.weight"):
@@ -285,7 +283,7 @@ def test_who_replaces_worker_0_before_servers_have_weights_brings_those_that_are
 
 
 def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):
-    options = {"sync": "ps-async,servers=1", "checkpoint_every": "2", "timeout": 10}
+    options = {"sync": "ps-async,servers=1", "checkpoints": "2", "timeout": 10}
     with job(3, tmp_path / "run", **options, epochs=500) as answers:
         server = pids(answers, 3)[2]
         eventually(lambda: saved(tmp_path / "run"))
@@ -309,6 +307,6 @@ def test_a_signal_saves_and_ends_all_workers(tmp_path):
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_told(tmp_path):
-    run(tmp_path / "run", 2, sync="ps-async", steps=4, fault="NAN@0:3", checkpoint_every="never")
+    run(tmp_path / "run", 2, sync="ps-async", steps=4, fault="NAN@0:3", checkpoints="never")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["skipped_steps"] == 2

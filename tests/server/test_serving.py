@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,10 +56,10 @@ def oracle(workers, steps, scales=None, config=OPTIMIZER):
             inputs, targets = images(10 * number + worker)
             (nn.functional.cross_entropy(model(inputs), targets) * (1 / workers)).backward()
             statistics.append(copy.deepcopy(model.norm.running_mean))
-        if config.clip_norm is not None:
-            clipped = list(model.parameters())[: -2 if config.clip_mode == "agc" else None]
+        if (asked := config.clipping) is not None:
+            clipped = list(model.parameters())[: -2 if asked.mode == "agc" else None]
             clipped = [one for one in clipped if one.grad is not None]
-            dispatch_clip_grad(clipped, config.clip_norm, config.clip_mode)
+            dispatch_clip_grad(clipped, asked.limit, asked.mode)
         optimizer.step()
         model.norm.running_mean.copy_(sum(statistics) / workers)
     return model
@@ -68,7 +69,8 @@ def oracle(workers, steps, scales=None, config=OPTIMIZER):
 def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, decay):
     rules, scales = Rules.synchronous(3), learning_rate_scales(Net(), decay, decay)
     with serving(rules, shards) as served:
-        team, results = train(served, rules, 3, 4, layer_decay=decay, head_lr_scale=decay)
+        by_layer = replace(OPTIMIZER, optimizer=f"sgd:momentum=0.9,layer_decay={decay},head_lr={decay}")
+        team, results = train(served, rules, 3, 4, optimizer=by_layer)
         expected = oracle(3, 4, scales)
         for worker in team:
             assert same(worker.model, expected)
@@ -80,15 +82,15 @@ def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, decay)
 
 
 RECIPES = {
-    "clipped": {"clip_norm": 0.3},
-    "adaptive": {"clip_norm": 0.02, "clip_mode": "agc"},
-    "value": {"clip_norm": 0.01, "clip_mode": "value"},
+    "clipped": {"clip_grad": 0.3},
+    "adaptive": {"clip_grad": "0.02,mode=agc"},
+    "value": {"clip_grad": "0.01,mode=value"},
     "adam": {"optimizer": "adam", "lr": 0.01},
     "rmsprop": {"optimizer": "rmsprop", "lr": 0.001},
     "adafactor": {"optimizer": "adafactor", "lr": 0.01},
     "muon": {"optimizer": "timm/muon", "lr": 0.01},
-    "lamb": {"optimizer": "timm/lamb", "lr": 0.01, "opt_arg": ("max_grad_norm=0.3",)},
-    "lamb clipped": {"optimizer": "timm/lamb", "lr": 0.01, "opt_arg": ("max_grad_norm=0.4",), "clip_norm": 0.5},
+    "lamb": {"optimizer": "timm/lamb:max_grad_norm=0.3", "lr": 0.01},
+    "lamb clipped": {"optimizer": "timm/lamb:max_grad_norm=0.4", "lr": 0.01, "clip_grad": 0.5},
 }
 
 
@@ -113,7 +115,7 @@ def test_optimizers_and_clipping_are_those_of_one_process(recipe):
 
 
 def test_a_shard_that_dies_while_norms_are_added_up_is_what_is_said():
-    rules, config = Rules.synchronous(2), OptimizerConfig(clip_norm=0.1)
+    rules, config = Rules.synchronous(2), OptimizerConfig(clip_grad=0.1)
 
     def run(worker):
         try:

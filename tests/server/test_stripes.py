@@ -8,6 +8,7 @@ import torchvision
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridpar.config.optimizer import Groups
 from hybridpar.errors import UsageError
 from hybridpar.server import cut_model, described_parameters
 from hybridpar.server.stripes import piece_views, trained_parameters
@@ -29,7 +30,7 @@ def test_every_element_is_in_one_stripe(shapes, shards):
 
 
 def test_shards_of_a_real_model_are_even():
-    described = described_parameters(torchvision.models.resnet18())
+    described = described_parameters(torchvision.models.resnet18(), Groups())
     total = sum(torch.Size(shape).numel() for _, shape, _ in described)
     for shards in (2, 3, 4, 8):
         counts = [stripe.count for stripe in cut_model(described, shards)]
@@ -41,7 +42,7 @@ def test_pieces_are_views_of_the_models_own_memory():
         memory_format=torch.channels_last
     )
     parameters = trained_parameters(model)
-    stripes = cut_model(described_parameters(model), 2)
+    stripes = cut_model(described_parameters(model, Groups()), 2)
     for stripe in stripes:
         for view in piece_views(stripe, dict(parameters)):
             view.data.fill_(7)
@@ -55,8 +56,8 @@ def test_more_shards_than_parameters_is_a_mistake():
 
 def test_what_servers_do_not_hold_is_named():
     with pytest.raises(UsageError, match=r"weight.*float64"):
-        described_parameters(torch.nn.Linear(2, 2).double())
+        described_parameters(torch.nn.Linear(2, 2).double(), Groups())
     turned = torch.nn.Linear(2, 3)
     turned.weight = torch.nn.Parameter(turned.weight.detach().t().contiguous().t())
     with pytest.raises(UsageError, match=r"weight.*strides \(1, 3\)"):
-        described_parameters(turned)
+        described_parameters(turned, Groups())

@@ -117,7 +117,7 @@ class Case:
             schedule=self.schedule,
             recompute=self.recompute,
             batch_norm=self.batch_norm,  # type: ignore[arg-type]
-            clip_norm=self.clip_norm,
+            clip_grad=self.clip_norm,
             timeout=30.0,
         )
 

@@ -15,7 +15,7 @@ from tests.train.test_trainer import assert_equal, make_batch, make_model
 @pytest.mark.parametrize(("mode", "limit"), [("value", 0.001), ("agc", 0.01)])
 @pytest.mark.parametrize("guard", [True, False])
 def test_a_trainer_clips_as_timms_loop_does(mode, limit, guard):
-    config = TrainConfig(clip_mode=mode, clip_norm=limit, guard=guard)
+    config = TrainConfig(clip_grad=f"{limit},mode={mode}", guard=guard)
     with Trainer(make_model(), config=config) as trainer:
         for step in range(2):
             trainer.step(make_batch(step))

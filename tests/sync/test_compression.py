@@ -55,7 +55,7 @@ def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
 def make(world: World, codec: str, **options: Any) -> Trainer:
     torch.manual_seed(0)
     # Small buckets: several of them, cut anew after the first step.
-    config = TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02, **options)
+    config = TrainConfig(**{"compress": codec, "lr": 0.05, "sync": "allreduce:bucket=0.02", **options})
     if config.stages > 1:
         return Trainer(Staged(), config=config, world=world, example=torch.randn(4, 3, 8, 8))
     return Trainer(Net(), config=config, world=world)

@@ -35,7 +35,7 @@ def make_trainer(net: nn.Module, world: World, x: torch.Tensor, **options: Any) 
     return Trainer(
         net,
         optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
-        config=TrainConfig(plan="none", micro_batches=2, clip_norm=CLIP, **options),
+        config=TrainConfig(plan="none", micro_batches=2, clip_grad=CLIP, **options),
         example=x[:2],
         world=world,
     )

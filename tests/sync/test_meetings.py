@@ -25,11 +25,11 @@ from tests.sync.test_reducer import Net, make_config, make_data, state_of
 
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"micro_batches": 2, "weight_decay": 0.01, "momentum": 0.9},
+    {"micro_batches": 2, "weight_decay": 0.01, "optimizer": "sgd:momentum=0.9"},
     {"optimizer": "adamw", "lr": 0.01},
     {"optimizer": "rmsprop", "lr": 0.001},
-    {"clip_norm": 0.1},
-    {"clip_norm": 0.01, "clip_mode": "agc"},
+    {"clip_grad": 0.1},
+    {"clip_grad": "0.01,mode=agc"},
     {"guard": False},
     {"model_ema": "0.9998"},
 ]
@@ -82,7 +82,7 @@ def assert_equal(settings: list[dict[str, Any]], ours: list[Any], theirs: list[A
             if "/worker" not in name and "/owner" not in name:
                 assert all(torch.equal(one, other[name]) for other in ranks[1:]), (options, name)
             # The order in which squares are added counts, and a norm that clips.
-            clips = "clip_norm" in options and options.get("clip_mode") != "agc"
+            clips = "clip_grad" in options and "agc" not in str(options["clip_grad"])
             close = max(rtol, 1e-4 if name == "norms" or clips else 0.0)
             torch.testing.assert_close(one, expected[name], rtol=close, atol=close / 10, msg=f"{options} {name}")
 
@@ -98,13 +98,13 @@ def test_three_workers_stay_equal() -> None:
 
 
 def test_a_gradient_that_is_not_finite_on_one_worker_rolls_back_all() -> None:
-    settings = [{}, {"clip_norm": 0.1}]
+    settings = [{}, {"clip_grad": 0.1}]
     shared = run_ranks(train, 2, settings, SharedMeeting, 1, shared_memory=True)
     assert_equal(settings, shared, run_ranks(train, 2, settings, FlatMeeting, 1, shared_memory=False))
 
 
 def test_every_access_to_shared_memory_is_ordered_across_lanes() -> None:
-    run_ranks(train, 2, [{}, {"clip_norm": 0.1}], SharedMeeting, None, True, shared_memory=True)
+    run_ranks(train, 2, [{}, {"clip_grad": 0.1}], SharedMeeting, None, True, shared_memory=True)
 
 
 class TwoTypes(nn.Module):
@@ -121,7 +121,7 @@ class TwoTypes(nn.Module):
 def train_two_types(world: World, kind: type, options: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(4)
     net = TwoTypes()
-    with Trainer(net, config=make_config(bucket_mb=100.0, **options), world=world) as trainer:
+    with Trainer(net, config=make_config(sync="allreduce:bucket=100", **options), world=world) as trainer:
         assert kind_of(trainer) is kind
         for step in range(5):
             net.first.requires_grad_(step != 2)  # a bucket less in one of the steps
@@ -129,7 +129,7 @@ def train_two_types(world: World, kind: type, options: dict[str, Any]) -> dict[s
         return state_of(trainer)
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}])
+@pytest.mark.parametrize("options", [{}, {"clip_grad": 0.1}])
 def test_buckets_of_two_types_meet_in_one_memory(options: dict[str, Any]) -> None:
     ours = run_ranks(train_two_types, 2, SharedMeeting, options)
     theirs = run_ranks(train_two_types, 2, FlatMeeting, options, shared_memory=False)
@@ -196,17 +196,17 @@ CODED: list[dict[str, Any]] = [
         "compress": "onebit:warmup=2",
         "micro_batches": 2,
         "weight_decay": 0.01,
-        "no_decay": ("head.weight",),
+        "optimizer": "sgd:no_decay=head.weight",
         "freeze": ("conv2.*",),
     },
-    {"compress": "onebit:meet=shard", "clip_norm": 0.1},
+    {"compress": "onebit:meet=shard", "clip_grad": 0.1},
     {"compress": "onebit:decay=0.9", "optimizer": "adamw", "lr": 0.01},
     {"compress": "twobit", "optimizer": "rmsprop", "lr": 0.001},
-    {"compress": "qsgd:bits=4", "clip_norm": 0.01, "clip_mode": "agc"},
+    {"compress": "qsgd:bits=4", "clip_grad": "0.01,mode=agc"},
     {"compress": "signsgd", "guard": False},
     {"compress": "fp16", "model_ema": "0.9998"},
     {"compress": "powersgd:rank=2,gain=0.5,decay=0.9", "weight_decay": 0.01},
-    {"compress": "powersgd:rank=6,gain=0,warmup=2", "clip_norm": 0.1, "micro_batches": 2},
+    {"compress": "powersgd:rank=6,gain=0,warmup=2", "clip_grad": 0.1, "micro_batches": 2},
     {"compress": "powersgd:rank=1,gain=0.5,residual=bf16", "optimizer": "adamw", "lr": 0.01},
     {"compress": "powersgd:rank=3,gain=0.5,feedback=off"},
 ]

@@ -19,7 +19,7 @@ from hybridpar.pipeline import local_stage
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.step import whole_options
-from hybridpar.run.sync import table_csv, table_lines
+from hybridpar.run.wire_table import table_csv, table_lines
 from hybridpar.sync.compression import Decision
 from hybridpar.sync.compression_table import kind_of, layer_bytes
 from hybridpar.sync.options import SyncOptions
@@ -223,7 +223,7 @@ def test_the_table_fits_a_narrow_terminal_and_leaves_nothing_out_of_its_sums():
 
 
 def test_a_run_tells_what_travels_and_leaves_it_behind(tmp_path, capfd):
-    options = {"workers": 2, "compress": "onebit", "epochs": 1, "checkpoint_every": "never"}
+    options = {"nproc": 2, "compress": "onebit", "epochs": 1, "checkpoints": "never"}
     assert run_ranks(train_rank, 2, tmp_path / "run", "plain", None, options) == [0, 0]
     summary = check_run(tmp_path / "run")
     assert summary["codec"] == "onebit"

@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 def make_config(**options: Any) -> TrainConfig:
     # A small bucket, so that the tiny model has several.
-    return TrainConfig(**{"lr": 0.1, "momentum": 0.9, "bucket_mb": 0.001, **options})
+    return TrainConfig(**{"lr": 0.1, "optimizer": "sgd:momentum=0.9", "sync": "allreduce:bucket=0.001", **options})
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def train_oracle(
     setting = Setting(
         config.micro_batches,
         lambda whole: build_optimizer(whole, config),
-        sync=SyncOptions(clip_norm=config.clip_norm),
+        sync=SyncOptions(clip_norm=None if config.clipping is None else config.clipping.limit),
         shares=tuple(shares),
     )
     return train_whole(model, batches_of(sum(shares), steps), setting).state
@@ -119,10 +119,10 @@ CASES = {
     "frozen": ({"frozen": True}, {}),
     "unused": ({"unused": True}, {"micro_batches": 2}),
     "shared": ({"shared": True}, {}),
-    "one bucket": ({}, {"bucket_mb": 100.0}),
-    "a bucket per tensor": ({}, {"bucket_mb": 1e-6}),
+    "one bucket": ({}, {"sync": "allreduce:bucket=100"}),
+    "a bucket per tensor": ({}, {"sync": "allreduce:bucket=1e-06"}),
     "one lane, no guard": ({}, {"guard": False}),
-    "weight decay, nesterov": ({}, {"nesterov": True, "weight_decay": 0.01}),
+    "weight decay, nesterov": ({}, {"optimizer": "sgd:nesterov", "weight_decay": 0.01}),
     "adamw": ({}, {"optimizer": "adamw", "lr": 0.01}),
 }
 
@@ -139,7 +139,7 @@ def test_two_workers_equal_one_process_bit_for_bit(case: str, transport: str) ->
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_clipping_is_by_the_global_norm(accumulate: int) -> None:
-    options = {"clip_norm": 0.05, "micro_batches": accumulate}
+    options = {"clip_grad": 0.05, "micro_batches": accumulate}
     states = run_ranks(train_replica, 2, {}, options, [8, 8], 3)
     assert_matches(states, train_oracle(initial_of(states[0]), {}, options, [8, 8], 3), exact=False)
 
@@ -244,7 +244,7 @@ def test_parameters_thawed_in_mid_training_join_the_buckets() -> None:
 
 def freeze_on_one(world: World) -> str:
     net = Net(frozen=world.rank == 1)
-    with Trainer(net, config=make_config(bucket_mb=100.0, timeout=5), world=world) as trainer:
+    with Trainer(net, config=make_config(sync="allreduce:bucket=100", timeout=5), world=world) as trainer:
         try:
             for step in range(2):
                 trainer.step(make_data(8, seed=step))

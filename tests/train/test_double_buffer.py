@@ -27,34 +27,36 @@ def _train(world, options, steps, more):
 
 
 def test_a_step_applies_the_gradient_of_the_step_before():
-    ranks = run({"double_buffer": "delay"})
+    ranks = run({"sync": "allreduce:late=delay"})
     assert same(ranks[0]["weights"], ranks[1]["weights"])
     close(ranks[0]["weights"], delayed_oracle(STEPS))
     assert ranks[0]["staleness"] == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_halves_are_late_by_half_a_batch():
-    ranks = run({"double_buffer": "half"})
+    ranks = run({"sync": "allreduce:late=half"})
     assert same(ranks[0]["weights"], ranks[1]["weights"])
     close(ranks[0]["weights"], delayed_oracle(STEPS, parts=2, momentum=0.9**0.5, decay=0.005))
     assert ranks[0]["staleness"] == [0.5, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_the_loss_is_that_of_the_whole_batch():
-    plain, late, halves = (run({"double_buffer": form, "lr": 1e-9}, 2)[0] for form in ("off", "delay", "half"))
+    plain, late, halves = (
+        run({"sync": f"allreduce:late={form}", "lr": 1e-9}, 2)[0] for form in ("off", "delay", "half")
+    )
     assert late["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert halves["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert plain["staleness"] == [None, None]
 
 
 def test_uneven_shares_and_micro_batches():
-    options = {"double_buffer": "delay", "micro_batches": 2}
+    options = {"sync": "allreduce:late=delay", "micro_batches": 2}
     for cut in ([8, 4], [0, 12]):
         close(run(options, cut=cut)[1]["weights"], delayed_oracle(STEPS))
 
 
 def _freezing(world, frozen):
-    with Trainer(make_net(), config=config(double_buffer="delay"), world=world) as trainer:
+    with Trainer(make_net(), config=config(sync="allreduce:late=delay"), world=world) as trainer:
         for step in range(6):
             trainer.model[1].requires_grad_(step not in frozen)
             trainer.step(share(world, step))
@@ -70,7 +72,11 @@ def test_parameters_that_are_frozen_and_thawed_leave_the_others_what_waits():
 @pytest.mark.parametrize("form", ["delay", "half"])
 @pytest.mark.parametrize("codec", ["none", "onebit_sgd"])
 def test_a_resumed_run_goes_on_bit_for_bit(form, codec, tmp_path):
-    options = {"double_buffer": form, "compress": codec, **({"momentum": 0.0} if codec != "none" else {})}
+    options = {
+        "sync": f"allreduce:late={form}",
+        "compress": codec,
+        **({"optimizer": "sgd:momentum=0"} if codec != "none" else {}),
+    }
     through = run(options, save=(str(tmp_path), 3))
     assert same(through[0]["weights"], run(options)[0]["weights"]), "saving changed the training"
     resumed = run(options, load=str(tmp_path / "step-3"))
@@ -80,7 +86,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(form, codec, tmp_path):
 
 
 def test_a_bad_step_costs_its_gradient_and_the_one_that_waited():
-    ranks = run({"double_buffer": "delay", "compress": "onebit"}, 7, norm=True, spoil=3)
+    ranks = run({"sync": "allreduce:late=delay", "compress": "onebit"}, 7, norm=True, spoil=3)
     for rank in ranks:
         assert rank["skipped"] == [False] * 3 + [True, True] + [False] * 2
         assert all(one.isfinite().all() for one in (*rank["weights"], *rank["buffers"]))
@@ -89,11 +95,11 @@ def test_a_bad_step_costs_its_gradient_and_the_one_that_waited():
 
 def test_one_replica_has_nothing_to_hide():
     for form in ("delay", "half"):
-        alone = run({"double_buffer": form, "micro_batches": 1}, size=1)[0]
+        alone = run({"sync": f"allreduce:late={form}", "micro_batches": 1}, size=1)[0]
         plain = run({"micro_batches": 2 if form == "half" else 1}, size=1)[0]
         assert same(alone["weights"], plain["weights"])
         assert set(alone["staleness"]) == {0.0}
-        for cut, said in run_ranks(_over_stages, 2, 2, 1, {"double_buffer": form, "micro_batches": 2}):
+        for cut, said in run_ranks(_over_stages, 2, 2, 1, {"sync": f"allreduce:late={form}", "micro_batches": 2}):
             parts = 4 if form == "half" else 2
             expected = run_ranks(_over_stages, 1, 1, 1, {"micro_batches": parts})[0][0]
             assert {age for age, *_ in said} == {0.0}
@@ -101,12 +107,12 @@ def test_one_replica_has_nothing_to_hide():
 
 
 def test_halves_need_sgd():
-    with pytest.raises(UsageError, match=r"--double-buffer half with --optimizer adamw"):
-        config(double_buffer="half", optimizer="adamw").check()
+    with pytest.raises(UsageError, match=r"--sync allreduce:late=half with --optimizer adamw"):
+        config(sync="allreduce:late=half", optimizer="adamw").check()
     with pytest.raises(
         RankError, match=r"cannot be divided into the micro-batches[\s\S]*cannot be divided into 2 micro-batches"
     ):
-        run({"double_buffer": "half"}, cut=[11, 1])
+        run({"sync": "allreduce:late=half"}, cut=[11, 1])
 
 
 def _over_stages(world, stages, replicas, options, make=normless, spoil=None, count=STEPS):
@@ -124,12 +130,12 @@ def _over_stages(world, stages, replicas, options, make=normless, spoil=None, co
     [
         ("delay", {}, (2, 4)),
         ("half", {}, (2, 4)),
-        ("delay", {"clip_norm": 0.05}, (4,)),
+        ("delay", {"clip_grad": 0.05}, (4,)),
         ("half", {"compress": "onebit"}, (4,)),
     ],
 )
 def test_stages_are_late_as_the_uncut_model_is(form, options, placed):
-    exact, options = not options, {"double_buffer": form, **options}
+    exact, options = not options, {"sync": f"allreduce:late={form}", **options}
     (uncut, said), _ = run_ranks(_over_stages, 2, 1, 2, options, shared_memory=False)
     assert [age for age, *_ in said] == [0.0 if form == "delay" else 0.5, 1.0, 1.0, 1.0, 1.0]
     for workers in placed:
@@ -141,7 +147,7 @@ def test_stages_are_late_as_the_uncut_model_is(form, options, placed):
 
 
 def test_a_bad_step_of_stages_costs_its_gradient_and_the_one_that_waited():
-    options = {"double_buffer": "delay", "compress": "onebit"}
+    options = {"sync": "allreduce:late=delay", "compress": "onebit"}
     ranks = run_ranks(_over_stages, 4, 2, 2, options, blocks, 3, 7, shared_memory=False)
     for state, said in ranks:
         assert [skipped for *_, skipped in said] == [False] * 3 + [True, True] + [False] * 2
@@ -156,7 +162,7 @@ def _groups(world, path):
     def make(net):
         return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
-    with Trainer(make_net(), make, config=config(double_buffer="half"), world=world) as trainer:
+    with Trainer(make_net(), make, config=config(sync="allreduce:late=half"), world=world) as trainer:
         seen = [plain(trainer.optimizer.param_groups)]
         trainer.engine.set_batch_scale(2.0)
         trainer.step(share(world, 0))

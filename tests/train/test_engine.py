@@ -55,7 +55,13 @@ def make_trainer(
     model = make()
     plan = plan_of(model, stages, world.size // replicas) if stages > 1 else None
     config = TrainConfig(
-        **{"lr": 0.05, "replicas": replicas, "micro_batches": micro_batches, "bucket_mb": 0.001, **options}
+        **{
+            "lr": 0.05,
+            "replicas": replicas,
+            "micro_batches": micro_batches,
+            "sync": "allreduce:bucket=0.001",
+            **options,
+        }
     )
     return Trainer(model, config=config, world=world, plan=plan, example=EXAMPLE, total_steps=20)
 
@@ -167,7 +173,7 @@ def sharded_and_not(world: World, layout: str, options: dict[str, Any], director
 SHARDED = [
     ("replicas", {}, True),
     ("replicas", {}, False),
-    ("replicas", {"optimizer": "adamw", "lr": 0.01, "model_ema": "0.9998", "clip_norm": 0.1}, False),
+    ("replicas", {"optimizer": "adamw", "lr": 0.01, "model_ema": "0.9998", "clip_grad": 0.1}, False),
     ("replicas of lanes", {"optimizer": "adagrad"}, True),
     ("replicas of lanes", {"optimizer": "rmsprop", "lr": 0.01}, False),
 ]
@@ -217,7 +223,7 @@ def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_trainer_over_stages_is_one_over_the_whole_model() -> None:
     results = []
     for count in (1, 3):
-        with make_trainer(count, clip_norm=0.5, warmup_epochs=1.0) as trainer:
+        with make_trainer(count, clip_grad=0.5, lr_schedule="cosine:warmup=1") as trainer:
             losses, rates = [], []
             for step in range(3):
                 result = trainer.step(images(8, seed=step))

@@ -21,6 +21,7 @@ from hybridpar.models.state_dicts import copy_of
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.space import Space
+from hybridpar.train.checkpoint import load_model_state
 from tests.planner.small import inputs
 from tests.ranks import run_ranks
 
@@ -113,7 +114,7 @@ def test_extra_states_are_saved_averaged_and_of_worker_0(workers, options, defer
         assert [one["used"] for one in averaged] == [4, 4]
         assert loaded == saved
         plain = make_net("limits")
-        plain.load_state_dict(torch.load(Path(path) / "model.pt", weights_only=True))
+        plain.load_state_dict(load_model_state(Path(path)))
         assert [plain[2].state, plain[5].state] == saved
 
 
@@ -165,7 +166,7 @@ def plain_loop(net: nn.Module, optimizer: torch.optim.Optimizer, clip: float) ->
 def train_filter(world: World, directory: str, optimizer: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
     net = make_net()
     net[1].conjugated = optimizer == "sgd"  # torch's Adam cannot step by such
-    options = {"optimizer": optimizer, "weight_decay": 0.0, "clip_norm": 0.2, **options}
+    options = {"optimizer": optimizer, "weight_decay": 0.0, "clip_grad": 0.2, **options}
     with trainer_of(net, world, **options) as trainer:
         x, y = share(world, trainer)
         for step in range(4):
@@ -184,7 +185,9 @@ def train_filter(world: World, directory: str, optimizer: str, options: dict[str
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(("workers", "options"), [*LAYOUTS, (2, {"shard_optimizer": True}), (2, {"bucket_mb": 1e-5})])
+@pytest.mark.parametrize(
+    ("workers", "options"), [*LAYOUTS, (2, {"shard_optimizer": True}), (2, {"sync": "allreduce:bucket=1e-05"})]
+)
 def test_complex_parameters_train_as_in_a_plain_loop(workers, options, optimizer, tmp_path):
     replicas = 1 if options.get("stages") else workers
     found = run_ranks(train_filter, workers, str(tmp_path), optimizer, {"micro_batches": 2 // replicas, **options})
@@ -201,7 +204,7 @@ def test_complex_parameters_train_as_in_a_plain_loop(workers, options, optimizer
                 torch.testing.assert_close(state[name], expected[name], msg=name)
 
 
-@pytest.mark.parametrize("options", [{"compress": "onebit"}, {"clip_norm": 1.0, "clip_mode": "value"}])
+@pytest.mark.parametrize("options", [{"compress": "onebit"}, {"clip_grad": "1,mode=value"}])
 def test_complex_parameters_are_refused_where_numbers_are_real(options):
     with pytest.raises(UsageError, match=r"the complex parameter '1\.filter' with --c"):
         trainer_of(make_net(), **options)

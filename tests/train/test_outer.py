@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -16,7 +17,7 @@ from hybridpar.errors import UsageError
 from hybridpar.optim.build import build_optimizer
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
-from hybridpar.run.plan import as_asked, sync_of
+from hybridpar.run.recorded_plan import as_asked, sync_of
 from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.outer import OuterEngine
@@ -64,7 +65,7 @@ def _torchs(world, every, together, steps):
 
 @pytest.mark.parametrize(("every", "together"), [(2, 0), (3, 2)])
 def test_it_is_torchs_post_local_sgd(every, together):
-    ours = run({"sync": f"local:{every}", "warm_start_steps": together})
+    ours = run({"sync": f"local:{every},warm={together}"})
     theirs = run_ranks(_torchs, 2, every, together, 7)
     for mine, other in zip(ours, theirs, strict=True):
         close(mine["weights"], other, rtol=1e-6, atol=1e-7)
@@ -73,7 +74,7 @@ def test_it_is_torchs_post_local_sgd(every, together):
 
 
 def test_meeting_every_step_without_momentum_is_exchanging_gradients():
-    options = {"momentum": 0.0}
+    options = {"optimizer": "sgd:momentum=0"}
     local = run({**options, "sync": "local:1"}, size=3)
     exchanged = run(options, size=3)
     assert same(local[0]["weights"], local[2]["weights"])
@@ -82,7 +83,7 @@ def test_meeting_every_step_without_momentum_is_exchanging_gradients():
 
 
 def test_nothing_travels_between_two_averages():
-    sent = run({"sync": "local:3", "warm_start_steps": 1})[0]["sent"]
+    sent = run({"sync": "local:3,warm=1"})[0]["sent"]
     assert sent[0] > 0
     assert sent[1:3] == [0, 0]
     assert sent[3] > 0
@@ -111,10 +112,10 @@ def test_a_plan_that_says_it_is_followed():
 
 
 def test_local_is_the_plainest_outer_loop():
-    local = run({"sync": "local:3", "warm_start_steps": 1}, norm=True)
-    outer = run({"sync": "outer:3,lr=1", "warm_start_steps": 1}, norm=True)
-    still = run({"sync": "outer:3,opt=nesterov,lr=1,momentum=0", "warm_start_steps": 1}, norm=True)
-    stream = run({"sync": "outer:3,fragments=1,delay=0", "warm_start_steps": 1}, norm=True)
+    local = run({"sync": "local:3,warm=1"}, norm=True)
+    outer = run({"sync": "outer:3,lr=1,warm=1"}, norm=True)
+    still = run({"sync": "outer:3,opt=nesterov,lr=1,momentum=0,warm=1"}, norm=True)
+    stream = run({"sync": "outer:3,fragments=1,delay=0,warm=1"}, norm=True)
     for one, *others in zip(local, outer, still, stream, strict=True):
         assert all(same(one["weights"], other["weights"]) for other in others)
 
@@ -144,7 +145,7 @@ def test_three_workers_with_unequal_samples_are_weighed_by_them():
 def test_kill_9_in_mid_interval_and_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     options = {"sync": "outer:4,opt=nesterov", "compress": "onebit:least=1", "plan": "none"}
     assert run_ranks(train_run, 2, tmp_path / "whole", "dropping", None, options) == [0, 0]
-    more = {"checkpoint_every": "3", "timeout": 20}
+    more = {"checkpoints": "3", "timeout": 20}
     with job(2, tmp_path / "run", model="dropping", fault="KILL@1:6", **options, **more) as answers:
         assert "SyncError" in ends(answers, 1)[0]
     assert load_checkpoint(tmp_path / "run").step == 3
@@ -157,7 +158,7 @@ def test_kill_9_in_mid_interval_and_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     [
         {"sync": "outer:4"},
         {"sync": "outer:4,opt=nesterov", "compress": "onebit"},
-        {"sync": "outer:4,opt=nesterov", "compress": "topk:rate=0.1", "warm_start_steps": 3},
+        {"sync": "outer:4,opt=nesterov,warm=3", "compress": "topk:rate=0.1"},
         {"sync": "outer:2,qsr=1", "compress": "qsgd_mn:bits=4"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -185,10 +186,10 @@ def _compare(world, options):
 
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
-    _resume({"sync": "local:3", "warm_start_steps": 2}, at, tmp_path)
-    model = torch.load(tmp_path / f"step-{at}" / "model.pt", weights_only=True)
+    _resume({"sync": "local:3,warm=2"}, at, tmp_path)
+    model = load_file(tmp_path / f"step-{at}" / "model.safetensors")
     if at == 4:  # on their own since step 2, so the file has what both had then
-        last = run({"sync": "local:3", "warm_start_steps": 2}, 2, norm=True)[0]
+        last = run({"sync": "local:3,warm=2"}, 2, norm=True)[0]
         assert same([model[name] for name, _ in make_net(True).named_parameters()], last["weights"])
         assert same([model[name] for name, _ in make_net(True).named_buffers()], last["buffers"])
 
@@ -219,8 +220,8 @@ def _resume(options, at, tmp_path, steps=7):
 def test_on_another_number_of_workers_momentum_stays_and_they_begin_at_the_last_exchange(tmp_path):
     options = {"sync": "outer:3,opt=nesterov,momentum=0.5"}
     run(options, 4, save=(str(tmp_path), 4))
-    saved = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)["outer"]
-    model = torch.load(tmp_path / "step-4" / "model.pt", weights_only=True)
+    saved = torch.load(tmp_path / "step-4" / "training-0.pt", weights_only=True)["outer"]
+    model = load_file(tmp_path / "step-4" / "model.safetensors")
     assert saved["round"] == [3, 6, False]
     for last, momentum in run_ranks(_loaded, 3, options, tmp_path):
         assert all(torch.equal(momentum[name], value) for name, value in saved["momentum"].items())
@@ -235,7 +236,7 @@ def _loaded(world, options, folder):
 
 
 def _back(world, folder):
-    options = {"sync": "outer:3", "warm_start_steps": 3}
+    options = {"sync": "outer:3,warm=3"}
     with Trainer(make_net(), config=config(**options), world=world) as trainer:
         for step in range(5):
             if step == 1:
@@ -318,7 +319,7 @@ def _spoil(world, options):
 
 @pytest.mark.parametrize("guard", [True, False])
 def test_a_worker_that_is_not_finite_does_not_poison_the_others(guard):
-    ranks = run_ranks(_spoil, 3, {"sync": "outer:3", "guard": guard, "momentum": 0.0})
+    ranks = run_ranks(_spoil, 3, {"sync": "outer:3", "guard": guard, "optimizer": "sgd:momentum=0"})
     for found, state in ranks:
         assert all(one.isfinite().all() for one in state)
         assert same(state, ranks[0][1])
@@ -346,7 +347,7 @@ def _features(world, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"clip_norm": 0.5, "micro_batches": 2, "model_ema": "0.5", "warm_start_steps": 2},
+        {"clip_grad": 0.5, "micro_batches": 2, "model_ema": "0.5", "sync": "outer:3,warm=2"},
         {"amp": "fp16", "batch_norm": "frozen", "sync": "outer:3,opt=nesterov"},
         {"batch_norm": "local", "sync": "outer:3,fragments=3,delay=0", "optimizer": "adamw", "lr": 0.01},
     ],
@@ -395,7 +396,7 @@ def whole(trainer):
     "options",
     [
         {"sync": "outer:3"},
-        {"sync": "outer:3,opt=nesterov", "compress": "onebit", "warm_start_steps": 1},
+        {"sync": "outer:3,opt=nesterov,warm=1", "compress": "onebit"},
         {"sync": "outer:3,fragments=2", "model_ema": "0.5"},
     ],
     ids=["mean", "warm start, Nesterov, 1 bit", "fragments, EMA"],
@@ -408,7 +409,7 @@ def test_replicas_of_a_pipeline_are_parties(options, tmp_path):
         assert other[2], "a resumed run goes on bit for bit"
         assert other[3] == loss
     assert resumed
-    met = "warm_start_steps" not in options and "fragments" not in options["sync"]
+    met = "warm=" not in options["sync"] and "fragments" not in options["sync"]
     assert same(weights_, ranks[1][1]) is met, "two replicas, after an exchange of all"
     assert same(weights_, ranks[2][1])  # two stages of one replica
     assert any(flags)
@@ -429,14 +430,14 @@ def _on_nodes(world, options):
         return found
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"compress": "onebit"}, {"sync": "outer:3,opt=nesterov", "warm_start_steps": 3}]
-)
+@pytest.mark.parametrize("options", [{}, {"compress": "onebit"}, {"sync": "outer:3,opt=nesterov,warm=3"}])
 def test_workers_of_a_node_are_equal_in_every_step_and_nodes_after_an_exchange(options):
     first, second, third = run_ranks(_on_nodes, 3, {"sync": "outer:3", **options}, shared_memory=False)
     for step in range(6):
         assert same(first[step], second[step])
-        assert same(first[step], third[step]) == (step in (2, 5) or step < options.get("warm_start_steps", 0)), step
+        assert same(first[step], third[step]) == (
+            step in (2, 5) or (step < 3 and "warm=3" in options.get("sync", ""))
+        ), step
 
 
 def _checked(world):
@@ -458,9 +459,12 @@ def test_streams_are_ordered_by_waits():
     ("options", "said"),
     [
         ({"sync": "outer:9"}, "--sync outer:9 in a run of 8 steps"),
-        ({"sync": "local:4", "warm_start_steps": 5}, "--sync local:4 after --warm-start-steps 5 in a run of 8 steps"),
+        ({"sync": "local:4,warm=5"}, "--sync local:4,warm=5 in a run of 8 steps"),
         ({"sync": "outer:8,fragments=8"}, "fragments=8 of 4 parameters"),
-        ({"sync": "outer:8", "compress": "onebit_sgd", "momentum": 0.0}, "--compress onebit_sgd with --sync outer:H"),
+        (
+            {"sync": "outer:8", "compress": "onebit_sgd", "optimizer": "sgd:momentum=0"},
+            "--compress onebit_sgd with --sync outer:H",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, said):

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import zipfile
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import RunDirectoryError
-from hybridpar.formats.file_reader import read_torch
 from hybridpar.models import load_weights
 from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.train import checkpoint
-from hybridpar.train.checkpoint_files import latest_checkpoint
+from hybridpar.train.checkpoint import load_checkpoint
+from hybridpar.train.checkpoint_files import latest_checkpoint, resolve_checkpoint
 from tests.ranks import run_ranks
 
 
@@ -54,12 +54,18 @@ def train(
     return losses, tested, averaged, held, extra
 
 
-def contents(directory: Path, *names: str) -> list[Any]:
-    newest = latest_checkpoint(directory)
-    assert newest is not None
-    assert all(zipfile.ZipFile(newest / name).testzip() is None for name in ("model.pt", "model_ema.pt", *names))
-    leaves = [tree_leaves(read_torch(newest / name)) for name in ("model.pt", "model_ema.pt", *names)]
-    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for part in leaves for leaf in part]
+def contents(directory: Path, *, training: bool = False) -> list[Any]:
+    """The values of the newest checkpoint."""
+    data = load_checkpoint(directory)
+    assert data.average is not None
+    parts = [sorted(data.model.items()), sorted(data.average.items()), data.training if training else {}]
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(parts)]
+
+
+def read_by_index(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    """The tensors of several files, as other tools read them."""
+    files = json.loads((folder / f"{stem}.safetensors.index.json").read_text())["weight_map"]
+    return {name: load_file(folder / file)[name] for name, file in files.items()}
 
 
 def test_workers_that_hold_their_stages_only(tmp_path: Path) -> None:
@@ -73,7 +79,12 @@ def test_workers_that_hold_their_stages_only(tmp_path: Path) -> None:
     assert found[0][3] | found[1][3] == names
     assert not found[0][3] & found[1][3]
     assert all(one[3] == names for one in expected)
-    assert contents(parts, "training.pt") == contents(whole, "training.pt")
+    assert contents(parts, training=True) == contents(whole, training=True)
+    for stem in ("model", "model_ema"):
+        state = load_file(resolve_checkpoint(whole) / f"{stem}.safetensors")
+        by_index = read_by_index(resolve_checkpoint(parts), stem)
+        assert by_index.keys() == state.keys()
+        assert all(torch.equal(by_index[name], value) for name, value in state.items())
     # Each layout goes on from what the other has saved.
     further = run_ranks(train, 2, True, str(after), str(parts))
     assert [one[:3] for one in run_ranks(train, 3, False, str(other), str(whole))] == [further[0][:3]] * 3
@@ -87,17 +98,17 @@ def fill_the_disk(world: World, directory: str) -> str:
         trainer.step(batch(0))
         trainer.save(directory)
         trainer.step(batch(1))
-        places_of, checkpoint.tensor_places = checkpoint.tensor_places, _full
+        write, checkpoint._write = checkpoint._write, _full
         try:
             trainer.save(directory)
         except RunDirectoryError as error:
             return error.what
         finally:
-            checkpoint.tensor_places = places_of
+            checkpoint._write = write
     return "saved"
 
 
-def _full(path: Path) -> Any:
+def _full(file: Path, content: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
@@ -138,7 +149,7 @@ def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
             4,
             {"shard_optimizer": True, "model_ema": "0.9998", "optimizer": "adamw", "lr": 0.01, "batch_norm": "sync"},
         ),
-        (2, {"amp": "fp16", "clip_norm": 1.0}),
+        (2, {"amp": "fp16", "clip_grad": 1.0}),
     ],
     ids=lambda value: None if isinstance(value, int) else "-".join(value),
 )

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.models.deferred import DeferredModel
+from hybridpar.train.checkpoint import load_model_state
 from tests.ranks import run_ranks
 
 State = dict[str, Tensor]
@@ -64,7 +65,7 @@ def train(world: World, directory: str, deferred: bool) -> tuple[State, float]:
                 trainer.evaluate([(X, Y)])
         tested = trainer.evaluate([(X, Y)])
         path = trainer.save(directory)
-        return torch.load(path / "model.pt", weights_only=True), tested.loss
+        return load_model_state(path), tested.loss
 
 
 @pytest.mark.parametrize(("workers", "deferred"), [(1, False), (2, False), (2, True)])

@@ -48,7 +48,7 @@ def test_the_stages_are_the_models_own() -> None:
 
 
 def test_times_of_the_plan_reach_the_schedule() -> None:
-    config = TrainConfig(stages=2, seed=5, recompute=(1,), sync_lanes=3, schedule="gpipe")
+    config = TrainConfig(stages=2, seed=5, recompute=(1,), sync="allreduce:lanes=3", schedule="gpipe")
     plan, _ = cut(seeded(Residuals), config, World())
     options = options_of(plan, EXAMPLE, config)
     assert options.costs is not None

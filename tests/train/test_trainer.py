@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybridpar import Trainer
@@ -44,7 +45,7 @@ def plain_loop(config: TrainConfig, steps: int = 3, parts: int = 1, limit: float
     """What everybody writes by hand."""
     model = make_model()
     optimizer = build_optimizer(model, config)
-    loss_function = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    loss_function = nn.CrossEntropyLoss(label_smoothing=config.criterion.smoothing)
     for step in range(steps):
         images, labels = make_batch(step)
         optimizer.zero_grad()
@@ -70,9 +71,9 @@ def assert_equal(one: nn.Module, other: nn.Module, *, exact: bool = True, skip: 
     "options",
     [
         {},
-        {"nesterov": True, "weight_decay": 0.01},
+        {"optimizer": "sgd:nesterov", "weight_decay": 0.01},
         {"optimizer": "adamw", "lr": 0.01},
-        {"label_smoothing": 0.1},
+        {"loss": "ce:smoothing=0.1"},
         {"guard": False},
     ],
 )
@@ -82,7 +83,7 @@ def test_a_step_is_that_of_a_plain_loop(options):
 
 
 def test_a_plateau_lowers_the_rate_and_is_in_the_checkpoint(tmp_path):
-    config = TrainConfig(lr_schedule="plateau:patience=0", warmup_epochs=0.0, lr=0.5)
+    config = TrainConfig(lr_schedule="plateau:patience=0,warmup=0", lr=0.5)
     with Trainer(make_model(), config=config) as trainer:
         rates = []
         for step, accuracy in enumerate((0.5, 0.5, 0.6, 0.6)):
@@ -103,11 +104,11 @@ def test_accumulated_micro_batches_are_a_plain_loop_over_them():
 
 @pytest.mark.parametrize("limit", [0.01, 1e9])
 def test_clipping_is_torchs(limit):
-    assert_equal(train(TrainConfig(clip_norm=limit)), plain_loop(TrainConfig(), limit=limit), exact=False)
+    assert_equal(train(TrainConfig(clip_grad=limit)), plain_loop(TrainConfig(), limit=limit), exact=False)
 
 
 def test_the_gradient_norm_is_reported_before_clipping():
-    with Trainer(make_model(), config=TrainConfig(clip_norm=0.01)) as trainer:
+    with Trainer(make_model(), config=TrainConfig(clip_grad=0.01)) as trainer:
         result = trainer.step(make_batch())
     model = make_model()
     images, labels = make_batch()
@@ -119,7 +120,7 @@ def test_the_gradient_norm_is_reported_before_clipping():
 
 
 def test_a_result_tells_what_happened():
-    with Trainer(make_model(), config=TrainConfig(lr=0.05, warmup_epochs=0.0), total_steps=4) as trainer:
+    with Trainer(make_model(), config=TrainConfig(lr=0.05, lr_schedule="cosine:warmup=0"), total_steps=4) as trainer:
         results = [trainer.step(make_batch(step)) for step in range(4)]
     model = make_model()
     images, labels = make_batch()
@@ -224,7 +225,7 @@ def pixel_net():
 def uneven_step(world, name, options):
     """Weights after two steps, and loss as trained and as tested."""
     images, labels = (one.tensor_split(world.size)[world.rank] for one in pixels())
-    config = TrainConfig(plan="none", lr=1.0, momentum=0.9, weight_decay=0.0, **options)
+    config = TrainConfig(plan="none", lr=1.0, optimizer="sgd:momentum=0.9", weight_decay=0.0, **options)
     with Trainer(pixel_net(), loss=UNEVEN[name], config=config, world=world, example=images[:1]) as trainer:
         loss, _ = (trainer.step((images, labels)).loss for _ in range(2))
         tested = trainer.evaluate([(images, labels)]).loss
@@ -454,7 +455,7 @@ def test_a_trained_model_is_a_plain_model_again(tmp_path):
     trainer.close()  # once more
     assert type(trainer.model.body[1]) is nn.BatchNorm2d
     fresh = make_model(seed=3)
-    fresh.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+    fresh.load_state_dict(load_file(path / "model.safetensors"))
     assert_equal(fresh, trainer.model)
 
 
@@ -481,7 +482,7 @@ def empty_on_some(world, options, cuts):
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_worker_without_samples_takes_part(micro_batches, shared_memory):
-    args = {"micro_batches": micro_batches, "clip_norm": 0.5}, [(0, 12), (12, 0), (4, 8), (0, 12)]
+    args = {"micro_batches": micro_batches, "clip_grad": 0.5}, [(0, 12), (12, 0), (4, 8), (0, 12)]
     first, second = run_ranks(empty_on_some, 2, *args, shared_memory=shared_memory)
     assert training.same(first[0], second[0])
     (alone,) = run_ranks(empty_on_some, 1, args[0], [(12,)] * 4)
@@ -494,9 +495,9 @@ def test_a_worker_without_samples_takes_part(micro_batches, shared_memory):
     [
         {"compress": "onebit"},
         {"compress": "powersgd:rank=2"},
-        {"recipe": "onebit-sgd"},
-        {"double_buffer": "half"},
-        {"mixup": 0.5, "cutmix": 0.5, "amp": "fp16"},
+        {"sync": "onebit-sgd"},
+        {"sync": "allreduce:late=half"},
+        {"mix": "mixup=0.5,cutmix=0.5", "amp": "fp16"},
     ],
 )
 def test_a_worker_without_samples_and(options):

@@ -23,15 +23,15 @@ ENGINES: dict[str, dict[str, Any]] = {
     "replicas": {},
     "replicas, adamw": {"optimizer": "adamw", "lr": 0.01, "micro_batches": 2},
     "codec": {"compress": "onebit"},
-    "codec with a warm-up": {"compress": "onebit_sgd:warm=2", "momentum": 0.0},
-    "delay": {"double_buffer": "delay", "compress": "onebit"},
-    "half": {"double_buffer": "half", "compress": "onebit"},
+    "codec with a warm-up": {"compress": "onebit_sgd:warm=2", "optimizer": "sgd:momentum=0"},
+    "delay": {"sync": "allreduce:late=delay", "compress": "onebit"},
+    "half": {"sync": "allreduce:late=half", "compress": "onebit"},
     "local": {"sync": "local:2"},
-    "local with a warm start": {"sync": "local:2", "warm_start_steps": 2, "micro_batches": 2},
+    "local with a warm start": {"sync": "local:2,warm=2", "micro_batches": 2},
     "stages on workers": {"stages": 2},
     "stages on replicas": {"stages": 2, "replicas": 2, "compress": "onebit"},
-    "stages, delay": {"stages": 2, "replicas": 2, "compress": "onebit", "double_buffer": "delay", "dropout": 0.2},
-    "stages, half": {"stages": 2, "replicas": 2, "compress": "onebit", "double_buffer": "half", "dropout": 0.2},
+    "stages, delay": {"stages": 2, "replicas": 2, "compress": "onebit", "sync": "allreduce:late=delay", "dropout": 0.2},
+    "stages, half": {"stages": 2, "replicas": 2, "compress": "onebit", "sync": "allreduce:late=half", "dropout": 0.2},
 }
 
 

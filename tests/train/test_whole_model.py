@@ -148,7 +148,7 @@ def test_workers_divide_the_optimizer(frozen: str) -> None:
 
 def test_replicas_divide_an_optimizer_that_they_share() -> None:
     """Of the one trained parameter of a stage one replica is the owner, and the other steps nothing."""
-    options = {"stages": 2, "replicas": 2, "shard_optimizer": True, "clip_norm": 1e3}
+    options = {"stages": 2, "replicas": 2, "shard_optimizer": True, "clip_grad": 1e3}
     expected = [plain(make("ab"), factory) for factory in FACTORIES]
     for found in run_ranks(by_each_worker, 2, "ab", options):
         for mine, right in zip(found, expected, strict=True):

@@ -84,7 +84,7 @@ def diagnose(fresh: bool) -> Diagnosis:
     try:
         cluster = probe_cluster(workers, fresh)
     except LaunchError as error:
-        fix = "hybridpar train resnet18 --workers 1" if workers > 1 else ""
+        fix = "hybridpar train resnet18 --nproc 1" if workers > 1 else ""
         findings.append(Finding("links", _count(workers), "failed", error.what, fix))
         return Diagnosis(tuple(findings), None, "")
     if load > BUSY_LOAD:

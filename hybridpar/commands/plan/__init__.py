@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridpar.commands import named_options, register_command
+from hybridpar.commands import register_command
 from hybridpar.commands.plan.request import PlanFiles, PlanRequest
 from hybridpar.commands.train import SHOWN, check_names, check_workers
-from hybridpar.config import TrainConfig
-from hybridpar.config.files import FileOptions, expand
+from hybridpar.config.files import FileOptions, read_sources
 from hybridpar.config.train import GROUPS
+from hybridpar.machine.devices import hide_gpus
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.machine.process import tune_this_process
 from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
@@ -21,11 +21,13 @@ from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
     PlanRequest,
     groups={"Plan": (PlanFiles,), "Configuration files": (FileOptions,), **GROUPS},
     shown=("output", "draw", "cluster", *SHOWN),
-    expand=expand,
+    read=read_sources,
 )
 def run_plan_command(command: PlanRequest, arguments: Sequence[str]) -> int:
     """Plan on this worker, or start the workers of this machine, which plan together."""
     command.check()
+    if command.device == "cpu":
+        hide_gpus()
     if not in_job():
         check_names(command, command.model)
     if command.cluster is not None:
@@ -35,7 +37,7 @@ def run_plan_command(command: PlanRequest, arguments: Sequence[str]) -> int:
         if not in_job():
             from hybridpar.machine.devices import default_workers
 
-            workers = command.workers or command.workers_wanted or default_workers()
+            workers = command.nproc or command.workers_wanted or default_workers()
             if workers > 1:
                 return launch_workers(arguments, workers, restarts=0, patience=LEAVE_SECONDS)
         elif not launched_here():
@@ -45,4 +47,4 @@ def run_plan_command(command: PlanRequest, arguments: Sequence[str]) -> int:
         import_torchvision()
         from hybridpar.commands.plan.search import run_plan
 
-    return run_plan(command, named_options(arguments, TrainConfig))
+    return run_plan(command)

@@ -48,9 +48,9 @@ class PlanRequest(TrainConfig, FileOptions, PlanFiles):
                 check_writable(option, path)
         if self.draw is not None:
             check_picture("--draw", self.draw)
-        if self.cluster is not None and self.workers is not None:
+        if self.cluster is not None and self.nproc is not None:
             raise UsageError(
-                f"--workers {self.workers} with --cluster",
+                f"--nproc {self.nproc} with --cluster",
                 "The description of a cluster says how many workers there are.",
-                "Leave out --workers.",
+                "Leave out --nproc.",
             )

@@ -6,7 +6,7 @@ All workers measure together and run the finalists; the first one searches, prin
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -45,20 +45,20 @@ from hybridpar.train.trainer import open_trial
 _CURVE_WORKERS = 16
 
 
-def run_plan(request: PlanRequest, named: Collection[str] = ()) -> int:
+def run_plan(request: PlanRequest) -> int:
     """Search for a plan, print why, and write what was asked for; `named` are the options that were typed."""
     request.check()
     if option := not_modelled(request):
         raise UsageError(f"a plan with {option}", "No prediction knows it.", f"Train with {option}, or leave it out.")
-    world = join_workers(request, named) if request.cluster is None else World(device=default_device())
+    world = join_workers(request) if request.cluster is None else World(device=default_device())
     with closing(world), intra_op_threads(None):
         with ProgressBar(quiet=not world.is_main) as bar:
-            decision = _decide(request, named, world, bar)
+            decision = _decide(request, world, bar)
             world.from_main(lambda: report(request, decision, bar), long=True)
     return 0
 
 
-def _decide(request: PlanRequest, named: Collection[str], world: World, bar: ProgressBar) -> Decision:
+def _decide(request: PlanRequest, world: World, bar: ProgressBar) -> Decision:
     config: TrainConfig = with_images_of_model(request, request.model)
     cluster = None if request.cluster is None else read_cluster_file(request.cluster)
     if cluster is None:
@@ -72,16 +72,14 @@ def _decide(request: PlanRequest, named: Collection[str], world: World, bar: Pro
     model, _ = open_model(config, request.model, data, world)
     module = model.module if isinstance(model, DeferredModel) else model
     shape, samples = data.sample_shape, len(data.train)
-    decided = decided_options(config, named)
+    decided = decided_options(config)
     if config.batch_size == "auto":
         if cluster is not None:
             raise UsageError("--batch-size auto with --cluster", "It times steps on this machine.", "Name a number.")
-        choice = measure_batch(
-            module, config, world, named, shape, samples, open_trial=open_trial, announce=bar.announce
-        )
+        choice = measure_batch(module, config, world, shape, samples, open_trial=open_trial, announce=bar.announce)
         config = replace(config, batch_size=choice.batch)
     check_batch(config, samples, world.size if cluster is None else cluster.workers)
-    fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], named)
+    fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], config.given or ())
     steps = steps_of(config, samples)
     question = Question(request.model, tuple(shape), config, fixed, decided, steps, insists=True)
     if cluster is None:
@@ -162,14 +160,16 @@ def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> Non
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("plan", overflow="fold")
-    for title in ("step ms", *PARTS.values(), "GB"):
+    shown = rows(answer)
+    scored = any(row.outcome is not None and row.outcome.score != row.outcome.step_ms for row in shown)
+    for title in ("step ms", *PARTS.values(), *["to the same loss ms"] * scored, "GB"):
         table.add_column(title, justify="right")
     table.add_column("verdict", overflow="fold")
-    for row in rows(answer):
+    for row in shown:
         if row.outcome is None or row.parts is None:
-            table.add_row(row.name, *["-"] * (len(PARTS) + 2), row.verdict)
+            table.add_row(row.name, *["-"] * (len(PARTS) + 2 + scored), row.verdict)
             continue
-        figures = [row.parts.step, *(getattr(row.parts, name) for name in PARTS)]
+        figures = [row.parts.step, *(getattr(row.parts, name) for name in PARTS), *[row.outcome.score] * scored]
         memory = f"{row.outcome.memory_bytes / 1e9:,.2f}"
         table.add_row(row.name, *(f"{value:,.1f}" for value in figures), memory, row.verdict)
     console.print(table)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from hybridpar.commands import register_command
 from hybridpar.commands.train import SHOWN
 from hybridpar.commands.tune.request import SearchOptions, TuneRequest
-from hybridpar.config.files import FileOptions, expand
+from hybridpar.config.files import FileOptions, read_sources
 from hybridpar.config.train import GROUPS
 from hybridpar.machine.launch import import_torchvision
 from hybridpar.machine.process import tune_this_process
@@ -20,7 +20,7 @@ from hybridpar.machine.process import tune_this_process
     TuneRequest,
     groups={"Search": (SearchOptions,), "Configuration files": (FileOptions,), **GROUPS},
     shown=(*(field.name for field in fields(SearchOptions)), *SHOWN),
-    expand=expand,
+    read=read_sources,
 )
 def _run(command: TuneRequest, _: Sequence[str]) -> int:
     command.check()

@@ -78,7 +78,7 @@ def find_work(config: TuneRequest) -> Counter[KernelKey]:
     assert config.model is not None
     run = with_images_of_model(config, config.model)
     data = load_dataset(run)
-    share = share_of_worker(run, run.workers or run.workers_wanted or default_workers())
+    share = share_of_worker(run, run.nproc or run.workers_wanted or default_workers())
     channels, rows, columns = data.sample_shape
     seed_everything(config.seed)
     model = configured_model(run, config.model, data.classes)

@@ -79,7 +79,7 @@ def two(tmp_path, monkeypatch) -> Path:
 def test_what_is_decided_is_followed_drawn_and_shown(two, tmp_path, capsys):
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     asked = {"stages": 2, "schedule": "gpipe", "micro_batches": 2}
-    assert run_plan(request(RESIDUAL, cluster=two, output=plan, draw=picture, **asked), asked) == 0
+    assert run_plan(request(RESIDUAL, cluster=two, output=plan, draw=picture, **asked)) == 0
     assert picture.stat().st_size > 5000
     said = capsys.readouterr().out
     assert "largest load / mean" in said
@@ -93,7 +93,7 @@ def test_what_is_decided_is_followed_drawn_and_shown(two, tmp_path, capsys):
 def test_a_training_that_is_only_planned_says_what_it_would_do(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
-    small = ["--data", "synthetic:samples=64", "--image-size", "8", "--batch-size", "8", "--workers", "1"]
+    small = ["--data", "synthetic:samples=64", "--image-size", "8", "--batch-size", "8", "--nproc", "1"]
     options = ["tests.small_nets:plain", *small, "--no-tune-process"]
     assert main(["train", *options, "--dry-run"]) == 0
     trained = capsys.readouterr().out
@@ -119,7 +119,7 @@ def test_a_training_that_is_only_planned_says_what_it_would_do(tmp_path, capsys,
         ({"output": Path("/dev/full")}, "No space left"),
         ({"draw": Path("plan.bmp")}, ".svg"),
         ({"cluster": Path("/nowhere.toml")}, "/nowhere.toml"),
-        ({"workers": 2}, "--workers 2 with --cluster"),
+        ({"nproc": 2}, "--nproc 2 with --cluster"),
         ({"plan": "none"}, "--plan none"),
         ({"resume": True}, "--resume"),
         ({"sync": "ps"}, "--sync ps"),
@@ -128,7 +128,7 @@ def test_a_training_that_is_only_planned_says_what_it_would_do(tmp_path, capsys,
 )
 def test_bad_requests_are_one_error_each(two, wrong, says):
     with pytest.raises(HybridparError) as caught:
-        run_plan(request(**{"model": RESIDUAL, "cluster": two, **wrong}), wrong)
+        run_plan(request(**{"model": RESIDUAL, "cluster": two, **wrong}))
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
 

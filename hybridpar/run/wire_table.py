@@ -1,4 +1,4 @@
-"""What a run says about the compression of its gradients: lines at the start, a table, columns of the metrics."""
+"""What a run says about the compression of its gradients: lines at the start, and a table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import io
 from collections.abc import Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Any
 
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.text import format_bytes
 from hybridpar.sync.compression_table import LayerBytes, WireFormat
-from hybridpar.sync.figures import SyncFigures
 
 #: In the run directory: the codec of each parameter.
 TABLE_FILE = "compress.csv"
@@ -75,12 +73,3 @@ def _line(row: LayerBytes) -> str:
     codec = row.codec if len(row.codec) <= 12 else f"{row.codec.partition(':')[0]}:.."[:12]
     before, after = format_bytes(row.bytes_before), format_bytes(row.bytes_after)
     return f"{layer:26} {row.kind:9} {row.size:>11,}  {codec:12} {before:>7} {after:>7}"
-
-
-def sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
-    """What a step's record says of the sync of gradients; nothing where none were sent."""
-    if not sync.bytes_before:
-        return {}
-    names = ("bytes_before", "bytes_after", "encode_ms", "wire_ms", "decode_ms", "sync_ms")
-    kept = {"residual_norm": sync.residual_norm, "residual_norms": sync.residual_norms}
-    return {name: getattr(sync, name) for name in names} | kept | {"hidden_share": sync.hidden_share(exposed_ms)}

@@ -8,7 +8,9 @@ import torch
 
 from hybridpar.compress import format_codec
 from hybridpar.config import TrainConfig
+from hybridpar.config.sync import Exchange
 from hybridpar.plan import ResolvedPlan, SyncRule
+from hybridpar.spec import with_options
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.trainer import Trainer
 
@@ -40,6 +42,10 @@ def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
     if config.plan_file is None:
         return config
     sync = plan.sync
-    own = {"sync_lanes": sync.lanes, "batch_norm": sync.batch_norm, "compress": sync.codec}
-    own |= {"shard_optimizer": sync.shard_optimizer}
-    return replace(config, sync=sync_of(config, plan), **own)  # type: ignore[arg-type]
+    return replace(
+        config,
+        sync=with_options(sync_of(config, plan), lanes=None if sync.lanes == Exchange().lanes else sync.lanes),
+        batch_norm=sync.batch_norm,
+        compress=sync.codec,
+        shard_optimizer=sync.shard_optimizer,
+    )

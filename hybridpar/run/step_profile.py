@@ -12,8 +12,6 @@ import gzip
 import json
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,62 +20,65 @@ from hybridpar.comm.flight import FLIGHT
 from hybridpar.errors import RunDirectoryError
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.running import WARM_UP_STEPS
+from hybridpar.run.part import Part, Run
 
 #: Steps in a trace, where the run has so many after the first ones.
 PROFILED_STEPS = 3
 
 
-class StepProfile:
+class StepProfile(Part):
     """Profiles some steps of this worker."""
 
-    def __init__(self, path: Path, done: int, total: int, settle: Callable[[], object]) -> None:
-        self._path = path
-        self._settle = settle
-        self._after = min(done + WARM_UP_STEPS, total - 1)
-        self._until = min(self._after + PROFILED_STEPS, total)
+    def __init__(self) -> None:
+        self._after = self._until = 0
         self._profiler: Any = None
         self._over = False
-        #: What could not be written, for the end of the run.
-        self.problem: str | None = None
 
-    def take(self, issued: int, say: Callable[[str], object]) -> None:
-        """Begin or end where that is due; called between two steps."""
-        if self._over:
-            return
-        if self._profiler is None and self._after <= issued < self._until:
-            self._begin()
+    def start(self, run: Run) -> None:
+        """Decide which steps to profile."""
+        self._after = min(run.trainer.steps_done + WARM_UP_STEPS, run.total - 1)
+        self._until = min(self._after + PROFILED_STEPS, run.total)
+
+    def begin_step(self, run: Run) -> None:
+        """Begin or end where that is due."""
+        issued = run.trainer.steps_done
+        if self._profiler is None and self._after <= issued < self._until and not self._over:
+            with run.clock.away(), run.progress.pause():
+                self._begin(run)
         elif self._profiler is not None and issued >= self._until:
-            self.finish(say)
+            with run.clock.away(), run.progress.pause():
+                self.finish(run)
 
-    def finish(self, say: Callable[[str], object]) -> None:
+    def finish(self, run: Run) -> None:
         """End a profile that is under way, at the end of a run that ended early."""
         profiler, self._profiler, self._over = self._profiler, None, True
         if profiler is None:
             return
-        say("writing the profile ...")
-        self._settle()
+        run.progress.message("writing the profile ...")
+        run.trainer.wait()
         FLIGHT.names_ranges = False
         profiler.stop()
-        aside = self._path.with_name(f".{self._path.stem}.tmp")
+        path = run.folder.directory / "profile" / f"rank-{run.world.job_rank}.json.gz"
+        aside = path.with_name(f".{path.stem}.tmp")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(aside))
             trace = json.loads(aside.read_bytes())
             name_threads(trace, {one.native_id or 0: one.name for one in threading.enumerate()})
-            replace_file(self._path, [gzip.compress(json.dumps(trace).encode(), 5)])
+            replace_file(path, [gzip.compress(json.dumps(trace).encode(), 5)])
         except (OSError, RuntimeError, RunDirectoryError) as error:
-            self.problem = f"there is no profile: {error}"
+            run.warnings.append(f"there is no profile: {error}")
             return
         finally:
             with contextlib.suppress(OSError):
                 aside.unlink()
-        say(f"profile written to {self._path.parent}, a file per worker; open one in ui.perfetto.dev")
+        run.progress.message(f"profile written to {path.parent}, a file per worker; open one in ui.perfetto.dev")
 
-    def _begin(self) -> None:
+    def _begin(self, run: Run) -> None:
         from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import ProfilerActivity, profile
 
-        self._settle()
+        run.trainer.wait()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes of itself to standard error
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._profiler = profile(

@@ -15,6 +15,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.machine.process import host_identity
 from hybridpar.plan import KernelChoice, Kernels, ResolvedPlan
 from hybridpar.planner.resolve import lane_threads
+from hybridpar.run.part import Part, Run
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import LIMIT, confirm_kernels
@@ -33,7 +34,7 @@ _NORMS = "norms run fused with their activations"
 
 
 @dataclass(frozen=True)
-class KernelUse:
+class KernelUse(Part):
     """What the depthwise convolutions and the norms of a run run on.
 
     Attributes:
@@ -79,15 +80,13 @@ class KernelUse:
         ]
         return Kernels(database=self.choices.database.name, choices=tuple(choices))
 
-    def summary(self, world: World) -> dict[str, Any]:
-        """The entry of the summary; what is saved is what the records promise. A collective of all workers."""
+    def summary(self, run: Run) -> dict[str, Any]:
+        """How many operations run on kernels, and the time that their records promise to save."""
         won = [one.record.saved_ms for _, one in self.operations if one.kernel is not None and one.record is not None]
-        everyone = [float(one) for one in world.gather(sum(won) * self.micro_batches)]  # type: ignore[arg-type]
-        return {
-            "tuned": self.tuned,
-            "stock": len(self.operations) + len(self.norms) - self.tuned,
-            "saved_ms": round(fmean(everyone), 3) if won else None,
-        }
+        everyone = [float(one) for one in run.world.gather(sum(won) * self.micro_batches)]  # type: ignore[arg-type]
+        saved_ms = round(fmean(everyone), 3) if won else None
+        stock = len(self.operations) + len(self.norms) - self.tuned
+        return {"kernels": {"tuned": self.tuned, "stock": stock, "saved_ms": saved_ms}}
 
 
 def _reasons(on_torch: Sequence[tuple[str, str]]) -> list[str]:

@@ -1,0 +1,73 @@
+"""When a run saves: as `--checkpoints` says, and after a test that is among the best; and what it keeps."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from hybridpar.config import TrainConfig
+from hybridpar.observe.records import EpochRecord, StepRecord
+from hybridpar.run.best import best_checkpoint, best_epochs
+from hybridpar.run.part import Part, Run
+from hybridpar.run.timings import Step
+from hybridpar.train.checkpoint_files import prune_checkpoints
+
+
+class Checkpoints(Part):
+    """Decides when to save, and which checkpoints stay."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self._rule = config, config.saving
+        self._step_before = 0
+        self._last_time = time.monotonic()
+
+    def start(self, run: Run) -> None:
+        """What the run goes on from is saved already."""
+        self._step_before, self._last_time = run.trainer.steps_done, time.monotonic()
+        if run.state.resumed_from is not None:
+            run.is_saved()
+
+    def begin_step(self, run: Run) -> None:
+        """On rank 0: ask for a checkpoint where the last one is old."""
+        seconds = self._rule.seconds
+        run.save_wanted = seconds is not None and run.world.is_main and time.monotonic() - self._last_time >= seconds
+        if run.save_wanted:  # the step that saves may be behind the next one that asks
+            self._last_time = time.monotonic()
+
+    def record(self, run: Run, record: StepRecord) -> None:
+        """Without the guard a loss that is not finite reaches the weights."""
+        run.is_sound = self._config.guard or math.isfinite(record.loss)
+
+    def step(self, run: Run, step: Step) -> None:
+        """Save after so many steps, or where a worker asked for it."""
+        before, self._step_before = self._step_before, step.result.step
+        steps = self._rule.steps
+        due = steps is not None and step.result.step // steps > before // steps
+        if (due or step.result.outcome.save) and not run.stopping:
+            self._save(run)
+
+    def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
+        """Save after an epoch, or where it is the last one or among the best."""
+        wanted = last or end in best_epochs(self._rule, run.state.tested) or run.over is not None
+        if "epoch" in self._rule.every or (not self._rule.never and wanted):
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        self._last_time = time.monotonic()
+        run.save()
+
+    def saved(self, run: Run) -> None:
+        """Delete those that are neither among the last nor among the best."""
+        if run.world.is_main:
+            best = [end.step for end in best_epochs(self._rule, run.state.tested)]
+            prune_checkpoints(run.folder.checkpoints, self._rule.keep, best)
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """The best checkpoint, if it is there."""
+        if (found := best_checkpoint(run.folder.directory, run.state.tested, self._rule)) is None:
+            return {}
+        best, saved = found
+        path = saved.relative_to(run.folder.directory).as_posix()
+        fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": self._rule.by}
+        return {"best": {**fields, "checkpoint": path}}

@@ -1,0 +1,194 @@
+"""A run, and the base class of its parts: what looks at the steps beside the training loop (`loop.py`).
+
+Records, timeline, profile, the search for a batch size, shares, kernels and checkpoints are parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hybridpar.comm.flight import outside
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.observe.logger import Ending
+from hybridpar.observe.progress import Progress
+from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.plan import ResolvedPlan
+from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.run.best import why_over
+from hybridpar.run.directory import RunFolder
+from hybridpar.run.memory import MemoryMeter
+from hybridpar.run.run_trainer import RunTrainer
+from hybridpar.run.samples import Samples
+from hybridpar.run.state import RunState
+from hybridpar.run.timings import Step, StepClock, Timings
+
+
+class Part:
+    """Hooks that do nothing. Those of all parts are called in the order of `Run.parts`.
+
+    All workers call them at the same point of a run, so a hook may be a collective.
+    """
+
+    #: The name of its state in a checkpoint; empty where it has none.
+    key: ClassVar[str] = ""
+
+    def start(self, run: Run) -> None:
+        """The directory of the run is there, and the first step comes next."""
+
+    def begin_epoch(self, run: Run, epoch: int) -> None:
+        """The first step of an epoch comes next, or of what a resumed run has left of it."""
+
+    def begin_step(self, run: Run) -> None:
+        """A step comes next."""
+
+    def step(self, run: Run, step: Step) -> None:
+        """A step of this worker is over."""
+
+    def record(self, run: Run, record: StepRecord) -> None:
+        """A step of the run is over; parameter servers tell of those that other workers made, too."""
+
+    def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
+        """An epoch is over, and tested."""
+
+    def saved(self, run: Run) -> None:
+        """A checkpoint was written."""
+
+    def finish(self, run: Run) -> None:
+        """There is no further step; the display is still there."""
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """What it adds to the summary."""
+        return {}
+
+    def close(self, run: Run) -> None:
+        """The run has ended, perhaps by an error."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as plain values."""
+        return {}
+
+    def restore(self, run: Run, state: dict[str, Any] | None) -> None:
+        """Go on from what `state` returned; None where the checkpoint was made without this part."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """What a run is asked for, and what is found while it is opened.
+
+    Attributes:
+        config: Its options.
+        model_name: Name of its model.
+        world: Its workers.
+        progress: Its display.
+        notes: Lines to show at the start.
+        data_line: What the data set is.
+        batch_line: Why `--batch-size auto` chose the batch; empty where it was given.
+    """
+
+    config: TrainConfig
+    model_name: str
+    world: World
+    progress: Progress
+    notes: list[str]
+    data_line: str = ""
+    batch_line: str = ""
+
+
+@dataclass(eq=False, kw_only=True)
+class Run(Job):
+    """A run on this worker.
+
+    Attributes:
+        folder: Where it writes.
+        planned: What it is to do.
+        trainer: What makes its steps.
+        samples: What this worker sees of the data.
+        memory: How much memory of the device this worker needs.
+        total: Steps to be done.
+        epochs: Epochs to be done.
+        parts: All that looks at its steps.
+        plan: What is written down of how it trains.
+        info: What is known before its first step.
+        state: How far it is.
+        clock: Where the time between two steps goes.
+        timings: What its steps took.
+        stopping: Whether it ends after this step.
+        save_wanted: Whether this worker asks for a checkpoint after the step that comes next.
+        is_sound: Whether the weights are worth a checkpoint.
+        ending: How it ended.
+        warnings: What is to be said at the end.
+        written: Files beside its directory, to be named at the end.
+    """
+
+    folder: RunFolder
+    planned: PlannedRun
+    trainer: RunTrainer
+    samples: Samples
+    memory: MemoryMeter
+    total: int
+    epochs: int
+    parts: Sequence[Part] = ()
+    plan: ResolvedPlan = field(init=False)
+    info: RunInfo = field(init=False)
+    state: RunState = field(default_factory=RunState)
+    clock: StepClock = field(default_factory=StepClock)
+    timings: Timings = field(default_factory=Timings)
+    stopping: bool = False
+    save_wanted: bool = False
+    is_sound: bool = True
+    ending: Ending = "failed"
+    warnings: list[str] = field(default_factory=list)
+    written: list[Path] = field(default_factory=list)
+    _saved: tuple[int, ...] | None = None
+
+    @property
+    def over(self) -> str | None:
+        """Why it is to end before its last epoch; None where it goes on."""
+        return why_over(self.config.saving, self.state.tested)
+
+    def note(self, records: Iterable[StepRecord]) -> None:
+        """Take steps of the run into account."""
+        for record in records:
+            self.state.losses.add(record.loss, record.samples)
+            for part in self.parts:
+                part.record(self, record)
+
+    def find_position(self) -> None:
+        """Note where in the data the run is, where that follows from the steps of all workers."""
+        if self.trainer.independent:
+            self.state.epoch, self.state.epoch_step = divmod(self.trainer.steps_done, self.samples.per_epoch)
+
+    def is_saved(self) -> None:
+        """Note that a checkpoint has what was made so far."""
+        self._saved = self._progress_made
+
+    @property
+    def _progress_made(self) -> tuple[int, ...]:
+        """What differs between two checkpoints."""
+        return self.trainer.steps_done, self.state.epoch, self.state.epoch_step, len(self.state.tested)
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is something new and it is sound; all workers, after the same step."""
+        if not self.trainer.leads or self._saved == self._progress_made:
+            return
+        if not self.is_sound:
+            step = self.trainer.steps_done
+            self.progress.warn(f"no checkpoint at step {step}: the loss is not finite; the last good one is kept")
+            return
+        self.note(self.trainer.fetch())
+        self.find_position()
+        tested, step = self.state.tested, self.trainer.steps_done
+        if self.trainer.independent and tested and (self._saved is None or tested[-1].step > self._saved[0]):
+            tested[-1] = replace(tested[-1], step=step)  # the servers have gone on since the test
+        extra = self.state.to_extra(self.config)
+        extra |= {part.key: part.state() for part in self.parts if part.key}
+        with self.clock.away(), outside("saving a checkpoint"):
+            self.trainer.save(self.folder.checkpoints, extra)
+        self.is_saved()
+        for part in self.parts:
+            part.saved(self)
+        self.progress.message(f"checkpoint saved at step {step}")

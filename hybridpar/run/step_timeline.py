@@ -1,0 +1,121 @@
+"""Writes the timeline: some steps as all workers ran them, with stages beside the step of the plan.
+
+The first steps are left out: they meet cold caches, and cut their buckets by guesswork. Nothing here can end a run:
+what cannot be written is said at its end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import RunDirectoryError, UsageError
+from hybridpar.formats.output_files import check_writable
+from hybridpar.observe.running import WARM_UP_STEPS
+from hybridpar.observe.timeline import Timeline, add_prediction
+from hybridpar.run.part import Part, Run
+from hybridpar.run.timings import Step
+from hybridpar.schedule.spans import StepSpans
+
+if TYPE_CHECKING:
+    from hybridpar.comm.clocks import Recording
+
+#: Steps that a timeline shows, where the run has so many after the first ones.
+TIMELINE_STEPS = 3
+
+
+def check_timeline(config: TrainConfig, devices: int = 1) -> None:
+    """Refuse a timeline that could not be written, before anything has been trained; for the worker that writes it."""
+    path = config.timeline
+    if path is None:
+        return
+    if devices > 1:
+        raise UsageError(
+            f"--timeline {path} with {devices} GPUs under one worker",
+            "The times of events on different GPUs cannot be compared.",
+            f"Use --nproc {devices}, one for each, or look at them with --profile or Nsight Systems.",
+        )
+    check_writable("--timeline", path)
+
+
+class StepTimeline(Part):
+    """Records the steps of a timeline, where one is asked for; with stages, workers compare clocks at the start."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._show_from = self._show_after = 0
+        self._recorded: dict[int, StepSpans] = {}
+
+    def start(self, run: Run) -> None:
+        """Decide which steps to show."""
+        self._path, done = run.config.timeline, run.trainer.steps_done
+        # Steps after this; one at least, where there is more than one.
+        self._show_from = min(done + WARM_UP_STEPS, max(done + 1, run.total - 1))
+        self._show_after = min(self._show_from + TIMELINE_STEPS, run.total)
+        if run.plan.is_staged:
+            run.clock.ahead = _gather(run, {}).ahead
+
+    def step(self, run: Run, step: Step) -> None:
+        """Take note of a step."""
+        if self._path is None:
+            return
+        number = step.result.step
+        if number <= self._show_from:
+            self._recorded.clear()  # the step is shown where the run ends with it
+        self._recorded[number] = step.spans
+        if number >= self._show_after:
+            with run.clock.away(), run.progress.pause():
+                self.finish(run)
+
+    def finish(self, run: Run) -> None:
+        """Write the timeline of what was recorded; a run that ended early shows what it has."""
+        path, self._path = self._path, None
+        if path is None or not self._recorded:
+            return
+        if not any(spans.spans for spans in self._recorded.values()):
+            run.warnings.append("there is no timeline: in this way to train the passes of a step are not recorded")
+            return
+        shown = {step: spans for step, spans in self._recorded.items() if step > self._show_from}
+        recording = _gather(run, shown or self._recorded)
+        if not run.world.is_main:
+            return
+        from hybridpar.run.plan_step import step_of_plan
+
+        plan, layout = run.plan, run.plan.layout
+        planned = step_of_plan(plan) if plan.is_staged and layout.is_equal else None
+        spans = () if planned is None else planned[0].timeline
+        timeline = Timeline(add_prediction(recording.steps, spans, layout), layout, _facts(run, recording.clocks))
+        try:
+            from hybridpar.observe.timeline_file import write_timeline
+
+            write_timeline(path, timeline)
+        except RunDirectoryError as error:
+            run.warnings.append(f"there is no timeline: {error.what}")
+        else:
+            run.written.append(path)
+            steps = timeline.steps
+            shown_steps = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+            run.progress.message(f"timeline of {shown_steps} written to {path}; `hybridpar show {path}` prints it")
+
+
+def _gather(run: Run, recorded: dict[int, StepSpans]) -> Recording:
+    from hybridpar.comm.clocks import gather_spans  # most runs have neither stages nor a timeline
+
+    return gather_spans(run.world, recorded)
+
+
+def _facts(run: Run, clocks: int) -> dict[str, object]:
+    plan = run.plan
+    facts: dict[str, object] = {
+        "model": plan.model.name,
+        "stages": len(plan.partition.stages),
+        "micro_batches": plan.pipeline.micro_batches,
+        "schedule": plan.pipeline.schedule,
+        "clocks": "one for all workers"
+        if clocks == 1
+        else f"{clocks}, aligned by the end of exchanges of all workers; good to about the time of a message",
+    }
+    if plan.is_staged:
+        facts["prediction"] = "the search of the plan" if plan.inputs else "times of the stages alone"
+    return facts

@@ -1,0 +1,84 @@
+"""Every pair of features that contradict each other is one error that names both; every other pair is allowed."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridpar.config import TrainConfig
+from hybridpar.config.conflicts import CONFLICTS, GRADIENT_CONFLICTS, NEED_EQUAL_REPLICAS
+from hybridpar.errors import UsageError
+
+#: Options with which a run has a feature, and no other that it does not need.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adafactor on servers": {"optimizer": "adafactor", "memory_format": "channels_last"},
+    "another codec": {"compress": "fp16"},
+    "batch auto": {"batch_size": "auto"},
+    "batch norm sync": {"batch_norm": "sync"},
+    "codec": {"compress": "onebit"},
+    "codec auto": {"compress": "auto"},
+    "compile": {"compile": True},
+    "cuda graph": {"cuda_graph": True},
+    "ema": {"model_ema": 0.9},
+    "fp16": {"amp": "fp16"},
+    "half": {"sync": "allreduce:late=half"},
+    "kernels": {"kernels": "auto"},
+    "kron": {"optimizer": "timm/kron"},
+    "late": {"sync": "allreduce:late=delay"},
+    "local": {"sync": "local:2"},
+    "nesterov": {"optimizer": "sgd:nesterov"},
+    "no guard": {"guard": False},
+    "no share": {"shares": "0,1"},
+    "not sgd": {"optimizer": "adamw"},
+    "outer": {"sync": "outer:4"},
+    "placed": {"stages": 2, "placement": "0,1;2,3"},
+    "plan file": {"plan": Path("plan.json")},
+    "profile": {"profile": True},
+    "recipe": {"sync": "onebit-sgd"},
+    "replicas without stages": {"replicas": 2},
+    "resume from": {"resume_from": Path("runs/one")},
+    "select batch": {"select_batch": 1},
+    "servers": {"sync": "ps"},
+    "shard optimizer": {"shard_optimizer": True},
+    "shares": {"shares": "1,2"},
+    "shares auto": {"shares": "auto"},
+    "staged": {"stages": 2},
+    "steps": {"steps": 9},
+    "stop early": {"checkpoints": "stop=3"},
+    "timeline": {"timeline": Path("t.json")},
+    "weights": {"weights": "default"},
+}
+
+PAIRS = {frozenset(pair[:2]): pair for pair in (*CONFLICTS, *GRADIENT_CONFLICTS)}
+
+
+def test_the_table_knows_every_feature_and_each_pair_once():
+    assert OPTIONS.keys() == TrainConfig().features.keys()
+    assert len(PAIRS) == len(CONFLICTS) + len(GRADIENT_CONFLICTS)
+    for feature, options in OPTIONS.items():
+        assert TrainConfig(**options).features[feature][1], feature
+        assert not TrainConfig().features[feature][1], feature
+
+
+@pytest.mark.parametrize("pair", list(combinations(OPTIONS, 2)), ids="+".join)
+def test_a_pair_is_refused_if_the_table_has_it(pair: tuple[str, str]) -> None:
+    one, other = pair
+    if OPTIONS[one].keys() & OPTIONS[other].keys():
+        return  # the same option says both, so only one of them can be given
+    config = TrainConfig(**OPTIONS[one], **OPTIONS[other])
+    features = config.features
+    given = {name for name, (_, is_given) in features.items() if is_given}
+    refused = [row[:2] for key, row in PAIRS.items() if key <= given]
+    refused += [(name, name) for name in NEED_EQUAL_REPLICAS if {"placed", name} <= given]
+    if not refused:
+        config.check()
+        return
+    with pytest.raises(UsageError) as caught:
+        config.check()
+    assert any(
+        features[first][0] in caught.value.what and features[second][0] in caught.value.what
+        for first, second in refused
+    )

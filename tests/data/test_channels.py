@@ -1,0 +1,104 @@
+"""Images of one or four channels: in memory and from files, in training, in testing and as files that a user names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hybridpar.config import TrainConfig
+from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
+from hybridpar.data.image_facts import ImageFacts, named_images
+from hybridpar.errors import UsageError
+from hybridpar.models import build_model
+
+CPU = torch.device("cpu")
+
+
+def trained(data: ImageData) -> torch.Tensor:
+    batches = TrainBatches(data, seed=0, batch_size=8, rank=0, workers=1, micro_batches=1, loader_workers=0)
+    return next(batches.epoch(0)).micro_batches[0][0]
+
+
+def as_tested(data: ImageData) -> torch.Tensor:
+    return next(iter(TestBatches(data, batch_size=8, rank=0, workers=1, loader_workers=0)))[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for part in ("train", "test"):
+        for number in range(8):
+            file = tmp_path / part / "ab"[number % 2] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGBA", (20, 20), (10 * number, 20, 30, 100 + number)).save(file)
+    return tmp_path
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("name", ["digits", "synthetic:samples=40", "folder"])
+def test_batches_have_the_channels_that_were_asked_for(name: str, channels: int, folder: Path) -> None:
+    policy = "ra,erase=0.5" if channels == 1 else "hflip=0.5,erase=0.5,erase_mode=pixel"
+    options = {"data": name, "data_root": folder, "image_size": f"16,channels={channels}"}
+    data = load_dataset(TrainConfig(**options, augment=policy))
+    assert data.sample_shape == (channels, 16, 16)
+    assert len(data.mean) == len(data.std) == channels
+    assert trained(data).shape == (8, channels, 16, 16)
+    assert as_tested(data).shape == (8, channels, 16, 16)
+
+
+def test_grey_is_the_grey_of_the_colours() -> None:
+    grey, colour = (load_dataset(TrainConfig(data="digits", image_size=f"channels={count}")) for count in (1, 3))
+    assert torch.equal(grey.train.images[:, 0], colour.train.images[:, 1])
+    assert grey.mean == pytest.approx(colour.mean[:1])
+    grey, colour = (load_dataset(TrainConfig(data="synthetic", image_size=f"8,channels={count}")) for count in (1, 3))
+    wanted = np.stack(
+        [np.asarray(Image.fromarray(one.permute(1, 2, 0).numpy()).convert("L")) for one in colour.test.images]
+    )
+    assert np.abs(grey.test.images[:, 0].numpy().astype(int) - wanted).max() <= 1
+
+
+def test_transparency_is_the_fourth_channel(folder: Path) -> None:
+    data = load_dataset(TrainConfig(data="folder", data_root=folder, image_size="16,channels=4"))
+    images = data.test.load(np.array([0, 4]), None, CPU)
+    assert images[:, :, 3, 3].tolist() == [[0, 20, 30, 100], [10, 20, 30, 101]]
+
+
+def test_mean_and_deviation_have_a_number_for_each_channel() -> None:
+    data = load_dataset(TrainConfig(data="digits", image_size="channels=1,mean=0.5,std=0.25"))
+    assert (data.mean, data.std) == ((0.5,), (0.25,))
+    with pytest.raises(UsageError, match="mean has 3 numbers"):
+        TrainConfig(image_size="channels=1,mean=0.5/0.5/0.5").check()
+
+
+def test_policies_are_for_images_that_they_know() -> None:
+    for options in (
+        {"augment": "ta", "image_size": "channels=4"},
+        {"augment": "timm:original", "image_size": "channels=1"},
+    ):
+        with pytest.raises(UsageError, match="Policies are for RGB"):
+            load_dataset(TrainConfig(data="synthetic", **options))
+
+
+def test_files_that_are_named_are_decoded_as_the_test_images(folder: Path) -> None:
+    config = TrainConfig(data="folder", data_root=folder, image_size="16,channels=1")
+    data = load_dataset(config)
+    files = sorted((folder / "test/a").iterdir())
+    named = named_images(files, ImageFacts.of(data), config)
+    assert torch.equal(as_tested(named), as_tested(data)[:4])
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "vit_b_16", "timm/resnet10t"])
+def test_models_take_the_channels(name: str, channels: int) -> None:
+    with torch.device("meta"):
+        model = build_model(name, 5, channels=channels).eval()
+        side = 224 if name == "vit_b_16" else 64
+        assert model(torch.zeros(2, channels, side, side)).shape == (2, 5)
+
+
+def test_a_small_stem_takes_the_channels() -> None:
+    model = build_model("resnet18", 5, args={"stem": "cifar"}, channels=1)
+    assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 5)
