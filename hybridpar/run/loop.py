@@ -99,7 +99,9 @@ def test(run: Run, epoch: int) -> tuple[Evaluation | None, Evaluation | None]:
     """Test the model and its moving average after an epoch, as far as it is time and there are such."""
     trainer, averaged, every = run.trainer, None, run.config.test_every
     ended = max(epoch + 1, run.state.epoch)  # other workers may have done more meanwhile
-    tested = max((end.epoch + 1 for end in run.state.tested if end.test_accuracy is not None), default=0)
+    # A run that ended within this epoch was tested there, and not after it.
+    before = [end.epoch + 1 for end in run.state.tested if end.test_accuracy is not None and end.epoch < epoch]
+    tested = max(before, default=0)
     if ended // every == tested // every and epoch < run.epochs - 1 and trainer.steps_done < run.total:
         return None, None
     with run.clock.away(), outside("testing"):
