@@ -33,8 +33,8 @@ class Checkpoints:
     stop: Annotated[int | None, AT_LEAST_1] = None
 
     def __post_init__(self) -> None:
-        kinds = [part if part == "epoch" else part[-1] == "s" for part in self.every]
-        is_known = all(re.fullmatch(r"epoch|[1-9]\d*s?", part) for part in self.every) and len(kinds) == len(set(kinds))
+        units = [part.lstrip("0123456789") for part in self.every]
+        is_known = all(re.fullmatch("epoch|[1-9][0-9]*s?", part) for part in self.every) and len(units) == len({*units})
         check(
             is_known or self.never,
             f"--checkpoints {'/'.join(self.every)}",

@@ -125,7 +125,7 @@ class MetricsTable:
 def read_metrics(run_dir: Path) -> MetricsTable:
     """Read the metrics of a run, also while it is being written.
 
-    Lines that are not whole are skipped. Of two lines for the same step or epoch the later one counts.
+    Lines that are not whole are skipped. Of two lines for the same step, or for a test after it, the later one counts.
     """
     columns = {figure.name: array("d") for figure in STEP_FIGURES}
     epochs: dict[int, EpochRecord] = {}
@@ -134,7 +134,8 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     for _, row in _rows(path) if path.exists() else ():
         if row.get("event") == "epoch":
             if isinstance(row.get("epoch"), int):
-                epochs[row["epoch"]] = _epoch(row)
+                end = _epoch(row)
+                epochs[end.step] = end
         elif "event" not in row and row:
             if isinstance(norms := row.get(_BY_LAYER), dict):
                 residual_norms = {name: _number(norm) for name, norm in norms.items()}

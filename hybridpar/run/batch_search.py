@@ -197,5 +197,5 @@ class BatchSelector(Part):
         run.total = self.pace.total_steps()
 
     def summary(self, run: Run) -> dict[str, Any]:
-        """The last batch size, and the epochs, whose steps were not always the same number."""
-        return {"final_batch_size": self.pace.batch_size, "epochs": run.state.epoch}
+        """The last batch size."""
+        return {"final_batch_size": self.pace.batch_size}

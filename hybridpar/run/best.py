@@ -24,14 +24,24 @@ def best_epochs(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochR
 
 
 def best_checkpoint(run: Path, tested: Sequence[EpochRecord], rule: Checkpoints) -> tuple[EpochRecord, Path] | None:
-    """The best epoch of a run of which there is a checkpoint; with parameter servers that may come some steps later."""
-    checkpoints, ends = list_checkpoints(run / "checkpoints"), [end.step for end in tested]
-    for record in ranked(rule, tested):
-        next_end = min((step for step in ends if step > record.step), default=math.inf)
-        for path in checkpoints:
-            if record.step <= step_of(path) < next_end:
-                return record, path
+    """The best epoch of a run of which there is a checkpoint."""
+    checkpoints = list_checkpoints(run / "checkpoints")
+    for end in ranked(rule, tested):
+        if (path := checkpoint_of(end, tested, checkpoints)) is not None:
+            return end, path
     return None
+
+
+def checkpoints_of_best(rule: Checkpoints, tested: Sequence[EpochRecord], checkpoints: Sequence[Path]) -> list[Path]:
+    """Those of the checkpoints that stay for being of the best epochs."""
+    paths = (checkpoint_of(end, tested, checkpoints) for end in best_epochs(rule, tested))
+    return [path for path in paths if path is not None]
+
+
+def checkpoint_of(end: EpochRecord, tested: Sequence[EpochRecord], checkpoints: Sequence[Path]) -> Path | None:
+    """The checkpoint of an epoch's end; with parameter servers it may come some steps after the test."""
+    next_step = min((other.step for other in tested if other.step > end.step), default=math.inf)
+    return next((path for path in checkpoints if end.step <= step_of(path) < next_step), None)
 
 
 def why_over(rule: Checkpoints, tested: Sequence[EpochRecord]) -> str | None:

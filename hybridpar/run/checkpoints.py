@@ -8,10 +8,10 @@ from typing import Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.observe.records import EpochRecord, StepRecord
-from hybridpar.run.best import best_checkpoint, best_epochs
+from hybridpar.run.best import best_checkpoint, best_epochs, checkpoints_of_best
 from hybridpar.run.part import Part, Run
 from hybridpar.run.timings import Step
-from hybridpar.train.checkpoint_files import prune_checkpoints
+from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints
 
 
 class Checkpoints(Part):
@@ -44,27 +44,26 @@ class Checkpoints(Part):
         before, self._step_before = self._step_before, step.result.step
         steps = self._rule.steps
         due = steps is not None and step.result.step // steps > before // steps
-        if (due or step.result.outcome.save) and not run.stopping:
-            self._save(run)
+        run.save_due |= due or step.result.outcome.save
 
     def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
         """Save after an epoch, or where it is the last one or among the best."""
         wanted = last or end in best_epochs(self._rule, run.state.tested) or run.over is not None
         if "epoch" in self._rule.every or (not self._rule.never and wanted):
-            self._save(run)
-
-    def _save(self, run: Run) -> None:
-        self._last_time = time.monotonic()
-        run.save()
+            run.save()
 
     def saved(self, run: Run) -> None:
         """Delete those that are neither among the last nor among the best."""
+        self._last_time = time.monotonic()
         if run.world.is_main:
-            best = [end.step for end in best_epochs(self._rule, run.state.tested)]
-            prune_checkpoints(run.folder.checkpoints, self._rule.keep, best)
+            checkpoints = list_checkpoints(run.folder.checkpoints)
+            best = checkpoints_of_best(self._rule, run.state.tested, checkpoints)
+            prune_checkpoints(run.folder.checkpoints, {*checkpoints[-self._rule.keep :], *best})
 
     def summary(self, run: Run) -> dict[str, Any]:
-        """The best checkpoint, if it is there."""
+        """On rank 0: the best checkpoint, if it is there."""
+        if not run.world.is_main:
+            return {}
         if (found := best_checkpoint(run.folder.directory, run.state.tested, self._rule)) is None:
             return {}
         best, saved = found

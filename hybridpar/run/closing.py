@@ -78,6 +78,7 @@ def _summary(run: Run) -> dict[str, Any]:
     )
     if shares is not None:
         summary["shares"] = ",".join(f"{share:g}" for share in shares)
+    summary["epochs"] = run.state.epoch  # whose steps were not always the same number
     summary["sync"] = sync_of(run.config, run.plan)
     return summary
 
@@ -111,7 +112,7 @@ def predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:
 
 def expected_lines(predicted: StepFigures | None, steps: int, now: datetime | None = None) -> list[str]:
     """When the steps that are left will be done, and the memory of a worker; nothing where nothing was predicted."""
-    if predicted is None or predicted.step_ms is None:
+    if predicted is None or predicted.step_ms is None or steps <= 0:
         return []
     begins = now or datetime.now()
     seconds = 1e-3 * predicted.step_ms * steps

@@ -50,10 +50,10 @@ _OWN_FILES = (
 _OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "flight", "profile")
 
 #: Options that decide which samples a step sees.
-POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
+_POSITION = ("data", "batch_size", "seed")
 #: Options that a resumed run must have as it began, and why.
 _FIXED = {
-    **dict.fromkeys(POSITION_OPTIONS, "A resumed run goes on at the same place in the same order of samples."),
+    **dict.fromkeys(_POSITION, "A resumed run goes on at the same place in the same order of samples."),
     "image_size": "The model has seen images of this size, and of these statistics.",
     "optimizer": "The checkpoint holds the state of the other optimizer.",
     "weights": "The run has weights of its own by now; those that it started from are not read again.",
@@ -106,11 +106,11 @@ def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = Non
     job = os.environ.get("TORCHELASTIC_RUN_ID")
     again = was_restarted() if restarted is None else restarted
     if again and (mine := _folder_of_job(base, job)) is not None:
-        checkpoint = latest_checkpoint(mine / "checkpoints") or config.resume_from
+        checkpoint = latest_checkpoint(mine / "checkpoints") or _start(config)
         return RunFolder(mine, checkpoint, restarted=True)
     _check_writable(base)
-    if config.resume_from is not None:
-        read_manifest(resolve_checkpoint(config.resume_from))
+    if (start := _start(config)) is not None:
+        read_manifest(start)
     if config.resume:
         directory = resumed_directory(config, model)
         if (checkpoint := latest_checkpoint(directory / "checkpoints")) is None:
@@ -121,9 +121,9 @@ def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = Non
             )
         return RunFolder(directory, checkpoint)
     if config.run_dir is None and not config.overwrite:
-        return RunFolder(base, config.resume_from, claim="make")
+        return RunFolder(base, start, claim="make")
     if not (base / RUN_FILE).exists():
-        return RunFolder(base, config.resume_from)
+        return RunFolder(base, start)
     if not config.overwrite:
         raise UsageError(
             f"{base} already holds a run",
@@ -136,7 +136,12 @@ def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = Non
             "The run that is replaced is deleted with its checkpoints.",
             "Use --resume instead to continue that run, or name another --run-dir.",
         )
-    return RunFolder(base, config.resume_from, claim="replace")
+    return RunFolder(base, start, claim="replace")
+
+
+def _start(config: TrainConfig) -> Path | None:
+    """The checkpoint of `--resume-from`."""
+    return None if config.resume_from is None else resolve_checkpoint(config.resume_from).absolute()
 
 
 @contextlib.contextmanager

@@ -89,20 +89,24 @@ def train_steps(run: Run, epoch: int, batches: Iterator[Batch], stop: StopReques
         queued.append((result, data_ms))
         run.state.epoch_step += 1
         run.find_position()
-        if len(queued) > trainer.lookahead:
+        while queued and (len(queued) > trainer.lookahead or run.save_due):  # a checkpoint has all that was issued
             yield measured_step(*queued.popleft(), epoch, run.clock)
-    for result, data_ms in queued:
-        yield measured_step(result, data_ms, epoch, run.clock)
+        if run.save_due:
+            run.save()
+    while queued:
+        yield measured_step(*queued.popleft(), epoch, run.clock)
+    if run.save_due:
+        run.save()
 
 
-def test(run: Run, epoch: int) -> tuple[Evaluation | None, Evaluation | None]:
+def test(run: Run, epoch: int, *, last: bool) -> tuple[Evaluation | None, Evaluation | None]:
     """Test the model and its moving average after an epoch, as far as it is time and there are such."""
     trainer, averaged, every = run.trainer, None, run.config.test_every
     ended = max(epoch + 1, run.state.epoch)  # other workers may have done more meanwhile
     # A run that ended within this epoch was tested there, and not after it.
     before = [end.epoch + 1 for end in run.state.tested if end.test_accuracy is not None and end.epoch < epoch]
     tested = max(before, default=0)
-    if ended // every == tested // every and epoch < run.epochs - 1 and trainer.steps_done < run.total:
+    if ended // every == tested // every and not last:
         return None, None
     with run.clock.away(), outside("testing"):
         evaluation = trainer.evaluate(run.samples.test)
@@ -117,10 +121,9 @@ def test(run: Run, epoch: int) -> tuple[Evaluation | None, Evaluation | None]:
 def end_epoch(run: Run, epoch: int, began: float) -> bool:
     """Test at the end of an epoch, or of the run within it; whether that was the last one."""
     state, trainer = run.state, run.trainer
-    evaluation, averaged = test(run, epoch)
-    last = epoch == run.epochs - 1
+    last = epoch == run.epochs - 1 or trainer.steps_done >= run.total
+    evaluation, averaged = test(run, epoch, last=last)
     if trainer.independent:  # the answer to a push may tell of steps past the end of an epoch
-        last = trainer.steps_done >= run.total
         epoch, ended = (run.epochs if last else state.epoch) - 1, state.epoch > epoch
     elif ended := state.epoch_step >= run.samples.per_epoch:  # --steps may end within an epoch
         state.epoch, state.epoch_step = epoch + 1, 0

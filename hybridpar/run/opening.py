@@ -10,7 +10,6 @@ import socket
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +45,7 @@ from hybridpar.run.run_trainer import RunTrainer
 from hybridpar.run.samples import Samples
 from hybridpar.run.worker import device_name
 from hybridpar.train.checkpoint import usable
-from hybridpar.train.checkpoint_files import digest_of, resolve_checkpoint
+from hybridpar.train.checkpoint_files import digest_of
 from hybridpar.train.trainer import open_trial
 
 if TYPE_CHECKING:
@@ -100,17 +99,17 @@ def find_folder_together(job: Job) -> RunFolder:
     # With a launcher on each host, only that of the worker that died counts the restart.
     restarted = any(world.gather(was_restarted()))
 
-    def find() -> tuple[RunFolder, Path | None, str]:
+    def find() -> tuple[RunFolder, str]:
         folder = find_folder(job.config, job.model_name, restarted=restarted)
-        path = None if folder.checkpoint is None else resolve_checkpoint(folder.checkpoint)
-        return folder, path, digest_of(path)
+        return folder, digest_of(folder.checkpoint)
 
-    folder, path, digest = world.from_main(find)
+    folder, digest = world.from_main(find)
 
     def check() -> None:
-        if digest_of(path) != digest:
+        if digest_of(folder.checkpoint) != digest:
             raise CheckpointError(
-                f"worker {world.rank} on {socket.gethostname()} does not have the checkpoint {path} of worker 0",
+                f"worker {world.rank} on {socket.gethostname()} does not have the checkpoint "
+                f"{folder.checkpoint} of worker 0",
                 "Every worker reads the checkpoint from the run directory.",
                 "Have the run directory on a disk that all machines see, or copy it to that one.",
             )
@@ -300,7 +299,7 @@ def is_finished(run: Run) -> bool:
         result is not None
         and result["exit"] == "finished"
         and run.state.resumed_from == result["steps"]
-        and (result["steps"] >= run.total or run.over is not None)
+        and (result["steps"] >= run.total or run.state.epoch >= run.epochs or run.over is not None)
     )
 
 

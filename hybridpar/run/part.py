@@ -6,7 +6,7 @@ Records, timeline, profile, the search for a batch size, shares, kernels and che
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -118,6 +118,7 @@ class Run(Job):
         timings: What its steps took.
         stopping: Whether it ends after this step.
         save_wanted: Whether this worker asks for a checkpoint after the step that comes next.
+        save_due: Whether all workers save once the steps that are issued are over.
         is_sound: Whether the weights are worth a checkpoint.
         ending: How it ended.
         warnings: What is to be said at the end.
@@ -139,6 +140,7 @@ class Run(Job):
     timings: Timings = field(default_factory=Timings)
     stopping: bool = False
     save_wanted: bool = False
+    save_due: bool = False
     is_sound: bool = True
     ending: Ending = "failed"
     warnings: list[str] = field(default_factory=list)
@@ -173,6 +175,7 @@ class Run(Job):
 
     def save(self) -> None:
         """Write a checkpoint, if there is something new and it is sound; all workers, after the same step."""
+        self.save_due = False
         if not self.trainer.leads or self._saved == self._progress_made:
             return
         if not self.is_sound:
@@ -181,9 +184,6 @@ class Run(Job):
             return
         self.note(self.trainer.fetch())
         self.find_position()
-        tested, step = self.state.tested, self.trainer.steps_done
-        if self.trainer.independent and tested and (self._saved is None or tested[-1].step > self._saved[0]):
-            tested[-1] = replace(tested[-1], step=step)  # the servers have gone on since the test
         extra = self.state.to_extra(self.config)
         extra |= {part.key: part.state() for part in self.parts if part.key}
         with self.clock.away(), outside("saving a checkpoint"):
@@ -191,4 +191,4 @@ class Run(Job):
         self.is_saved()
         for part in self.parts:
             part.saved(self)
-        self.progress.message(f"checkpoint saved at step {step}")
+        self.progress.message(f"checkpoint saved at step {self.trainer.steps_done}")

@@ -51,15 +51,15 @@ class Recorder(Part):
             self._loggers.put(end)
 
     def close(self, run: Run) -> None:
-        """End the loggers, for a limited time, and the metrics."""
+        """End the metrics, and the loggers, for a limited time."""
+        if self._writer is not None:
+            self._writer.close()
         loggers, self._loggers = self._loggers, None
         if loggers is not None:
             loggers.close(run.ending)
             self._tell(run, loggers)
             if loggers.are_stuck:
                 end_at_once()
-        if self._writer is not None:
-            self._writer.close()
 
     def _tell(self, run: Run, loggers: Loggers) -> None:
         for text in loggers.news():

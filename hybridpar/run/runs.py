@@ -19,9 +19,9 @@ from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.records import LISTED_FIGURES
 from hybridpar.observe.summary import read_summary
 from hybridpar.observe.text import UNITS
-from hybridpar.run.best import best_epochs
+from hybridpar.run.best import checkpoints_of_best
 from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config, run_facts
-from hybridpar.train.checkpoint_files import delete_checkpoint, list_checkpoints, step_of
+from hybridpar.train.checkpoint_files import delete_checkpoint, list_checkpoints
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ def read_run(directory: Path) -> PastRun:
 
 def find_runs(folders: Iterable[Path]) -> list[PastRun]:
     """The runs in some folders, or below them, by the time of their last step."""
-    places: list[Path] = []
+    directories: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"there is no folder {folder}", fix="Name a folder of runs, or run directories.")
-        places += [folder] if (folder / RUN_FILE).is_file() else [one.parent for one in folder.rglob(RUN_FILE)]
-    unique = {place.resolve(): place for place in places}
-    runs = [read_run(place) for place in unique.values() if isinstance(read_facts(place).get("model"), str)]
+        directories += [folder] if (folder / RUN_FILE).is_file() else [file.parent for file in folder.rglob(RUN_FILE)]
+    unique = {path.resolve(): path for path in directories}
+    runs = [read_run(path) for path in unique.values() if isinstance(read_facts(path).get("model"), str)]
     return sorted(runs, key=_last_change)
 
 
@@ -101,7 +101,7 @@ def names_of(directories: Sequence[Path]) -> list[str]:
     """What runs are called beside each other: their directories, without the way to them where that
     tells them apart.
     """
-    names = [one.resolve().name for one in directories]
+    names = [directory.resolve().name for directory in directories]
     return names if len(set(names)) == len(names) else list(map(str, directories))
 
 
@@ -162,25 +162,21 @@ def prunable(run: PastRun, keep: int = 1) -> list[Prunable]:
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}", "It must be at least 1: the last checkpoint is never deleted.")
-    found = run.checkpoints
-    steps = {step_of(path) for path in found[-keep:]}
+    checkpoints, tested = run.checkpoints, run.table.epochs
     try:
         rule = recorded_config(run.facts, run.directory).saving
     except (CheckpointError, UsageError):  # options of another version
         rule = TrainConfig().saving
-    best = [end.step for end in best_epochs(rule, run.table.epochs)]
+    stays = {*checkpoints[-keep:], *checkpoints_of_best(rule, tested, checkpoints)}
     if run.summary is not None and run.summary["best"] is not None:
-        best.append(run.summary["best"]["step"])
-    for step in best:
-        # With parameter servers a checkpoint may come some steps after the test that it is for.
-        steps.add(next((step_of(path) for path in found if step_of(path) >= step), -1))
-    return [Prunable(path, size_of(path)) for path in found if step_of(path) not in steps]
+        stays.add(run.directory / run.summary["best"]["checkpoint"])
+    return [Prunable(path, size_of(path)) for path in checkpoints if path not in stays]
 
 
 def prune(checkpoints: Iterable[Prunable]) -> None:
     """Delete checkpoints."""
-    for one in checkpoints:
-        delete_checkpoint(one.path)
+    for checkpoint in checkpoints:
+        delete_checkpoint(checkpoint.path)
 
 
 def size_of(path: Path) -> int:

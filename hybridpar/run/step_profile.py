@@ -64,7 +64,7 @@ class StepProfile(Part):
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(aside))
             trace = json.loads(aside.read_bytes())
-            name_threads(trace, {one.native_id or 0: one.name for one in threading.enumerate()})
+            name_threads(trace, {thread.native_id or 0: thread.name for thread in threading.enumerate()})
             replace_file(path, [gzip.compress(json.dumps(trace).encode(), 5)])
         except (OSError, RuntimeError, RunDirectoryError) as error:
             run.warnings.append(f"there is no profile: {error}")
@@ -73,6 +73,13 @@ class StepProfile(Part):
             with contextlib.suppress(OSError):
                 aside.unlink()
         run.progress.message(f"profile written to {path.parent}, a file per worker; open one in ui.perfetto.dev")
+
+    def close(self, run: Run) -> None:
+        """Drop a profile that an error left under way."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            FLIGHT.names_ranges = False
+            profiler.stop()
 
     def _begin(self, run: Run) -> None:
         from torch._C._profiler import _ExperimentalConfig

@@ -16,19 +16,17 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, StepRecord
+from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.observe.summary import divided_step, reduced, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
 from hybridpar.sync.figures import SyncFigures
 from hybridpar.train.step_result import StepResult
 
-#: First steps of a run, which count only where there are no others.
-_WARM_UP = 3
-
 _Values = TypeVar("_Values", list[Computed], "array[float]")
 
 
 def _steady(values: _Values) -> _Values:
-    return values[_WARM_UP:] or values
+    return values[WARM_UP_STEPS:] or values
 
 
 @dataclass(frozen=True)

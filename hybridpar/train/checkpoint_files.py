@@ -55,13 +55,11 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def prune_checkpoints(directory: Path, keep: int, best: Collection[int]) -> None:
-    """Delete all but the newest `keep` checkpoints and those of the steps `best`, and what crashes left behind.
+def prune_checkpoints(directory: Path, stays: Collection[Path]) -> None:
+    """Delete all checkpoints but some, and what crashes left behind.
 
     Nobody may be writing a checkpoint there meanwhile.
     """
-    checkpoints = list_checkpoints(directory)
-    stays = {*checkpoints[-keep:], *(directory / f"step-{step}" for step in best)}
     for path in directory.glob("step-*"):
         if path not in stays and path.is_dir():
             delete_checkpoint(path)
