@@ -53,7 +53,7 @@ bench: $(READY) ## Repeat the committed benchmarks; as root, for links of a give
 bench-sync: $(READY) ## Compressed gradients against their peers, as root; SYNC_ARGS="--peers DIR"
 	$(BIN)/python -m benchmarks.sync.main $(SYNC_ARGS)
 
-bench-planner: $(READY) ## The planner's predictions and choices against clocks, as root; PLANNER_ARGS="--table search"
+bench-planner: $(READY) ## The planner's predictions and choices against clocks, as root; PLANNER_ARGS="--table ways"
 	$(BIN)/python -m benchmarks.planner.main $(PLANNER_ARGS)
 
 bench-thesis: $(READY) ## ResNets on CIFAR and Caltech-101 against all peers; DATA_ROOT=DIR, GPUs, hours
