@@ -95,7 +95,7 @@ def read_fields(label: str, text: str, kind: type[_T]) -> _T:
     defaults = defaults_of(kind)
     values = read_values(label, _split(label, text, kind), fields_of(kind), defaults)
     if missing := [name for name in fields_of(kind) if name not in defaults and name not in values]:
-        raise UsageError(label, f"It needs {missing[0]}.", f"Add {missing[0]}=VALUE.")
+        raise UsageError(f"{label} without {missing[0]}", "It has no default.", f"Add {missing[0]}=VALUE.")
     return kind(**values)
 
 
@@ -137,8 +137,8 @@ def with_options(text: str, **options: object) -> str:
 
     `sgd:nesterov` with momentum=0 is `sgd:nesterov,momentum=0`.
     """
-    name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
-    parts = [part.strip() for part in "".join(rest).split(",") if part.strip()]
+    name, rest = split_name(text)
+    parts = [part.strip() for part in rest.split(",") if part.strip()]
     parts = [part for part in parts if part.partition("=")[0].strip() not in options]
     parts += [f"{key}={value}" for key, value in options.items() if value is not None]
     return f"{name}:{','.join(parts)}" if parts else name
@@ -209,7 +209,10 @@ def _convert(what: str, key: str, text: str, kind: Any) -> Any:
     try:
         if kind is int and len(text) > 20:
             raise ValueError
-        return _WORDS[text.lower()] if kind is bool else kind(text)
+        value = _WORDS[text.lower()] if kind is bool else kind(text)
+        if kind is float and not math.isfinite(value):
+            raise ValueError
+        return value
     except (ValueError, KeyError):
         wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
         raise UsageError(what, f"The value of {key} is {wanted}.") from None

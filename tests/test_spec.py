@@ -56,7 +56,7 @@ def test_averages() -> None:
     ("options", "said"),
     [
         ({"sync": "pss"}, "--sync pss\nThere is no 'pss'.\nDid you mean ps, ps-async?"),
-        ({"sync": "outer"}, "--sync outer\nIt needs every."),
+        ({"sync": "outer"}, "--sync outer without every\nIt has no default."),
         ({"sync": "outer:4,opt=nestrov"}, "opt=nestrov\nIt must be mean or nesterov.\nDid you mean nesterov?"),
         ({"sync": "outer:4,fragment=2"}, "has no option 'fragment'\nDid you mean fragments"),
         ({"sync": "outer:4,delay=2,delay=1"}, "delay is given twice in --sync"),
@@ -69,6 +69,7 @@ def test_averages() -> None:
         ({"lr_schedule": "cosine:warmup_prefix=no"}, "The value of warmup_prefix is on or off."),
         ({"lr_schedule": "step:rate=0"}, "rate=0\nIt must be greater than 0 and at most 1."),
         ({"lr_schedule": "step:fractions=0.5/1.5"}, "They must be between 0 and 1."),
+        ({"lr_schedule": "cosine:warmup=inf"}, "warmup=inf\nThe value of warmup is a number."),
         ({"lr_schedule": "multistep:at=0"}, "They must be greater than 0."),
         ({"model_ema": "much"}, "--model-ema much: decay=much\nThe value of decay is a number."),
     ],

@@ -38,7 +38,7 @@ class Checkpoints:
         check(
             is_known or self.never,
             f"--checkpoints {'/'.join(self.every)}",
-            "It must be epoch, a number of steps as 200, seconds as 60s, one of each parted by /, or never.",
+            "It must be epoch, a number of steps as 200, seconds as 60s, one of each separated by /, or never.",
             "Write for instance --checkpoints epoch/60s.",
         )
 

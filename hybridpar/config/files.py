@@ -202,10 +202,12 @@ def _typed(name: str, value: Any, position: str) -> Any:
     """A value of TOML as the type of an option has it."""
     from pydantic import TypeAdapter, ValidationError
 
+    default = next((field.default for field in dataclasses.fields(TrainConfig) if field.name == name), None)
+    if value == "none" and default is None and name != "model":  # as on the command line
+        return None
     try:
         return TypeAdapter(_types()[name]).validate_python(value)
     except ValidationError:
-        default = next((field.default for field in dataclasses.fields(TrainConfig) if field.name == name), None)
         raise UsageError(
             f"{position}: {name.replace('_', '-')} cannot be {_toml(value)}",
             f"Its default is {_toml(default)}." if default is not None else "It is unset by default.",

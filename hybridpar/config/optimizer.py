@@ -27,6 +27,7 @@ from hybridpar.spec import (
     read_fields,
     read_values,
     split_fields,
+    split_name,
 )
 
 #: Optimizers of torch.optim by the names that users type: the class, and the tensors that it keeps per parameter.
@@ -101,7 +102,7 @@ class Optimizer:
 
     @property
     def momentum(self) -> float:
-        """Momentum of SGD, and of other optimizers that have one."""
+        """Momentum of SGD."""
         return float(self.arguments.get("momentum", 0.9))  # as `check_optimizer` has checked
 
 
@@ -196,7 +197,7 @@ class OptimizerConfig:
 
     @property
     def momentum(self) -> float:
-        """Momentum of the optimizer, where it has one."""
+        """Momentum of SGD."""
         return self.optim.momentum
 
     @property
@@ -228,9 +229,9 @@ class OptimizerConfig:
 @functools.cache
 def read_optimizer(text: str) -> Optimizer:
     """What a value of `--optimizer` stands for."""
-    name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
+    name, rest = split_name(text)
     label, keys = f"--optimizer {shortened(text)}", fields_of(Groups)
-    given = split_fields(label, "".join(rest), flags=None)
+    given = split_fields(label, rest, flags=None)
     groups = {key: given.pop(key) for key in keys & given.keys()}
     arguments = {key: _read_argument(value) for key, value in given.items()}
     for key in given:
@@ -293,8 +294,10 @@ def _timm_names(name: str) -> set[str]:
 
 def state_copies(config: OptimizerConfig) -> int:
     """Tensors of a parameter's size that are kept for it: momentum and the like, and its moving average."""
-    name, average = config.optim.name, int(config.model_ema is not None)
+    name, arguments, average = config.optim.name, config.optim.arguments, int(config.model_ema is not None)
     if name.startswith(TIMM):
         return average + _TIMM_COPIES.get(name.removeprefix(TIMM), 2)
     _, copies = TORCH_OPTIMIZERS.get(name, ("", 2))
-    return average + copies + (name in ("sgd", "rmsprop") and config.momentum > 0)
+    copies += sum(arguments.get(key) is True for key in ("amsgrad", "centered"))
+    momentum = config.momentum if name == "sgd" else arguments.get("momentum", 0.0) if name == "rmsprop" else 0.0
+    return average + copies + (momentum > 0)

@@ -73,9 +73,9 @@ class SyncConfig:
     def outer(self) -> Outer | None:
         """The outer loop of `outer:H`, or of `local:H`, which is one with the plain mean; None otherwise."""
         sync = self.exchange
-        if isinstance(sync, Outer) or not isinstance(sync, Local):
-            return sync if isinstance(sync, Outer) else None
-        return Outer(every=sync.every, warm=sync.warm)
+        if isinstance(sync, Outer):
+            return sync
+        return Outer(every=sync.every, warm=sync.warm) if isinstance(sync, Local) else None
 
     @property
     def parameter_servers(self) -> ParameterServers | None:
@@ -153,8 +153,8 @@ class PipelineConfig:
         if layout is None or layout.stages != self.stages:
             raise UsageError(
                 f"--placement {said} with --stages {self.stages}",
-                "It is linear, loop, v, or for every replica, parted by `;`, a rank for each stage. Ranks are numbered "
-                "from 0; each is in one replica.",
+                "It is linear, loop, v, or for every replica, separated by `;`, a rank for each stage. Ranks are "
+                "numbered from 0; each is in one replica.",
                 "Write for instance --stages 2 --placement '0,0;1,2'.",
             )
         if self.replicas not in (None, layout.replicas):
@@ -371,7 +371,8 @@ class TrainConfig(
         kron = self.optim.name.startswith("timm/kron")
         sync, optimizer, shares = f"--sync {self.sync}", f"--optimizer {self.optimizer}", f"--shares {self.shares}"
         coded = sync if self.is_onebit else f"--compress {self.compress}"
-        another_codec = self.compress.strip() != "none" and not self.compress.startswith("onebit_sgd")
+        codec = self.compress.strip()
+        another_codec = codec != "none" and not codec.startswith("onebit_sgd")
         return {
             "adafactor on servers": (
                 f"{optimizer} --memory-format channels_last",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,17 @@ def labels_of(dataset: Any) -> Tensor:
     if any(label is None for label in labels):
         raise DataError(f"a part of {type(dataset).__name__} has no labels", fix="Use the files that have them.")
     numbers = torch.as_tensor(np.asarray(labels))
+    if numbers.ndim == 2 and numbers.shape[1] == 1:  # a column of classes
+        numbers = numbers[:, 0]
     return numbers > 0 if numbers.ndim == 2 else numbers.long()
 
 
 def class_names_of(dataset: Any, labels: Sequence[Tensor]) -> tuple[str, ...]:
     """Names of the classes; numbers where the data set has none."""
-    names = next((getattr(dataset, name) for name in _NAMES if getattr(dataset, name, None)), None)
+    listed = (getattr(dataset, name, None) for name in _NAMES)
+    names = next((names for names in listed if names is not None and len(names)), None)
+    if isinstance(names, Mapping):  # of class_to_idx
+        names = sorted(names, key=names.__getitem__)
     several = labels[0].ndim == 2
     count = labels[0].shape[1] if several else max(int(part.max()) + 1 for part in labels)
     if names is None:

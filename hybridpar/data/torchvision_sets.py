@@ -47,6 +47,7 @@ def _load(name: str, config: DataConfig) -> ImageData:
             raise DataError(f"{name} has no images in {config.data_root}", fix=download_fix("its files"))
     # Of QMNIST: the class, and more on each digit.
     labels = [part.targets[:, 0] if made.cls == "QMNIST" else labels_of(part) for part in parts]
+    listed: list[list[str]] = []
     orders: list[list[int]] = []
     if by_path:  # torchvision lists some folders in the order of the file system, which differs between machines
         listed = [[part[at][0] for at in range(len(part))] for part in parts]
@@ -70,7 +71,7 @@ def _load(name: str, config: DataConfig) -> ImageData:
     def images(part: int, indices: IntArray, numbers: Tensor) -> ImageSet:
         if not by_path:
             return MapImages(parts[part], indices, numbers)
-        paths = [parts[part][orders[part][index]][0] for index in indices.tolist()]
+        paths = [listed[part][orders[part][index]] for index in indices.tolist()]
         return ImageFiles(Path("/"), paths, numbers)
 
     return decoded_data(name, names, config, [images(*part) for part in chosen], size=made.size, flip=made.flip)
@@ -92,7 +93,7 @@ def _part(name: str, made: TorchvisionSet, arguments: dict[str, Any], config: Da
     if download and not made.downloads:
         raise DataError(
             f"torchvision cannot download {name}",
-            f"How its files are laid out is told at torchvision.datasets.{made.cls}.",
+            f"The layout of its files is described at torchvision.datasets.{made.cls}.",
             "Leave out `download`, and name the directory that holds them with --data-root.",
         )
     asked = {"download": download} if made.downloads else {}

@@ -111,8 +111,8 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             made: torch.optim.Optimizer = timm.create_optimizer_v2(groups, name, **options)
             return made
         kind = getattr(torch.optim, TORCH_OPTIMIZERS[name][0])
-        accepted = _check_arguments(config, kind)
-        if "momentum" in accepted:
+        _check_arguments(config, kind)
+        if name == "sgd":
             options.setdefault("momentum", config.momentum)
         are_complex = any(parameter.is_complex() for group in groups for parameter in group["params"])
         if name in _FUSED and not are_complex and not options.keys() & {"foreach", "differentiable"}:
@@ -163,8 +163,8 @@ def _fix(name: str) -> str:
     return "Mend the arguments, or choose another optimizer."
 
 
-def _check_arguments(config: OptimizerConfig, kind: Callable[..., Any]) -> Collection[str]:
-    """The names of the arguments that an optimizer takes, once all that are given are among them."""
+def _check_arguments(config: OptimizerConfig, kind: Callable[..., Any]) -> None:
+    """Refuse arguments that an optimizer does not take."""
     accepted = set(inspect.signature(kind).parameters) - {"params", "lr", "weight_decay"}
     for argument in config.optim.arguments:
         if argument not in accepted:
@@ -172,7 +172,6 @@ def _check_arguments(config: OptimizerConfig, kind: Callable[..., Any]) -> Colle
                 f"the optimizer {config.optim.name} has no argument {argument!r}",
                 fix=nearest(argument, accepted),
             )
-    return accepted
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -22,6 +22,7 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.process import usable_memory
 from hybridpar.models.deferred import is_deferred
+from hybridpar.models.freezing import freeze
 from hybridpar.models.random_state import same_random
 from hybridpar.planner.fit import Need, held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import decided_options, fixed_by
@@ -102,7 +103,9 @@ def require_room(build: Callable[[], nn.Module], config: TrainConfig, device: to
             model = build()
     except Exception:  # a builder that reads values of its tensors is built as it is
         return
-    state = sum(parameter.nbytes for parameter in model.parameters()) * (2 + state_copies(config))
+    freeze(model, config.freeze)
+    copies = 2 + state_copies(config)
+    state = sum(param.nbytes * (copies if param.requires_grad else 1) for param in model.parameters())
     if device.type == "cuda":
         limit = torch.cuda.mem_get_info(device)[1]
     else:

@@ -65,7 +65,7 @@ def test_a_text_stands_for(options, name, value):
         ({"image_size": "interpolation=cubic"}, "interpolation=cubic", "bilinear or bicubic"),
         ({"augment": "rand"}, "--augment rand", "no 'rand'"),
         ({"augment": "ta,n=3"}, "no option 'n'", ""),
-        ({"augment": "timm"}, "--augment timm", "needs spec"),
+        ({"augment": "timm"}, "--augment timm", "no default"),
         ({"augment": "hflip=1.5"}, "hflip=1.5", "from 0 to 1"),
         ({"augment": "scale=0.5/0.1"}, "--augment: scale=0.5/0.1", "the smaller one first"),
         ({"mix": "mixup=-1"}, "mixup=-1", "at least 0"),

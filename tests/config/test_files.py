@@ -169,3 +169,9 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, said: tu
 def test_wrong_words(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parsed("resnet18", *words)
+
+
+def test_none_in_a_file_unsets_what_a_preset_sets(tmp_path: Path) -> None:
+    (tmp_path / "options.toml").write_text('clip-grad = "none"\nmix = "none"\n')
+    values = read_settings(tmp_path / "options.toml", "options.toml")
+    assert values == {"clip_grad": None, "mix": None}

@@ -46,7 +46,7 @@ def test_the_ends_of_a_range_belong_to_it(option, value):
     ("options", "one", "other"),
     [
         ({"optimizer": "adamv"}, "'adamv'", "adam"),
-        ({"lr_schedule": "multistep"}, "--lr-schedule multistep", "It needs at."),
+        ({"lr_schedule": "multistep"}, "--lr-schedule multistep", "multistep without at"),
         ({"lr": 0.0}, "--lr is 0.0", "greater than 0"),
         ({"lr": math.nan}, "--lr is nan", "greater than 0"),
         ({"lr_schedule": "cosine:warmup=-1"}, "warmup=-1", "at least 0"),
@@ -56,7 +56,7 @@ def test_the_ends_of_a_range_belong_to_it(option, value):
         ({"loss": "ce:threshold=0.2"}, "--loss ce:threshold=0.2", "'threshold'"),
         ({"loss": "mse"}, "--loss mse", "'mse'"),
         ({"clip_grad": 0.0}, "--clip-grad 0.0", "greater than 0"),
-        ({"clip_grad": "mode=agc"}, "--clip-grad mode=agc", "It needs limit."),
+        ({"clip_grad": "mode=agc"}, "--clip-grad mode=agc", "without limit"),
         ({"optimizer": "sgd:momentum=none"}, "momentum=None", "a number"),
         ({"optimizer": "sgd:momentum"}, "momentum=True", "a number"),
         ({"recompute": ("all",), "sync": "ps"}, "--recompute all with --sync ps", "whole model"),

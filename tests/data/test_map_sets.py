@@ -54,6 +54,15 @@ def several() -> list[Several]:
     return [Several(8), Several(4)]
 
 
+def column() -> list[Shades]:
+    """Labels as a column, and classes that are named out of order."""
+    parts = [Shades(8), Shades(4)]
+    for part in parts:
+        part.labels = np.arange(len(part))[:, None] % 2
+        part.classes, part.class_to_idx = None, {"odd": 1, "even": 0}
+    return parts
+
+
 def none() -> int:
     return 3
 
@@ -91,6 +100,12 @@ def test_a_training_and_a_test_set() -> None:
 def test_one_set_is_divided() -> None:
     data = load("one")
     assert (torch.bincount(data.train.labels).tolist(), torch.bincount(data.test.labels).tolist()) == ([8, 8], [2, 2])
+
+
+def test_a_column_of_labels_is_one_class_each() -> None:
+    data = load("column")
+    assert (data.multi_label, data.train.labels.tolist()) == (False, [0, 1] * 4)
+    assert data.class_names == ("even", "odd")
 
 
 def test_a_label_may_say_which_classes_an_image_has() -> None:

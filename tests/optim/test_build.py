@@ -78,7 +78,7 @@ def plain_groups(model):
         (
             {"optimizer": "rmsprop:eps=0.03,alpha=0.9"},
             None,
-            {"alpha": 0.9, "eps": 0.03, "momentum": 0.9},
+            {"alpha": 0.9, "eps": 0.03},
         ),
         ({"optimizer": "nadam:betas=0.8/0.9"}, None, {"betas": (0.8, 0.9)}),
         ({"optimizer": "adam:amsgrad=true"}, None, {"amsgrad": True}),
@@ -128,7 +128,17 @@ def test_timm_that_is_missing_is_one_line(monkeypatch):
     assert caught.value.fix == "Install it: pip install 'hybridpar[timm]'"
 
 
-@pytest.mark.parametrize("name", [*TORCH_OPTIMIZERS, "timm/lamb", "timm/lion", "timm/adan", "timm/mars"])
+def test_what_is_left_out_is_as_in_torch_but_for_the_momentum_of_sgd():
+    model = nn.Linear(2, 2)
+    made = {name: build_optimizer(model, OptimizerConfig(optimizer=name)) for name in ("sgd", "rmsprop")}
+    assert made["sgd"].defaults["momentum"] == 0.9
+    assert made["rmsprop"].defaults["momentum"] == torch.optim.RMSprop(model.parameters()).defaults["momentum"]
+
+
+_COUNTED = ("adamw:amsgrad", "rmsprop:centered", "timm/lamb", "timm/lion", "timm/adan", "timm/mars")
+
+
+@pytest.mark.parametrize("name", [*TORCH_OPTIMIZERS, *_COUNTED])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_tensors_that_an_optimizer_keeps_are_counted(name, momentum):
     model = nn.Linear(8, 8, bias=False)
