@@ -49,7 +49,7 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("powersgd:rank=0", "rank=0"),
         ("qsgd:bits=1", "bits=1"),
         ("qsgd:bucket=65537", "bucket=65537"),
-        ("topk:rate=nan", "It must be greater than 0 and at most 1."),
+        ("topk:rate=nan", "The value of rate is a number."),
         ("terngrad:clip=0.5", "clip=0.5"),
         ("twobit:threshold=0", "threshold=0\nIt must be greater than 0 and finite."),
     ],
