@@ -36,6 +36,8 @@ from hybridpar.tvm_kernels.swap import has_tuned_kernels
 MARGIN = 0.97
 #: A change is given up after one turn where its step takes longer than this multiple.
 HOPELESS = 1.15
+#: It is given up after the first step beyond this multiple, before any turn: steps get faster, but not by as much.
+HOPELESS_AT_FIRST = 4.0
 #: Turns of two ways, unless so many milliseconds of steps were timed before.
 TURNS, ENOUGH_MS = 4, 400.0
 
@@ -124,7 +126,7 @@ def open_changes(
     if takes_kernels and "kernels" in open_ and has_tuned_kernels(model):
         changes.append(Change("tuned kernels", {"kernels": "auto", "memory_format": "channels_last"}))
     for half_type in ("bf16", "fp16") if "amp" in open_ and config.fidelity != "exact" else ():
-        if half_type == "bf16" or on_gpu:
+        if on_gpu or (half_type == "bf16" and cpu_has_bf16()):
             changes.append(Change(half_type, {"amp": half_type}))
             if images and "memory_format" in open_:  # which may have lost in float32
                 in_format = {"amp": half_type, "memory_format": "channels_last"}
@@ -155,6 +157,11 @@ def _can_capture(world: World, device: torch.device, config: TrainConfig) -> boo
     except UsageError:
         return False
     return True
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has instructions for bfloat16; without, a step takes up to thirty times as long."""
+    return any("bf16" in name and present for name, present in torch.cpu.get_capabilities().items())
 
 
 def compiling_pays(seconds: float) -> bool:
@@ -292,7 +299,9 @@ class _Contest:
         """Time of the rival's step over that of the best so far, and the rival's times on every worker."""
         assert self._best is not None
         ours, theirs = [], []
-        self._warm_up(rival, threads)
+        first = self._warm_up(rival, threads)
+        if max(first) > HOPELESS_AT_FIRST * max(self.times):
+            return max(first) / max(self.times), first
         for turn in range(TURNS):
             theirs.append(timed(rival.step, self._world, threads))
             ours.append(timed(self._best.step, self._world, self.threads))
@@ -310,10 +319,11 @@ class _Contest:
         if not self.options and self.threads is None:
             self.plain_ms = max(times)
 
-    def _warm_up(self, trial: Trial, threads: int | None) -> None:
-        """Take the steps that are not counted, of which `values` was one."""
+    def _warm_up(self, trial: Trial, threads: int | None) -> tuple[float, ...]:
+        """Take the steps that are not counted, of which `values` was one; the times of the last, of every worker."""
         for _ in range(FIRST_STEPS - 1):
-            timed(trial.step, self._world, threads)
+            times = timed(trial.step, self._world, threads)
+        return times
 
     def _open(self, model: nn.Module, options: Mapping[str, Any]) -> Trial:
         return self._open_trial(model, replace(self._config, **options), self._alone, self._example, None)

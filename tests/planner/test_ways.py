@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from hybridpar.errors import HybridparError
 from hybridpar.plan import Plan
 from hybridpar.planner import ways
 from hybridpar.planner.trials import FIRST_STEPS, StepValues, time_in_turns
-from hybridpar.planner.ways import Change, Way, choose_way, difference, open_changes
+from hybridpar.planner.ways import Change, Way, Worth, choose_way, difference, open_changes
 from hybridpar.train.trainer import open_trial
 from tests.ranks import run_ranks
 from tests.small_nets import plain
@@ -52,6 +52,7 @@ class Clockwork:
 
     now: float = 0.0
     opened: int = 0
+    steps: list[float] = field(default_factory=list)
 
     def open(self, took: Mapping[str, float], wrong: str = "") -> Any:
         def opening(model: nn.Module, config: TrainConfig, world: World, example: Tensor, plan: Plan | None) -> Any:
@@ -72,6 +73,7 @@ class Steps:
 
     def step(self) -> None:
         self.taken += 1
+        self.clock.steps.append(self.seconds)
         if math.isinf(self.seconds):
             raise RuntimeError("out of memory\nmore of it")
         self.clock.now += self.seconds * (3 if self.taken < FIRST_STEPS else 1)  # the first steps are slow
@@ -99,6 +101,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, took: Mapping[str, float], wrong: st
     clock = Clockwork()
     monkeypatch.setattr("hybridpar.planner.trials.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(ways, "cpu_has_bf16", lambda: True)
     config = TrainConfig(fidelity=fidelity)  # type: ignore[arg-type]
     way = choose_way(plain(), config, (), World(), torch.zeros(4, 3, 8, 8), clock.open(took, wrong))
     assert clock.opened == 0, "all are closed"
@@ -117,6 +120,17 @@ def test_a_change_within_the_noise_is_left(monkeypatch):
     way = chosen(monkeypatch, {"plain": 0.1, "channels_last": 0.099, "bf16": 0.3, "both": 9})
     assert (way.options, way.step_ms) == ({}, (pytest.approx(100),))
     assert not any(one.chosen for one in way.worths)
+
+
+def test_a_hopeless_change_takes_two_steps_and_no_turn(monkeypatch):
+    clock = Clockwork()
+    monkeypatch.setattr("hybridpar.planner.trials.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    opening = clock.open({"plain": 0.1, "channels_last": 2.0})
+    way = choose_way(plain(), TrainConfig(), (), World(), torch.zeros(4, 3, 8, 8), opening)
+    assert way.worths == (Worth("channels_last", pytest.approx(20)),)
+    assert way.options == {}
+    assert clock.steps.count(2.0) == 2, "the step that is compared, and one that is timed"
 
 
 def test_what_computes_something_else_or_fails_is_refused_by_name(monkeypatch):
@@ -148,6 +162,7 @@ def test_a_rival_that_fails_later_is_refused_alone(monkeypatch):
 
     monkeypatch.setattr("hybridpar.planner.trials.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(ways, "cpu_has_bf16", lambda: True)
     way = choose_way(plain(), TrainConfig(fidelity="close"), (), World(), torch.zeros(4, 3, 8, 8), opening)
     assert [(one.name, one.chosen) for one in way.worths] == [("channels_last", False), ("bf16", True)]
     assert "out of memory" in way.worths[0].why_not
@@ -160,10 +175,13 @@ def test_exact_never_changes_the_precision(monkeypatch):
 
 def test_what_the_user_decided_is_not_tried(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(ways, "cpu_has_bf16", lambda: True)
     config, shape = TrainConfig(fidelity="close"), (3, 8, 8)
     names = [one.name for one in open_changes(plain(), config, (), shape, CPU, 0)]
     assert names == ["channels_last", "bf16", "bf16 in channels_last", "4 threads"]
     assert [one.name for one in open_changes(plain(), config, ("amp",), (8,), CPU, 0)] == ["4 threads"]
+    monkeypatch.setattr(ways, "cpu_has_bf16", lambda: False)
+    assert [one.name for one in open_changes(plain(), config, (), shape, CPU, 0)] == ["channels_last", "4 threads"]
     gpu = torch.device("cuda")
     names = [one.name for one in open_changes(plain(), config, (), shape, gpu, 0)]
     halves = ["bf16", "bf16 in channels_last", "fp16", "fp16 in channels_last"]
