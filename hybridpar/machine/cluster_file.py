@@ -172,11 +172,6 @@ class ClusterSpec(_Part):
             hosts.append(host.model_copy(update={"count": 1, "devices": devices, "memory": memory}))
         return self.model_copy(update={"hosts": tuple(hosts)})
 
-    @property
-    def is_unequal(self) -> bool:
-        """Whether hosts differ in speed."""
-        return len({host.throughput for host in self.hosts}) > 1
-
     def at_speeds(self, speeds: Sequence[float]) -> ClusterSpec:
         """The same hosts, as fast as the slowest of their workers, whose speeds are in the order of ranks."""
         hosts = []
@@ -184,41 +179,6 @@ class ClusterSpec(_Part):
             (_, host), throughput = min(workers, key=lambda worker: worker[1])
             hosts.append(host.model_copy(update={"count": 1, "throughput": throughput}))
         return self.model_copy(update={"hosts": in_runs(hosts)})
-
-    def without(self, host: Hosts) -> ClusterSpec | None:
-        """The cluster without hosts of one kind; None where there are no others."""
-        hosts = tuple(one for one in self.hosts if one != host)
-        return self.model_copy(update={"hosts": hosts}) if hosts else None
-
-    def faster_links(self, factor: float) -> ClusterSpec:
-        """The same cluster with so many times the bandwidth on the level that leaves a worker the least."""
-        most = max(host.devices for host in self.hosts)
-        several = sum(host.count for host in self.hosts) > 1
-        used = {"inside": self.inside if most > 1 else None, "between": self.between if several else None}
-        speeds = {
-            name: link.bandwidth * link.efficiency.all_reduce / (most if name == "between" else 1)
-            for name, link in used.items()
-            if link is not None
-        }
-        if not speeds:
-            return self
-        slowest = min(speeds, key=lambda name: speeds[name])
-        link: LinkLevel = getattr(self, slowest)
-        return self.model_copy(update={slowest: link.model_copy(update={"bandwidth": factor * link.bandwidth})})
-
-    def with_another(self) -> ClusterSpec | None:
-        """The same cluster with a device more, or where there are several hosts with one more of these.
-
-        None where nothing says what would lie between them.
-        """
-        last = self.hosts[-1]
-        if self.between is not None:
-            more = last.model_copy(update={"count": last.count + 1})
-        elif self.inside is not None:
-            more = last.model_copy(update={"devices": last.devices + 1})
-        else:
-            return None
-        return self.model_copy(update={"hosts": (*self.hosts[:-1], more)})
 
     def difference(self, other: ClusterSpec, tolerance: float) -> str:
         """The first thing in which another cluster differs: `hosts.0.devices is 4 there and 2 here`; else nothing.

@@ -84,7 +84,6 @@ class CandidateCosts:
             link=link,
             links=links,
             replicas=layout.replicas,
-            sync_shares_link=True,
             sync_own_link=network.grouping.hosts == 1,
             sync_lanes=self.inputs.sync_lanes,
             control_ms=network.control_ms() if layout.workers > 1 else 0.0,

@@ -212,9 +212,8 @@ class Space:
         if inputs.fixed.micro_batches is not None:
             return [inputs.fixed.micro_batches]
         if inputs.profile.batch_norm:
-            parts = inputs.fixed.parts or self.workers
-            counts = [parts // replicas] if parts % replicas == 0 else []
-            if not counts or not saving or inputs.fidelity == "exact" or inputs.fixed.parts is not None:
+            counts = [self.workers // replicas] if self.workers % replicas == 0 else []
+            if not counts or not saving or inputs.fidelity == "exact":
                 return counts
             most = inputs.batch // (2 * replicas)  # two samples each
         else:

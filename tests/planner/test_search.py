@@ -26,7 +26,7 @@ from hybridpar.plan import Plan, Sync, parse_plan
 from hybridpar.planner.codecs import FIDELITIES, PROVEN, STEPS_TO_TARGET
 from hybridpar.planner.cuts import StageDevice, balanced_cut
 from hybridpar.planner.evaluate import Evaluator
-from hybridpar.planner.explain import describe, notes
+from hybridpar.planner.explain import describe
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.memory import PROCESS_BYTES, device_bytes
@@ -34,7 +34,7 @@ from hybridpar.planner.profile import ModelProfile, SizedTimes
 from hybridpar.planner.rates import CodecRate
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import resolve
-from hybridpar.planner.search import Answer, find_plan, least_workers
+from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.run.plan_step import timeline_of_plan
 from hybridpar.schedule.layout import Layout
@@ -47,7 +47,12 @@ from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
 @settings(max_examples=8, deadline=None)
 @given(random_inputs(), st.sampled_from([1.5, 4.0, 100.0]))
 def test_a_faster_link_never_predicts_plain_plans_slower(asked: PlannerInputs, factor: float):
-    faster = find_plan(asked.on(asked.cluster.faster_links(factor))).baselines
+    levels = {
+        name: link.model_copy(update={"bandwidth": factor * link.bandwidth})
+        for name in ("inside", "between")
+        if (link := getattr(asked.cluster, name)) is not None
+    }
+    faster = find_plan(replace(asked, cluster=asked.cluster.model_copy(update=levels))).baselines
     for name, outcome in find_plan(asked).baselines.items():
         other = faster[name]
         assert outcome is None or (other is not None and other.score <= outcome.score * (1 + 1e-9))
@@ -59,7 +64,7 @@ def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: fl
     def best(memory: float) -> float:
         hosts = tuple(host.model_copy(update={"memory": int(memory)}) for host in asked.cluster.hosts)
         try:
-            return find_plan(asked.on(asked.cluster.model_copy(update={"hosts": hosts}))).fastest.score
+            return find_plan(replace(asked, cluster=asked.cluster.model_copy(update={"hosts": hosts}))).fastest.score
         except PlanError:
             return float("inf")
 
@@ -69,7 +74,7 @@ def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: fl
 @settings(max_examples=8, deadline=None)
 @given(random_inputs())
 def test_a_looser_fidelity_never_predicts_slower(asked: PlannerInputs):
-    strict, *looser = (find_plan(asked.with_fidelity(one)).fastest.score for one in FIDELITIES)
+    strict, *looser = (find_plan(replace(asked, fidelity=one)).fastest.score for one in FIDELITIES)
     for score in looser:
         assert score <= strict * (1 + 1e-9)
         strict = score
@@ -81,7 +86,7 @@ def test_a_looser_fidelity_keeps_the_policies_of_a_stricter_one():
     asked = inputs(profile, cluster(2, kind="cuda"), rates=rates, fidelity="close")
     policies = {tuple(one.codecs.items()) for one in Space(asked).codec_choices if not one.alike}
     assert policies
-    assert policies <= {tuple(one.codecs.items()) for one in Space(asked.with_fidelity("lossy")).codec_choices}
+    assert policies <= {tuple(one.codecs.items()) for one in Space(replace(asked, fidelity="lossy")).codec_choices}
 
 
 def test_more_devices_are_never_worse_where_the_micro_batch_is_free():
@@ -218,7 +223,7 @@ def test_a_slow_link_gets_codecs_or_a_pipeline_and_a_fast_one_neither():
     assert fast.layout.replicas == 2
 
 
-def test_no_plan_fits_says_what_is_missing_and_what_would_fit():
+def test_no_plan_fits_says_what_is_missing():
     with pytest.raises(PlanError) as caught:
         find_plan(inputs(spec=cluster(2, memory="1MB")))
     assert "no plan fits into 1.0 MB per device" in caught.value.what
@@ -226,26 +231,6 @@ def test_no_plan_fits_says_what_is_missing_and_what_would_fit():
     assert find_plan(inputs(spec=cluster(2, memory=int(needed * 1e6)))).ranked
     with pytest.raises(PlanError):
         find_plan(inputs(spec=cluster(2, memory=int(needed * 1e6 - 2e5))))
-
-
-@pytest.mark.parametrize(("batch_norm", "memory"), [(True, "5MB"), (True, "9MB"), (False, "4MB"), (False, "7MB")])
-def test_a_batch_that_is_said_to_fit_does_and_none_is_named_where_none_does(batch_norm, memory):
-    profile = chain([(1, 2)] * 4, [(4, 4), (512, 512), (4, 4), (512, 600)], 400_000, batch_norm=batch_norm)
-    asked = inputs(profile, cluster(2, memory=memory, kind="cuda"), batch=64)
-
-    def fits(batch: int) -> bool:
-        try:
-            return bool(find_plan(replace(asked, batch=batch)).ranked)
-        except PlanError:
-            return False
-
-    with pytest.raises(PlanError) as caught:
-        find_plan(asked)
-    _, said, rest = caught.value.fix.partition("or a batch of ")
-    if said:
-        assert fits(int(rest.split()[0]))
-    else:
-        assert not any(fits(batch) for batch in (2, 3, 4))
 
 
 def test_of_unequal_devices_the_fastest_are_used_and_the_slowest_is_waited_for():
@@ -357,7 +342,6 @@ def test_small_devices_are_left_out_where_nothing_fits_or_their_link_is_slow():
     for spec in (unequal(2, 1, 1, small=1e6), unequal(2, 1, 1, small=14e6, bandwidth=1e6)):
         found = find_plan(inputs(LARGE, spec, batch=16, most_stages=4))
         assert found.chosen.candidate.layout.workers == 1
-        assert any("left out" in line for line in notes(found.evaluator.space.inputs, found))
 
 
 def test_measured_speeds_give_the_plan_of_a_described_cluster_and_equal_ones_change_nothing():
@@ -586,21 +570,10 @@ def test_memory_decides_whether_an_optimizer_is_divided_or_activations_are_compu
     assert answer.chosen.memory_bytes <= least + 1
     plan = plan_of(answer)
     assert (plan.sync.shard_optimizer, bool(plan.pipeline.recompute)) == (chosen.sharded, chosen.cut.recompute)
-    with pytest.raises(PlanError, match="The nearest that fits needs devices of") as error:
-        find_plan(replace(wide, cluster=cluster(2, 1e9, kind=kind, memory=int(least) - 1000)), advise=False)
-    said = float(re.search(r"needs devices of ([0-9.]+) MB", str(error.value))[1])
+    with pytest.raises(PlanError, match="Use devices of") as error:
+        find_plan(replace(wide, cluster=cluster(2, 1e9, kind=kind, memory=int(least) - 1000)))
+    said = float(re.search(r"Use devices of ([0-9.]+) MB", str(error.value))[1])
     assert int(least) <= 1e6 * said <= int(least) + 100_000
-
-
-def test_the_least_number_of_workers_fits_and_one_fewer_does_not():
-    profile = chain([(1, 2)] * 6, [(512, 512)] * 6, 100_000)
-    asked = inputs(profile, cluster(1, kind="cuda"), batch=16, most_stages=6, optimizer_copies=0)
-    evaluator = Evaluator(Space(replace(asked, cluster=cluster(2, kind="cuda", memory="6MB"))))
-    count, _ = least_workers(evaluator)
-    assert count > 2
-    find_plan(replace(asked, cluster=cluster(count, kind="cuda", memory="6MB")))
-    with pytest.raises(PlanError, match=f"or {count} workers of this memory"):
-        find_plan(replace(asked, cluster=cluster(count - 1, kind="cuda", memory="6MB")))
 
 
 @pytest.mark.parametrize("schedule", [None, *(name for name in SCHEDULES if name != "accumulate")])

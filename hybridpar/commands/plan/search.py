@@ -27,22 +27,18 @@ from hybridpar.partition.table import print_partition
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.batch import measure_batch
 from hybridpar.planner.decide import Decision, decide_plan
-from hybridpar.planner.explain import PARTS, describe, notes, rows, what_ifs
+from hybridpar.planner.explain import PARTS, describe, notes, rows
 from hybridpar.planner.finalists import Verified
 from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.probes import LEAST_STEPS, Question, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import join_workers
-from hybridpar.planner.scaling import curve_lines, scaling_curve
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.ways import compute_of_way
 from hybridpar.run.data import check_batch, load_data, open_model, steps_of, with_images_of_model
 from hybridpar.run.worker import tune_worker
 from hybridpar.train.trainer import open_trial
-
-#: Workers of a cluster up to which its scaling curve is made.
-_CURVE_WORKERS = 16
 
 
 def run_plan(request: PlanRequest) -> int:
@@ -107,18 +103,7 @@ def report(request: PlanRequest, decision: Decision, bar: ProgressBar) -> None:
             written.append(f"picture written to {request.draw}")
     except HybridparError as error:  # said below the report, which took a minute to make
         failed = error
-    bar.announce("asking what else would help")
-    helps = what_ifs(inputs, answer)
-    curve: list[str] = []
-    if inputs.workers <= _CURVE_WORKERS:
-        bar.announce("numbers of workers")
-        curve = curve_lines(scaling_curve(inputs, bar.advance))
     bar.close()
-    sections = [
-        ("what would help", helps),
-        ("numbers of workers, same batch", curve),
-        ("about these figures", [*notes(inputs, answer), *_not_planned(inputs)]),
-    ]
     console = Console(width=None if sys.stdout.isatty() else 160)
     with printing("report"):
         _print_table(inputs, answer, console)
@@ -128,10 +113,8 @@ def report(request: PlanRequest, decision: Decision, bar: ProgressBar) -> None:
         if len(plan.partition.stages) > 1:
             console.print()
             print_partition(plan, console)
-        for title, lines in sections:
-            if lines:
-                console.print(f"\n{title}", style="bold")
-                _print_lines([f"  {line}" for line in lines], console)
+        console.print("\nabout these figures", style="bold")
+        _print_lines([f"  {line}" for line in [*notes(inputs, answer), *_not_planned(inputs)]], console)
         _print_lines(written, console)
     if failed is not None:
         raise failed
