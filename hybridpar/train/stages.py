@@ -116,15 +116,11 @@ def pipeline_options(
         replica = layout.replica_of(world.members[0])
         layout, orders = layout.replica(replica), (orders[0 if layout.is_equal else replica],)
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
-    # All GPUs of the machine where one worker has lanes for them and is alone.
-    lanes = layout.lanes_each
     if pipeline.offload and device.type == "cpu" and world.is_main:
         _log.warning("--offload saves no memory here: a CPU computes in the host's memory")
-    count = torch.cuda.device_count() if device.type == "cuda" and world.job_size == 1 else 1
     return PipelineOptions(
         layout,
         orders,
-        devices=tuple(f"cuda:{lane * count // lanes}" for lane in range(lanes)) if count > 1 else (),
         recompute=pipeline.recompute,
         offload=pipeline.offload,
         compile=config.compile,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridpar.pipeline.stage_module import consumers_of, device_of
+from hybridpar.pipeline.stage_module import consumers_of
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from tests.pipeline.oracle import Residuals, cut, images, seeded
 
@@ -76,10 +76,3 @@ def test_a_step_that_was_given_up_leaves_nothing() -> None:
         assert (run.in_flight, run.loss_sum) == (0, None)
         with pytest.raises(KeyError):
             run.backward(0, keep)
-
-
-def test_a_stage_is_where_its_tensors_are() -> None:
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert device_of(nn.Linear(1, 1, device="meta"), cpu) == meta
-    assert device_of(nn.BatchNorm1d(1, affine=False), meta) == cpu
-    assert device_of(nn.ReLU(), meta) == meta
