@@ -17,7 +17,7 @@ from benchmarks.rig.paired import FOREIGN_LOAD
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.models import build_model, seed_everything
-from hybridpar.partition.unit_runner import Clock, whole_step_ms
+from hybridpar.partition.profile import Clock, whole_step_ms
 from hybridpar.plan import Compute, Plan
 from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.evaluate import Outcome

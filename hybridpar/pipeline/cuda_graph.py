@@ -279,7 +279,6 @@ def check_capturable(
     *,
     positions: int = 1,
     random_stages: Sequence[int] = (),
-    compiled: bool = False,
 ) -> None:
     """Refuse what no step can be captured of."""
     if device.type != "cuda":
@@ -314,15 +313,3 @@ def check_capturable(
             "In a pipeline the host seeds them in every step; a graph would repeat the masks of one step for ever.",
             "Leave out --cuda-graph, or --stages.",
         )
-    if compiled and _compiles_to_graphs():
-        raise UsageError(
-            "--cuda-graph with --compile, which was told to make CUDA graphs of its own",
-            "A graph cannot be replayed while another one is captured.",
-            "Set torch._inductor.config.triton.cudagraphs = False, or leave out --cuda-graph.",
-        )
-
-
-def _compiles_to_graphs() -> bool:
-    from torch._inductor import config
-
-    return bool(config.triton.cudagraphs)

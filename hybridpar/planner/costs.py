@@ -13,8 +13,7 @@ from hybridpar.compress import Collective
 from hybridpar.planner.codecs import bucket_cost, stage_buckets
 from hybridpar.planner.cuts import StageFigures
 from hybridpar.planner.network import Network
-from hybridpar.planner.space import Candidate, Space
-from hybridpar.planner.speeds import LEAST_MS
+from hybridpar.planner.space import LEAST_MS, Candidate, Space
 from hybridpar.schedule.costs import BucketCost, Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower

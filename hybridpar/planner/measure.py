@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.graph_facts import state_of
 from hybridpar.partition.profile import Progress, device_roofline, estimate_units
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
@@ -39,13 +40,14 @@ def profile_model(
         model: The model, in the memory format and with the kernels that it is trained in; see `set_way`.
         examples: Inputs of micro-batches, each of a size to profile, likewise.
         name: What to call the model; default: its class.
-        measure: Run units; else their times are estimated.
+        measure: Run units; else, and of a model without memory, their times are estimated.
         passes: Over each unit.
         progress: Called as units are measured.
 
     Returns:
         Units, parameters and times of the model, without its weights.
     """
+    measure = measure and not is_deferred(model)
     ascending = sorted(examples, key=len)
     first = ascending[0]
     traced = trace_model(model, (first,))

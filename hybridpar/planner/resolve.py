@@ -185,7 +185,11 @@ def _layout(config: TrainConfig, workers: int, plan: Plan | None, decided: Colle
         if replicas in (None, said.replicas) and (said.workers == workers or not said.is_equal):
             layout = said
         elif stages > 1 and not said.is_usual:
-            return _repeated(said, workers, replicas)
+            raise UsageError(
+                f"the plan places its stages on {said.workers} worker(s), and here are {workers}",
+                "Only stages that are dealt out to workers in a usual way can be dealt out to others.",
+                f"Start {said.workers} workers, or plan again for these.",
+            )
         kind = said.kind
     if layout is not None:
         if layout.workers != workers:
@@ -215,19 +219,6 @@ def _layout(config: TrainConfig, workers: int, plan: Plan | None, decided: Colle
         )
     lanes = stages if kind == "linear" else positions
     return Layout.dealt(stages, lanes, kind, workers=positions, replicas=replicas)
-
-
-def _repeated(said: Layout, workers: int, asked: int | None) -> Layout:
-    """The layout of a plan's replicas, for all workers."""
-    replicas = workers // said.positions if asked is None else asked
-    if not replicas or replicas * said.positions != workers:
-        raise UsageError(
-            f"the plan places its stages on {said.positions} worker(s), and here are {workers}"
-            + (f" for --replicas {asked}" if asked is not None else ""),
-            "A replica has the workers that the plan names, and replicas use all workers.",
-            f"Start {said.positions * (asked or 1)} workers.",
-        )
-    return Layout.repeated(said.replica().rows[0], replicas)
 
 
 def lane_threads(layout: Layout, device: torch.device) -> int:

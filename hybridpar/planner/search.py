@@ -100,7 +100,7 @@ def find_plan(
 
 
 def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Outcome]:
-    """What candidates are predicted to take; where one does not fit also with the cuts that need less memory."""
+    """What candidates are predicted to take; where one does not fit also with the cut that needs the least."""
     waiting = list(candidates)
     count = len(waiting)
     for done, candidate in enumerate(waiting):
@@ -109,9 +109,10 @@ def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate], progress: P
         outcome = evaluator.outcome(candidate)
         yield outcome
         if not outcome.fits:
-            for cut in evaluator.space.smaller_cuts(candidate.layout):
-                way = candidate.cut.recompute, candidate.cut.offload
-                yield evaluator.outcome(replace(candidate, cut=replace(cut, recompute=way[0], offload=way[1])))
+            cut, way = evaluator.space.smallest_cut(candidate.layout), candidate.cut
+            if cut is not None and cut.stage_of != way.stage_of:
+                cut = replace(cut, recompute=way.recompute, offload=way.offload)
+                yield evaluator.outcome(replace(candidate, cut=cut))
     if progress is not None:
         progress(count, count)
 

@@ -25,7 +25,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.models.state import twin_of
-from hybridpar.partition.unit_runner import intra_op_threads
+from hybridpar.partition.profile import intra_op_threads
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.plan import Compute
 from hybridpar.planner.resolve import compute_of
@@ -148,10 +148,10 @@ def _is_refused(config: TrainConfig) -> bool:
     return False
 
 
-def _can_capture(world: World, device: torch.device, config: TrainConfig) -> bool:
+def _can_capture(world: World, device: torch.device) -> bool:
     """Whether steps of these workers can be captured, which each alone does not show."""
     try:
-        check_capturable(device, world, (), compiled=config.compile)
+        check_capturable(device, world, ())
     except UsageError:
         return False
     return True
@@ -189,7 +189,7 @@ def choose_way(
         check(contest.plain_ms)
         seconds = 1e-3 * contest.plain_ms * (run_steps or 0)
         changes = open_changes(model, config, decided, tuple(example.shape[1:]), example.device, seconds)
-        if not _can_capture(world, example.device, config):
+        if not _can_capture(world, example.device):
             changes = [change for change in changes if "cuda_graph" not in change.options]
         worths = tuple(worth for change in changes if (worth := contest.try_change(change)) is not None)
     finally:

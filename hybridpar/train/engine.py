@@ -184,7 +184,6 @@ class Engine:
             self.optimizers,
             positions=self.plan.layout.positions,
             random_stages=list(self.pipeline.random_stages),
-            compiled=self._config.compile,
         )
         modules = [stage.module for stage in self.pipeline.stages.values()]
         warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS

@@ -1,4 +1,4 @@
-"""Tests how a run is started on several machines: by hand, by ssh (a program of that name), and by Slurm's script.
+"""Tests how a run is started on several machines: by hand, and by ssh (a program of that name).
 
 With network namespaces as machines, and mounts as their disks, the whole way is walked: `root` tests.
 """
@@ -26,7 +26,7 @@ from hybridpar.cli import main
 from hybridpar.commands.train import Train
 from hybridpar.errors import UsageError
 from hybridpar.machine import nodes
-from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script
+from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts
 from hybridpar.machine.supervise import FILE_MARK
 from tests.machine.test_supervise import PROGRAM, settles, starts  # noqa: F401
 from tests.ranks import run_ranks
@@ -104,51 +104,11 @@ def test_the_lines_are_printed(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        (["--hosts", "slurm:/nowhere/job"], "--hosts slurm:/nowhere/job"),
-    ],
+    [],
 )
 def test_contradictions_are_refused(options, said, capsys):
     assert main([*TRAIN, *options]) == 2
     assert said in capsys.readouterr().err
-
-
-# -------------------------------------------------------------------------------------------------------------- Slurm
-
-
-def test_the_batch_script_starts_a_torchrun_on_each_node(tmp_path, monkeypatch, capsys):
-    """Slurm is not here: two programs of the names of its own stand for it, and one for Python."""
-    monkeypatch.chdir(tmp_path)
-    bin_ = tmp_path / "bin"
-    program(bin_, "scontrol", "printf 'node7\\nnode8\\n'")
-    program(bin_, "srun", 'shift; for n in 0 1; do SLURM_NODEID=$n SLURMD_NODENAME=node$((7 + n)) "$@"; done')
-    program(bin_, "python", 'printf "%s|" "$@"; echo')
-    monkeypatch.setattr(sys, "executable", str(bin_ / "python"))
-    assert main([*TRAIN, "--nproc", "4", "--hosts", "slurm:job.sbatch", "--run-dir", "my runs/one"]) == 0
-    assert "sbatch job.sbatch" in capsys.readouterr().out
-    script = (tmp_path / "job.sbatch").read_text()
-    assert "#SBATCH --gpus-per-node=4" in script
-    variables = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
-    done = subprocess.run(
-        ["bash", "job.sbatch"],
-        env={**os.environ, **variables, "PATH": f"{bin_}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    nodes = [line.split("|")[:-1] for line in done.stdout.splitlines()]
-    for place, words in enumerate(nodes):
-        assert words[:6] == ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "4"]
-        assert words[words.index("--rdzv-endpoint") + 1] == "node7:22345"
-        assert words[words.index("--rdzv-conf") + 1] == f"is_host={1 - place}"
-        assert words[words.index("--local-addr") + 1] == f"node{7 + place}"
-        assert words[-6:] == ["hybridpar", *TRAIN, "--run-dir", "my runs/one"][-6:]
-    assert len(nodes) == 2
-
-
-def test_servers_get_a_secret_of_the_job():
-    assert "export HYBRIDPAR_TOKEN=$(" in slurm_script("x", None, TRAIN, servers=True)
-    assert "HYBRIDPAR_TOKEN" not in slurm_script("x", None, TRAIN)
 
 
 # ---------------------------------------------------------------------------------------------------------------- ssh

@@ -13,7 +13,6 @@ from torch import nn
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.partition import profile_cache
 from hybridpar.partition.balance import balance_graph
-from hybridpar.partition.draw import draw_partition, lay_out
 from hybridpar.partition.planning import PartitionedModel, partition_model, saved_bytes, stages_from_plan
 from hybridpar.partition.stage import run_stages
 from hybridpar.partition.table import print_partition, readable_bytes
@@ -102,33 +101,6 @@ def test_the_noise_of_the_profile_is_what_cuts_are_compared_with(monkeypatch: py
     made = partition_model(Residual(), torch.randn(*IMAGES), 2, passes=2)
     assert noises == [made.times.noise]
     assert noises[0] > 0
-
-
-@pytest.mark.parametrize("ending", ["svg", "png"])
-def test_pictures_show_every_stage(made: PartitionedModel, tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"plan.{ending}"
-    draw_partition(made.graph, made.plan, path)
-    assert path.stat().st_size > 5000
-    if ending == "svg":
-        first = path.read_bytes()
-        draw_partition(made.graph, made.plan, path)
-        assert path.read_bytes() == first, "the same plan gives the same file"
-
-
-def test_layout_has_every_unit_once_and_every_branch(made: PartitionedModel) -> None:
-    position = {unit: index for index, stage in enumerate(made.plan.partition.stages) for unit in stage.units}
-    blocks, _, cut = lay_out(made.graph, [position[unit.name] for unit in made.graph.units])
-    assert sorted(unit for block in blocks for unit in block.units) == list(range(len(made.graph)))
-    assert sum(wire.bytes for wire in cut) == made.plan.partition.cut_bytes
-    _, inner, cut = lay_out(made.graph, [0] * len(made.graph))
-    assert len(inner) == 1, "the residual branch"
-    assert not cut
-
-
-def test_drawing_without_matplotlib_names_the_command(made: PartitionedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'hybridpar\[plots\]'"):
-        draw_partition(made.graph, made.plan, "plan.svg")
 
 
 def test_table_fits_a_terminal_and_names_what_matters(made: PartitionedModel) -> None:

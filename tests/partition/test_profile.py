@@ -11,13 +11,19 @@ from benchmarks.partition.dry_run import dry_run_partitions
 from hybridpar.errors import UsageError
 from hybridpar.partition import profile_cache
 from hybridpar.partition.planning import saved_bytes
-from hybridpar.partition.profile import Roofline, UnitTimes, _summarise, estimate_units, measure_units
+from hybridpar.partition.profile import (
+    Clock,
+    Roofline,
+    UnitTimes,
+    _summarise,
+    estimate_units,
+    measure_units,
+    step_times,
+)
 from hybridpar.partition.profile_cache import measured_profile, profile_key
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
-from hybridpar.partition.unit_runner import Clock, step_times
 from hybridpar.partition.units import ModelUnits, find_units
-from tests.allocated import counting
 from tests.partition.nets import CASES, IMAGES, Residual
 
 
@@ -50,33 +56,6 @@ def test_the_timed_step_is_the_models_own_step(name: str) -> None:
     assert sorted(found) == sorted(wanted)
     for key, gradient in wanted.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_model_without_memory_is_measured_unit_by_unit(name: str) -> None:
-    units, example = units_of(name)
-    units.model.to("meta")
-    before = {key: id(one) for key, one in units.model.state_dict(keep_vars=True).items()}
-    times = measure_units(units, (example,), passes=2)
-    assert len(times.forward_ms) == len(times.backward_ms) == len(units.graph)
-    assert times.step_ms == pytest.approx(sum(times.forward_ms) + sum(times.backward_ms))
-    after = units.model.state_dict(keep_vars=True)
-    assert {key: id(one) for key, one in after.items()} == before
-    assert all(one.is_meta for one in after.values())
-
-
-def test_one_unit_at_a_time_has_memory() -> None:
-    units, example = chain_of(6)
-    units.model.to("meta")
-    with counting(example) as count:
-        measure_units(units, (example,), passes=2)
-    layer = 4 * (256 * 256 + 256)
-    assert layer < count.peak < 4 * layer, "weights, gradients and what is added to them, of one layer out of six"
-
-
-def chain_of(layers: int) -> tuple[ModelUnits, torch.Tensor]:
-    model, example = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(layers))), torch.randn(2, 256)
-    return find_units(trace_model(model, (example,)), (example,)), example
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:

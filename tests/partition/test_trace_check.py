@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import random
-import re
 import threading
 import weakref
 from collections import deque
@@ -157,38 +156,17 @@ def test_a_refusal_has_both_values() -> None:
     assert "sub-module" in caught.value.fix
 
 
-class Assigning(nets.Body):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        y[:, :4] = 0
-        return y
-
-
 class ShapeBranch(nets.Body):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) if x.shape[0] > 4 else x
 
 
-class ShapeLoop(nets.Body):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(x.shape[0] // 2):
-            x = self.linear(x)
-        return x
-
-
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        (Assigning, "assignments to parts of a tensor"),
-        (ShapeBranch, "a tensor's shape or type"),
-        (ShapeLoop, r"range\(\) needs a number"),
-    ],
-)
-def test_what_depends_on_no_data_is_not_said_to(body: Any, why: str) -> None:
+def test_a_branch_on_a_shape_is_not_said_to_depend_on_data() -> None:
+    body = ShapeBranch
     with pytest.raises(TraceError, match=body.__name__) as caught:
         trace_model(nets.itself(body), [torch.randn(*ROWS)])
     assert "data" not in caught.value.why
-    assert re.search(why, caught.value.why)
+    assert "a tensor's shape or type" in caught.value.why
     assert_trains_as_the_whole(nets.Within(body))
 
 

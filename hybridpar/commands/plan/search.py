@@ -22,13 +22,11 @@ from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.cluster_file import read_cluster_file
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models.deferred import DeferredModel
-from hybridpar.partition.draw import draw_partition
+from hybridpar.partition.profile import intra_op_threads
 from hybridpar.partition.table import print_partition
-from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.batch import measure_batch
-from hybridpar.planner.decide import Decision, decide_plan
+from hybridpar.planner.decide import Decision, Verified, decide_plan
 from hybridpar.planner.explain import PARTS, describe, notes, rows
-from hybridpar.planner.finalists import Verified
 from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.probes import LEAST_STEPS, Question, measure_inputs
@@ -97,10 +95,6 @@ def report(request: PlanRequest, decision: Decision, bar: ProgressBar) -> None:
         if request.output is not None:
             plan.save(request.output)
             written.append(f"plan written to {request.output}")
-        if request.draw is not None:
-            graph = inputs.profile.timed(plan.partition.micro_batch or 1)
-            draw_partition(graph, plan, request.draw)
-            written.append(f"picture written to {request.draw}")
     except HybridparError as error:  # said below the report, which took a minute to make
         failed = error
     bar.close()
