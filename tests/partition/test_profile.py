@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.partition.dry_run import dry_run_partitions
-from hybridpar.errors import UsageError
 from hybridpar.partition import profile_cache
 from hybridpar.partition.planning import saved_bytes
 from hybridpar.partition.profile import (
@@ -24,7 +23,7 @@ from hybridpar.partition.profile_cache import measured_profile, profile_key
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
-from tests.partition.nets import CASES, IMAGES, Residual
+from tests.partition.nets import CASES
 
 
 def units_of(name: str) -> tuple[ModelUnits, torch.Tensor]:
@@ -95,12 +94,6 @@ def test_the_median_whole_step_sets_the_level(monkeypatch: pytest.MonkeyPatch) -
     assert measure_units(units, [example], passes=2).step_ms == 6.5
 
 
-def test_one_pass_cannot_tell_noise() -> None:
-    units, example = units_of("residual")
-    with pytest.raises(UsageError, match="1 pass"):
-        measure_units(units, [example], passes=1)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_saved_bytes_are_what_stages_save(name: str) -> None:
     units, example = units_of(name)
@@ -153,16 +146,6 @@ class Machine:
         return UnitTimes(each, each, 1.0, noise=noise)
 
 
-def test_a_noisy_profile_is_taken_again_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    units, example = units_of("residual")
-    options = {"passes": 5, "threads": 1, "cache": tmp_path}
-    machine = Machine(monkeypatch, 0.96, 0.04)
-    found = measured_profile(units, [example], **options)
-    assert (found.noise, found.forward_ms[0], machine.measured) == (0.04, 1.04, 2)
-    assert measured_profile(units, [example], **options) == found
-    assert machine.measured == 2, "it was kept"
-
-
 def test_a_profile_that_stays_noisy_is_used_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,18 +172,3 @@ def test_a_damaged_profile_is_measured_again(tmp_path: Path, monkeypatch: pytest
     path.write_text(json.dumps(data) if damage else "")
     assert measured_profile(units, [example], **options).noise == 0.02
     assert machine.measured == 2
-
-
-def test_dry_run_leaves_the_stages_as_they_were() -> None:
-    model, example = Residual(), torch.randn(*IMAGES)
-    units = find_units(trace_model(model, [example]), [example])
-    stages = split_model(units, [0] * 3 + [1] * (len(units.graph) - 3))
-    for stage in stages:
-        stage.eval()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    (times,) = dry_run_partitions([stages], [example], passes=2)
-    assert len(times) == 2
-    assert all(item.ms > 0 for item in times)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(module.training for stage in stages for module in stage.modules())
