@@ -37,7 +37,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.errors import UsageError, shortened
 from hybridpar.formats.file_reader import first_problem, read_toml
 
 #: Devices of the largest cluster.
@@ -235,13 +235,8 @@ def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
         spec = ClusterSpec.model_validate(data)
     except ValidationError as error:
         where, problem = first_problem(error)
-        first = error.errors(include_url=False, include_context=False)[0] if where else None
-        if first is not None and first["type"] == "extra_forbidden":
-            known = {name for part in (ClusterSpec, Hosts, LinkLevel, Efficiency) for name in part.model_fields}
-            raise UsageError(f"{source}: unknown key {where}", fix=nearest(str(first["loc"][-1]), known)) from error
-        what = problem if first is None else f"{where} is {shortened(repr(first['input']), 40)}: {problem}"
         raise UsageError(
-            f"{source}: {what}",
+            f"{source}: {where or 'it'}: {problem}",
             "A cluster is hosts with devices, and the links inside and between them.",
             "Correct this value; docs/planner.md has an example.",
         ) from error

@@ -436,11 +436,9 @@ class Executor:
             no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             if self._whole or not no_memory:
                 raise
-            expected = step.facts[index].saved_bytes[action.stage]
             raise TrainingError(
-                f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}, with "
-                f"{stage.run.in_flight} micro-batch(es) in flight",
-                f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
+                f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}",
+                f"{stage.run.in_flight} micro-batch(es) in flight keep activations for their backward passes.",
                 f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}"
                 + (f" or --offload {action.stage}." if stage.lane.device.type == "cuda" else "."),
             ) from error

@@ -6,7 +6,7 @@ say; of all that are equal to the fastest the simplest is chosen. What saves mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridpar.errors import PlanError
@@ -14,9 +14,6 @@ from hybridpar.planner.cuts import CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import Candidate, Space
-
-#: Told how many candidates were looked at, and of how many.
-Progress = Callable[[int, int], None]
 
 #: The plan that every search contains, unless something else was decided on.
 DATA_PARALLEL = "data parallel"
@@ -58,14 +55,12 @@ def find_plan(
     inputs: PlannerInputs,
     *,
     library: CutLibrary | None = None,
-    progress: Progress | None = None,
 ) -> Answer:
     """Search for the best plan.
 
     Args:
         inputs: Everything that the search reads.
         library: Cuts of the same model, where another search has made them.
-        progress: Told now and then how far it is.
 
     Returns:
         The chosen plan, those that are as good, and all others.
@@ -78,7 +73,7 @@ def find_plan(
     space, noise = evaluator.space, max(inputs.profile.resolution, LEAST_NOISE)
     outcomes: dict[Candidate, Outcome] = {}
     for saving in (False, True):  # only memory makes it worth to compute activations again, or to hand parameters round
-        for outcome in _outcomes(evaluator, space.candidates(saving), progress):
+        for outcome in _outcomes(evaluator, space.candidates(saving)):
             outcomes[outcome.candidate] = outcome
         if not outcomes:
             raise _nothing_left(space)
@@ -99,13 +94,9 @@ def find_plan(
     return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, len(outcomes), evaluator)
 
 
-def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Outcome]:
+def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate]) -> Iterator[Outcome]:
     """What candidates are predicted to take; where one does not fit also with the cut that needs the least."""
-    waiting = list(candidates)
-    count = len(waiting)
-    for done, candidate in enumerate(waiting):
-        if progress is not None and done % 16 == 0:
-            progress(done, count)
+    for candidate in candidates:
         outcome = evaluator.outcome(candidate)
         yield outcome
         if not outcome.fits:
@@ -113,8 +104,6 @@ def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate], progress: P
             if cut is not None and cut.stage_of != way.stage_of:
                 cut = replace(cut, recompute=way.recompute, offload=way.offload)
                 yield evaluator.outcome(replace(candidate, cut=cut))
-    if progress is not None:
-        progress(count, count)
 
 
 def _too_little_memory(outcomes: Sequence[Outcome]) -> PlanError:

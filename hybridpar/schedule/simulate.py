@@ -48,7 +48,6 @@ class Simulation:
 
 def simulate(program: Program, costs: Costs) -> Simulation:
     """Predict one step."""
-    _require_fit(program, costs)
     run = _Run(program, costs)
     run.loop.run()
     stuck = sum(len(queue) for queue in run.queues)
@@ -59,25 +58,6 @@ def simulate(program: Program, costs: Costs) -> Simulation:
             "Make the program with `hybridpar.schedule.program.lower`.",
         )
     return _summary(program, costs, run)
-
-
-def _require_fit(program: Program, costs: Costs) -> None:
-    stages = program.layout.stages
-    if len(costs.forward_ms) != stages:
-        raise ScheduleError(
-            f"costs of {len(costs.forward_ms)} stage(s) for a program of {stages}",
-            "There is one number per stage.",
-            "Measure every stage of this plan.",
-        )
-    for action in program.needs:
-        if action.kind is Kind.SYNC:
-            known = len(costs.buckets[action.stage]) if action.stage < len(costs.buckets) else 0
-            if (action.index or 0) >= known:
-                raise ScheduleError(
-                    f"{action} synchronises a bucket without cost",
-                    f"Stage {action.stage} has {known} bucket(s) in the costs.",
-                    "Give costs for as many buckets as the program was lowered with.",
-                )
 
 
 class _Run:

@@ -58,15 +58,15 @@ def test_the_key_follows_what_matters():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (("devices = 4", "devices = 0"), "hosts.0.devices is 0"),
-        (("throughput = 8.0", "throughput = inf"), "hosts.0.throughput is inf"),
+        (("devices = 4", "devices = 0"), "hosts.0.devices: "),
+        (("throughput = 8.0", "throughput = inf"), "hosts.0.throughput: "),
         (('memory = "24GB"', 'memory = "24GB/s"'), "write 24GB"),
         (('bandwidth = "12GB/s"', 'bandwidth = "fast"'), "not a rate; write 12GB/s or 1Gbit/s"),
-        (("latency_ms = 0.1\n", "latency_ms = -0.1\n"), "between.latency_ms is -0.1"),
-        (("all_reduce = 0.9", "all_reduce = 1.2"), "between.efficiency.all_reduce is 1.2"),
-        (("all_reduce = 0.9", "all_reduced = 0.9"), "unknown key between.efficiency.all_reduced"),
-        (("latency_ms = 0.1\n", "cores = 1\n"), "unknown key between.cores"),
-        (('kind = "cuda"', 'kind = "tpu"'), "hosts.0.kind is 'tpu'"),
+        (("latency_ms = 0.1\n", "latency_ms = -0.1\n"), "between.latency_ms: "),
+        (("all_reduce = 0.9", "all_reduce = 1.2"), "between.efficiency.all_reduce: "),
+        (("all_reduce = 0.9", "all_reduced = 0.9"), "between.efficiency.all_reduced: "),
+        (("latency_ms = 0.1\n", "cores = 1\n"), "between.cores: "),
+        (('kind = "cuda"', 'kind = "tpu"'), "hosts.0.kind: "),
     ],
 )
 def test_an_impossible_value_is_one_error_that_names_the_place(tmp_path, change, told):

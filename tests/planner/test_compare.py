@@ -55,10 +55,10 @@ def test_slow_computing_is_told_from_a_slow_link():
     assert plan.predicted is not None
     assert plan.predicted.step_ms is not None
     slow = as_on(plan, 1e9, step_ms=1.5 * plan.predicted.step_ms)
-    assert "busy or throttled" in prediction_warnings(plan, slow)[0]
-    assert "other programs keep this machine busy (load 2.0 per core)" in prediction_warnings(plan, slow, load=2.0)[0]
+    assert "throttled, now" in prediction_warnings(plan, slow)[0]
+    assert "(other programs: load 2.0 per core)" in prediction_warnings(plan, slow, load=2.0)[0]
     fast = as_on(plan, 1e9, step_ms=0.5 * plan.predicted.step_ms)
-    assert "busier when it was profiled" in prediction_warnings(plan, fast)[0]
+    assert "when it was profiled" in prediction_warnings(plan, fast)[0]
 
 
 def test_other_bytes_and_more_memory_are_told_and_less_memory_is_not():

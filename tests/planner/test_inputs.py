@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.cluster_file import parse_cluster
-from hybridpar.plan import read_plan
+from hybridpar.plan import Plan, read_plan
 from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_from_data, inputs_of_plan
 from hybridpar.planner.profile import ModelProfile, SizedTimes
 from hybridpar.planner.record import plan_of

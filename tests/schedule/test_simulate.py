@@ -339,18 +339,6 @@ def test_the_timeline_has_the_queues_of_the_program():
 
 
 @pytest.mark.parametrize(
-    ("costs", "match"),
-    [
-        (Costs((1.0,), (2.0,)), r"costs of 1 stage\(s\) for a program of 2"),
-        (Costs((1.0,) * 2, (2.0,) * 2), "0SYNC0 synchronises a bucket without cost"),
-    ],
-)
-def test_costs_for_another_program_are_refused(costs, match):
-    with pytest.raises(ScheduleError, match=match):
-        simulate(lower(read_schedule(PAIR), stages(2), [1, 0]), costs)
-
-
-@pytest.mark.parametrize(
     ("wrong", "match"),
     [
         ({"replicas": 0}, "replicas is 0"),

@@ -81,7 +81,7 @@ def _decide(request: PlanRequest, world: World, bar: ProgressBar) -> Decision:
     question = replace(question, fixed=replace(fixed, workers=None))  # fewer than all may be faster
     inputs, _ = measure_inputs(module, question, world, cluster=cluster, announce=bar.announce, progress=bar.advance)
     bar.announce("searching")
-    answer = find_plan(inputs, progress=bar.advance)
+    answer = find_plan(inputs)
     plan = plan_of(answer, answer.chosen, compute_of_way(config, None))
     return Decision(plan, (), inputs, answer)
 
