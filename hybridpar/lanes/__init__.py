@@ -131,11 +131,6 @@ class Lanes(Family):
             for worker in self._workers:
                 worker.skip_rest()
             self._end(_PATIENCE_SECONDS)
-            for lane in self._lanes.values():
-                failure = lane.failure
-                if failure is not None and not failure.met:
-                    failure.met = True
-                    error.add_note(f"work on lane {lane.name!r} failed too: {failure.error!r}")
 
     def _end(self, patience: float | None = None) -> None:
         self.closed, self.issuer = True, 0

@@ -33,7 +33,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -189,19 +189,19 @@ class ClusterSpec(_Part):
         there, here = self._each_host(), other._each_host()
         if len(there) != len(here):
             return f"the number of hosts is {len(there)} there and {len(here)} here"
-        values: dict[str, tuple[Any, Any]] = {
-            f"hosts.{at}.{name}": (getattr(one, name), getattr(two, name))
+        pairs = [
+            (f"hosts.{at}.{name}", getattr(one, name), getattr(two, name))
             for at, (one, two) in enumerate(zip(there, here, strict=True))
             for name in _COMPARED
-        }
-        values = {name: pair for name, pair in values.items() if not {None, ""} & set(pair)}
-        values["between.bandwidth"] = (
-            self.between.bandwidth if self.between is not None and len(there) > 1 else None,
-            other.between.bandwidth if other.between is not None and len(here) > 1 else None,
-        )
-        for name, (one, two) in values.items():
-            exactly = None in (one, two) or name.endswith((".devices", ".kind", ".name"))
-            if one != two and (exactly or max(one, two) > tolerance * min(one, two)):
+        ]
+        if len(there) > 1:
+            links = (None if spec.between is None else spec.between.bandwidth for spec in (self, other))
+            pairs.append(("between.bandwidth", *links))
+        for name, one, two in pairs:
+            if one == two or {None, ""} & {one, two}:
+                continue
+            exactly = name.endswith((".devices", ".kind", ".name"))
+            if exactly or max(one, two) > tolerance * min(one, two):
                 return f"{name} is {one} there and {two} here"
         return ""
 

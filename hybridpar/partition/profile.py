@@ -133,22 +133,6 @@ def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
     return UnitTimes(tuple(forward.tolist()), tuple(backward.tolist()), step_ms, float(halves.sum()) / total)
 
 
-def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
-    """One measurement of several: of every unit the least time, as something else can only have added to the others.
-
-    The noise is that of the best one, or how far the two least times of the units lie apart, where that is less: two
-    measurements that agree are right, however wrong a third one is.
-    """
-    if len(tries) < 2:
-        return tries[0]
-    values = torch.tensor([(times.forward_ms, times.backward_ms) for times in tries], dtype=torch.float64)
-    least, second = values.sort(dim=0).values[:2]
-    apart = float((second - least).sum() / least.sum()) if least.any() else 0.0
-    forward, backward = (tuple(each.tolist()) for each in least)
-    noise = min(apart, *(times.noise for times in tries))
-    return UnitTimes(forward, backward, min(times.step_ms for times in tries), noise)
-
-
 @dataclass(frozen=True)
 class Roofline:
     """What a device can do at most.

@@ -18,9 +18,6 @@ from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes
 from hybridpar.tvm_kernels.swap import optimize, restore
 
-#: No profile is measured once more after so many seconds: a machine that is busy for longer is not worth waiting for.
-MOST_SECONDS = 1.0
-
 #: Layers that normalise over the micro-batch.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
@@ -56,9 +53,7 @@ def profile_model(
     for example in ascending:
         of_size = units if example is first else find_units(traced, (example,))
         if measure:
-            times = measured_profile(
-                of_size, (example,), passes=passes, threads=None, cache=None, progress=progress, seconds=MOST_SECONDS
-            )
+            times = measured_profile(of_size, (example,), passes=passes, threads=None, cache=None, progress=progress)
         else:
             times = estimate_units(of_size.graph, device_roofline(example.device, None))
         sizes.append(SizedTimes(len(example), times.forward_ms, times.backward_ms))

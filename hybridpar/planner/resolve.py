@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -226,21 +226,8 @@ def lane_threads(layout: Layout, device: torch.device) -> int:
     return max(1, torch.get_num_threads() // layout.lanes_each) if device.type == "cpu" else 1
 
 
-@dataclass(frozen=True)
-class WorkerShare:
-    """What one CPU worker of a run does.
-
-    Attributes:
-        samples: Of a micro-batch, where batches divide evenly.
-        threads: Intra-op threads of a lane.
-    """
-
-    samples: int
-    threads: int
-
-
-def share_of_worker(config: TrainConfig, workers: int) -> WorkerShare:
-    """What each of so many workers on this machine does, as the launcher sets it up."""
+def share_of_worker(config: TrainConfig, workers: int) -> tuple[int, int]:
+    """Samples of a micro-batch and intra-op threads of a lane, of each of so many workers on this machine."""
     plan = resolve(config, workers, None if config.plan_file is None else read_plan(config.plan_file))
     threads = threads_per_worker(workers, available_cores())
-    return WorkerShare(plan.micro_batch_samples(config.samples_per_step), max(1, threads // plan.layout.lanes_each))
+    return plan.micro_batch_samples(config.samples_per_step), max(1, threads // plan.layout.lanes_each)

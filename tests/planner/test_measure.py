@@ -14,7 +14,7 @@ from hybridpar.partition import profile_cache
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.planner import rates
-from hybridpar.planner.cuts import balanced_cut, figures_of, smaller_cuts
+from hybridpar.planner.cuts import balanced_cut, figures_of, smallest_cut
 from hybridpar.planner.measure import parameters_of, profile_model
 from hybridpar.planner.probes import speeds_of, with_rest
 from hybridpar.planner.rates import measure_rates
@@ -62,7 +62,7 @@ def test_a_measured_profile_has_times_of_every_size(monkeypatch):
 def test_figures_of_stages_are_those_of_their_units():
     profile = profile_model(net(), images(2), measure=False)
     whole = figures_of(profile, balanced_cut(profile, 1), 2)
-    for cut in (balanced_cut(profile, 2), *smaller_cuts(profile, 2)):
+    for cut in (balanced_cut(profile, 2), smallest_cut(profile, 2)):
         parts = figures_of(profile, cut, 2)
         assert sum(parts.forward_ms) == pytest.approx(whole.forward_ms[0])
         assert sum(parts.backward_ms) == pytest.approx(whole.backward_ms[0])
