@@ -259,7 +259,7 @@ class Trainer:
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             positions = plan.layout.positions
-            check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
+            check_capturable(device, self.world, (), positions=positions)
         parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
         kind: Callable[[EngineParts], Engine] = Engine
         if options.late != "off":
