@@ -15,8 +15,8 @@ from torch import nn
 
 from hybridpar.models.state import untouched
 from hybridpar.partition.nest import tensor_leaves
+from hybridpar.partition.profile import Clock, expect_gradients, step_times
 from hybridpar.partition.stage import Stage
-from hybridpar.partition.unit_runner import Clock, expect_gradients, step_times
 
 
 class StageRunner:

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -17,7 +17,7 @@ from benchmarks.rig.paired import FOREIGN_LOAD
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.models import build_model, seed_everything
-from hybridpar.partition.unit_runner import Clock, whole_step_ms
+from hybridpar.partition.profile import Clock, whole_step_ms
 from hybridpar.plan import Compute, Plan
 from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.evaluate import Outcome
@@ -193,7 +193,7 @@ def drawn_plans(
     Returns:
         The plans, and for each fidelity the name of the one that the planner chooses.
     """
-    answers = {one: find_plan(inputs.with_fidelity(one)) for one in ("exact", "close", "lossy")}
+    answers = {one: find_plan(replace(inputs, fidelity=one)) for one in ("exact", "close", "lossy")}
     answer = find_plan(inputs)
     ranked = [one for one in answer.ranked if _can_run(one, inputs.workers)]
     outcomes = {describe(one.candidate, answer): one for one in reversed(ranked)}  # of equal names the fastest

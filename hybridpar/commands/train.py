@@ -39,12 +39,11 @@ SHOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Several machines: torchrun lines, ssh, Slurm."""
+    """Several machines: torchrun lines, ssh."""
 
-    hosts: Annotated[str | None, tyro.conf.arg(metavar="[ssh:|slurm:]FILE")] = None
+    hosts: Annotated[str | None, tyro.conf.arg(metavar="[ssh:]FILE")] = None
     """Train on the machines that this file names, a line each such as `gpu-a slots=4`: print the torchrun lines, or
-    with `ssh:FILE` start them, show what they say, and stop all at Ctrl-C or when one fails. `slurm:FILE` writes a
-    batch script for Slurm's sbatch, with a torchrun per node."""
+    with `ssh:FILE` start them, show what they say, and stop all at Ctrl-C or when one fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,27 +131,14 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
 
 
 def _on_several_machines(command: Train, hosts: str, arguments: Sequence[str]) -> int:
-    """Print or start what trains on the machines of a hosts file, or write the script for Slurm."""
-    from hybridpar.machine.devices import default_workers, gpu_count
-    from hybridpar.machine.nodes import launch_by_ssh, read_hosts, slurm_script, torchrun_lines
+    """Print or start what trains on the machines of a hosts file."""
+    from hybridpar.machine.devices import default_workers
+    from hybridpar.machine.nodes import launch_by_ssh, read_hosts, torchrun_lines
 
     how, _, name = hosts.rpartition(":")
-    if how not in ("", "ssh", "slurm"):
+    if how not in ("", "ssh"):
         how, name = "", hosts
     file, words = Path(name), without_options(arguments, ("hosts", "nproc"))
-    if how == "slurm":
-        script = slurm_script(
-            command.model.rpartition("/")[2],
-            command.nproc or gpu_count() or None,
-            words,
-            servers=command.parameter_servers is not None,
-        )
-        try:
-            file.write_text(script, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--hosts {hosts}: {error.strerror}", fix="Name a file that can be written.") from error
-        print(f"written; look at its first lines, then: sbatch {file}")
-        return 0
     machines, slots = read_hosts(file), command.nproc or default_workers()
     if not how:
         print(torchrun_lines(machines, slots, words))

@@ -63,31 +63,24 @@ class Lanes(Family):
         #: All lanes but `caller`, in the order in which they were opened.
         self.others: list[Lane] = []
 
-    def open(self, name: str, *, priority: int = 0, threads: int = 1, device: torch.device | str | None = None) -> Lane:
+    def open(self, name: str, *, priority: int = 0, threads: int = 1) -> Lane:
         """A new lane.
 
         Args:
             name: What messages call it; unique in the family.
             priority: On CUDA the stream's priority, lower runs first; without meaning on a CPU.
             threads: On a CPU how many intra-op threads its work may use; without meaning on CUDA.
-            device: Another GPU than that of the family. Lanes of several GPUs wait for each other's events as those
-                of one do; it is for the work to move tensors.
 
         Raises:
-            LaneError: The name is taken, the family is closed, or the device is of another kind.
+            LaneError: The name is taken, or the family is closed.
         """
         if not self.is_issuer():
             self.refuse()
-        place = self.device if device is None else torch.device(device)
-        if place.type != self.device.type:
-            raise LaneError(
-                f"lane {name!r} was asked for on {place}", f"This family has lanes on {self.device.type} devices only."
-            )
         if name in self._lanes:
             raise LaneError(f"lane {name!r} is open already", "Messages tell lanes apart by their names.")
         lane: Lane
         if self.device.type == "cuda":
-            lane = CudaLane(self, name, open_stream(place, priority), place)
+            lane = CudaLane(self, name, open_stream(self.device, priority))
         else:
             worker = Worker(name, threads)
             self._workers.append(worker)
@@ -138,11 +131,6 @@ class Lanes(Family):
             for worker in self._workers:
                 worker.skip_rest()
             self._end(_PATIENCE_SECONDS)
-            for lane in self._lanes.values():
-                failure = lane.failure
-                if failure is not None and not failure.met:
-                    failure.met = True
-                    error.add_note(f"work on lane {lane.name!r} failed too: {failure.error!r}")
 
     def _end(self, patience: float | None = None) -> None:
         self.closed, self.issuer = True, 0

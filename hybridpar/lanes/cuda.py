@@ -48,11 +48,8 @@ class CudaLane(Lane):
 
     new_event = CudaEvent
 
-    def __init__(
-        self, family: Family, name: str, stream: torch.cuda.Stream | None, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, family: Family, name: str, stream: torch.cuda.Stream | None) -> None:
         super().__init__(family, name)
-        self.device = device or family.device
         self._own = stream
         self._held: list[torch.Tensor] | None = None  # by the work that is running
         # What to keep until when. None stands for the end of a graph capture: events recorded in one cannot be asked.

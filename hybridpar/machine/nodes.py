@@ -1,4 +1,4 @@
-"""Starts a run on several machines: reads the hosts file, writes the torchrun lines and the Slurm script, uses ssh.
+"""Starts a run on several machines: reads the hosts file, writes the torchrun lines, uses ssh.
 
 A line of the hosts file is a host as ssh names it, and perhaps `slots=N`, `address=A` and `port=P`:
 
@@ -126,39 +126,6 @@ def torchrun_lines(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) 
         ]
         lines += [f"# on {host.name}:", shlex.join(words)]
     return "\n".join(lines)
-
-
-def slurm_script(name: str, workers: int | None, arguments: Sequence[str], *, servers: bool = False) -> str:
-    """A batch script for Slurm, with a torchrun per node."""
-    secret = f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
-    count = '"${SLURM_GPUS_ON_NODE:-1}"' if workers is None else str(workers)
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            "# Written by hybridpar. Submit it with `sbatch FILE`; `sbatch --nodes 4 FILE` takes another number.",
-            f"#SBATCH --job-name={name}",
-            "#SBATCH --nodes=2",
-            "#SBATCH --ntasks-per-node=1",
-            f"#SBATCH --gpus-per-node={workers or 1}",
-            "#SBATCH --output=%x-%j.out",
-            "# Two minutes before its time is over the workers save and stop; go on with --resume.",
-            "#SBATCH --signal=TERM@120",
-            "# Without GPUs, replace --gpus-per-node above by --cpus-per-task.",
-            "set -euo pipefail",
-            f"cd {shlex.quote(str(Path.cwd()))}",
-            *([secret] if servers else []),
-            'export FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "export PORT=$((20000 + SLURM_JOB_ID % 10000))",
-            "# In single quotes, so that each node puts in its own name and number.",
-            "srun --kill-on-bad-exit=1 bash -c '",
-            f'exec "$0" -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node {count} \\',
-            '    --rdzv-backend c10d --rdzv-endpoint "$FIRST:$PORT" --rdzv-id "$SLURM_JOB_ID" \\',
-            '    --rdzv-conf "is_host=$((SLURM_NODEID == 0))" --local-addr "$SLURMD_NODENAME" \\',
-            f'    --max-restarts {RESTARTS} -m -- hybridpar "$@"',
-            f"' {shlex.join([sys.executable, *arguments])}",
-            "",
-        ]
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- ssh

@@ -1,6 +1,6 @@
 """Cuts a model into balanced pipeline stages, for any training loop.
 
-Trace, measure, balance, split, draw. The names below are the public ones; they load torch when first used, so that
+Trace, measure, balance, split. The names below are the public ones; they load torch when first used, so that
 the command line can describe its options without it.
 """
 
@@ -12,7 +12,6 @@ from hybridpar.formats.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from hybridpar.partition.balance import balance_graph as balance_graph
-    from hybridpar.partition.draw import draw_partition as draw_partition
     from hybridpar.partition.graph import UnitGraph as UnitGraph
     from hybridpar.partition.planning import PartitionedModel as PartitionedModel
     from hybridpar.partition.planning import partition_model as partition_model

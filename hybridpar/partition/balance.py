@@ -167,9 +167,3 @@ def _solve(costs: Sequence[Matrix], join: Callable[[Matrix, Matrix], Matrix]) ->
 def stages_of(cuts: Cuts, count: int) -> tuple[int, ...]:
     """The stage of every unit of an order."""
     return tuple(bisect_right(cuts, unit) for unit in range(count))
-
-
-def pick(cost: Matrix, cuts: Cuts, stage: int) -> float:
-    """Cost of a stage of a cut."""
-    ends = (0, *cuts, cost.shape[0] - 1)
-    return float(cost[ends[stage], ends[stage + 1]])

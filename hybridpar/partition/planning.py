@@ -11,6 +11,7 @@ from torch import nn
 
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.balance import balance_graph, check_stages
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import as_inputs
@@ -63,8 +64,7 @@ def partition_model(
         inputs: One micro-batch, on the device and with the dtype and memory format of the training.
         stages: Number of stages, each on a device like that of the inputs.
         link_speed: Bytes per second between stages; None for a link that costs nothing.
-        measure: Measure unit times, of a model without memory each unit by itself; False estimates them from FLOPs and
-            bytes.
+        measure: Measure unit times; False, and a model without memory, estimates them from FLOPs and bytes.
         passes: Passes of the measurement.
         threads: Intra-op threads on CPU; None keeps the present number.
         cache: Directory of profiles measured before; None measures always.
@@ -81,7 +81,7 @@ def partition_model(
     given = as_inputs(inputs)
     units = find_units(trace_model(model, given), given)
     check_stages(units.graph, stages)
-    if measure:
+    if measure and not is_deferred(model):
         times = measured_profile(units, given, passes=passes, threads=threads, cache=cache)
     else:
         times = estimate_units(units.graph, device_roofline(given[0].device, threads))

@@ -5,6 +5,11 @@ The minimum over passes is the time of a unit; a machine that others use only ev
 the passes disagree is the profile's noise, and no partition is called better by less than that. One factor, the median
 plain step over the sum of the units, calibrates the level: a training takes steps as they come, not the best of them.
 
+Each unit is a stage, which the splitter makes. All stages run forward, then all run backward with the true gradients.
+Between stages the autograd graph is cut, so that the backward pass of each can be timed, but no tensor is copied: the
+cut is an autograd function that hands over the same memory, which also lets operations work in place as they do in
+the model.
+
 Also estimates the times of units from a device's speed, without running the model.
 
 The roofline model (Williams, Waterman and Patterson, 2009): a unit takes as long as its arithmetic at the device's
@@ -15,26 +20,22 @@ it. Caches and how well a kernel fits are left out, so it is good enough to bala
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
+from torch import nn
 
 from hybridpar.errors import UsageError
-from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state import untouched
 from hybridpar.partition.graph import UnitGraph
+from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.split import split_model
-from hybridpar.partition.unit_runner import (
-    Clock,
-    expect_gradients,
-    intra_op_threads,
-    step_times,
-    times_without_memory,
-    whole_step_ms,
-)
+from hybridpar.partition.stage import Stage
 from hybridpar.partition.units import ModelUnits
 
 _Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -76,9 +77,6 @@ def measure_units(
 ) -> UnitTimes:
     """Measure every unit of a model inside whole training steps.
 
-    Of a model on the meta device each unit is measured by itself, on inputs that are made up, with memory for its
-    parameters while it is timed. So what is needed at most is the largest unit, its gradients and its activations.
-
     Args:
         units: The model and its units, on the device they will run on.
         inputs: One micro-batch on that device, at the dtype and memory format of the training.
@@ -107,13 +105,6 @@ def measure_units(
         traced = replace(units.traced, constants=copied(dict(units.traced.constants)))
         each = replace(units, traced=traced, evaluate=None)  # a stage of each unit, for training
         stages = split_model(each, range(len(units.graph)), in_place=True)
-        if is_deferred(units.model):
-            alone = []
-            for stage in stages:
-                alone.append(times_without_memory(stage, given, clock, passes))
-                say(len(alone), len(stages))
-            rows = torch.tensor(alone, dtype=torch.float64).transpose(0, 1)
-            return _summarise(rows, float(rows.amin(dim=0).sum()))
         expect_gradients(units.model)
         try:
             whole_step_ms(units.model, inputs, clock)
@@ -140,22 +131,6 @@ def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
     halves = (rows[0::2].amin(dim=0) - rows[1::2].amin(dim=0)).abs()
     forward, backward = (best * (step_ms / total)).unbind(dim=1)
     return UnitTimes(tuple(forward.tolist()), tuple(backward.tolist()), step_ms, float(halves.sum()) / total)
-
-
-def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
-    """One measurement of several: of every unit the least time, as something else can only have added to the others.
-
-    The noise is that of the best one, or how far the two least times of the units lie apart, where that is less: two
-    measurements that agree are right, however wrong a third one is.
-    """
-    if len(tries) < 2:
-        return tries[0]
-    values = torch.tensor([(times.forward_ms, times.backward_ms) for times in tries], dtype=torch.float64)
-    least, second = values.sort(dim=0).values[:2]
-    apart = float((second - least).sum() / least.sum()) if least.any() else 0.0
-    forward, backward = (tuple(each.tolist()) for each in least)
-    noise = min(apart, *(times.noise for times in tries))
-    return UnitTimes(forward, backward, min(times.step_ms for times in tries), noise)
 
 
 @dataclass(frozen=True)
@@ -216,3 +191,104 @@ def estimate_units(graph: UnitGraph, roofline: Roofline) -> UnitTimes:
 
 def _time(flops: int, moved: int, roofline: Roofline) -> float:
     return 1e3 * max(flops / roofline.flops_per_second, moved / roofline.bytes_per_second, roofline.launch_ms / 1e3)
+
+
+class _Border(torch.autograd.Function):
+    """Identity that starts a new autograd graph on the same memory, and adds up the gradients that arrive, by name."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor], name: str, gradients: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.name, ctx.gradients = name, gradients
+        return box.pop().data  # not detach(): that would be a view, and views made here may not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> tuple[None, None, None, None]:
+        before = ctx.gradients.get(ctx.name)
+        ctx.gradients[ctx.name] = given[0] if before is None else before + given[0]
+        return None, None, None, None
+
+
+class Clock:
+    """Takes times on the device where the work runs: the host clock on CPU, events in the stream on CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Any:
+        """Now, in the order of the work that was issued."""
+        if self.device.type != "cuda":
+            return time.perf_counter() * 1e3
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def elapsed(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
+        """Milliseconds from the first mark of each span to its second, once all work is done."""
+        if self.device.type != "cuda":
+            return [end - start for start, end in spans]
+        torch.cuda.synchronize(self.device)
+        return [float(start.elapsed_time(end)) for start, end in spans]
+
+
+@contextmanager
+def intra_op_threads(count: int | None) -> Iterator[None]:
+    """So many intra-op threads on a CPU inside of the block, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def step_times(stages: Sequence[Stage], inputs: Mapping[str, torch.Tensor], clock: Clock) -> list[tuple[float, float]]:
+    """Milliseconds forward and backward of stages in one step; the gradient of what the last returns is ones."""
+    values, gradients = dict(inputs), dict[str, torch.Tensor]()
+    last_use = {tensor.name: stage for stage in stages for tensor in stage.inputs}
+
+    def enter(name: str, stage: Stage) -> torch.Tensor:
+        value = values.pop(name) if last_use[name] is stage else values[name]
+        if not value.requires_grad:
+            return value
+        received: torch.Tensor = _Border.apply(torch.zeros((), requires_grad=True), [value], name, gradients)
+        return received
+
+    sent: list[dict[str, torch.Tensor]] = []
+    forward, backward = [], []
+    for stage in stages:
+        given = [enter(tensor.name, stage) for tensor in stage.inputs]
+        start = clock.mark()
+        output = stage.forward(*given)
+        forward.append((start, clock.mark()))
+        del given
+        leaves = [leaf for _, leaf in tensor_leaves(output)]
+        names = [tensor.name for tensor in stage.outputs] or [f"output {index}" for index in range(len(leaves))]
+        sent.append(dict(zip(names, leaves, strict=True)))
+        values |= sent[-1]
+    gradients |= {name: torch.ones_like(leaf) for name, leaf in sent[-1].items() if leaf.requires_grad}
+    values.clear()
+    del output, leaves
+    while sent:
+        roots = [(leaf, gradients.pop(name)) for name, leaf in sent.pop().items() if name in gradients]
+        start = clock.mark()
+        if roots:
+            torch.autograd.backward([leaf for leaf, _ in roots], [gradient for _, gradient in roots])
+        backward.append((start, clock.mark()))
+        del roots
+    return list(zip(clock.elapsed(forward), clock.elapsed(backward[::-1]), strict=True))
+
+
+def expect_gradients(model: nn.Module) -> None:
+    """Let gradients be there: so they are in all micro-batches but the first, and adding to them is the usual case."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+
+def whole_step_ms(model: Callable[..., Any], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
+    """Time of a plain forward and backward pass of the unsplit model, without optimizer, in milliseconds."""
+    start = clock.mark()
+    leaves = [leaf for _, leaf in tensor_leaves(model(*inputs)) if leaf.requires_grad]
+    torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+    return clock.elapsed([(start, clock.mark())])[0]

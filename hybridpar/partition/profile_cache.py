@@ -1,14 +1,13 @@
 """Keeps measured profiles, under everything that their times depend on.
 
 What is damaged, or of other units than the model's, is measured again. A profile that was taken while other
-programs had the cores is measured again a few times, and is not kept where that did not help.
+programs had the cores is not kept.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from pydantic import TypeAdapter
 from hybridpar.formats.cache import load_measurement, store_measurement
 from hybridpar.machine.devices import cpu_name
 from hybridpar.machine.process import describe_allocator
-from hybridpar.machine.steady import MOST_NOISE, repeat_until_steady
+from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import model_fingerprint
-from hybridpar.partition.profile import Progress, UnitTimes, measure_units, steadied
+from hybridpar.partition.profile import Progress, UnitTimes, measure_units
 from hybridpar.partition.units import ModelUnits
 
 _log = logging.getLogger(__name__)
@@ -29,9 +28,6 @@ _log = logging.getLogger(__name__)
 KIND = "units"
 
 TIMES: TypeAdapter[UnitTimes] = TypeAdapter(UnitTimes)
-
-#: A profile with more noise than this is measured again, so often at most, and not after so many seconds.
-NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 20.0
 
 
 def device_name(device: torch.device) -> str:
@@ -53,7 +49,6 @@ def measured_profile(
     threads: int | None,
     cache: Path | None,
     progress: Progress | None = None,
-    seconds: float = MOST_SECONDS,
 ) -> UnitTimes:
     """The times of all units: those that were kept, or measured now and kept."""
     key = profile_key(units, inputs, threads or torch.get_num_threads(), passes)
@@ -61,15 +56,13 @@ def measured_profile(
     fits = known is not None and len(known.forward_ms) == len(known.backward_ms) == len(units.graph)
     if known is not None and fits and known.noise <= MOST_NOISE:
         return known
-    measure = partial(measure_units, units, inputs, passes=passes, threads=threads, progress=progress)
-    tries, noise = repeat_until_steady(measure, lambda taken: steadied(taken).noise, NOISY, MOST_TRIES, seconds)
-    times = steadied(tries)
-    if not noise <= MOST_NOISE:
+    times = measure_units(units, inputs, passes=passes, threads=threads, progress=progress)
+    if not times.noise <= MOST_NOISE:
         _log.warning(
             "the times of the layers of %s lie %.0f %% apart, as other programs run too: they are used now, and "
             "measured again the next time",
             type(units.model).__name__,
-            100 * noise,
+            100 * times.noise,
         )
     elif cache is not None:
         store_measurement(KIND, key, TIMES.dump_python(times, mode="json"), cache)

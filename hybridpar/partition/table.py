@@ -8,9 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from hybridpar.plan import Plan, Stage
-
-_BAR = 8
+from hybridpar.plan import Plan
 
 
 def print_partition(plan: Plan, console: Console | None = None) -> None:
@@ -36,7 +34,7 @@ def print_partition(plan: Plan, console: Console | None = None) -> None:
             readable_bytes(stage.parameter_bytes) if stage.parameter_bytes else "",
             "" if stage.saved_bytes is None else readable_bytes(stage.saved_bytes),
             readable_bytes(stage.cut_bytes or 0) if index < len(stages) - 1 else "",
-            "" if stage.ms is None else _bar(stage, most),
+            "" if stage.ms is None else f"{100 * stage.ms / most:.0f} %",
         )
     console.print(_head(plan), style="bold", markup=False, highlight=False)
     console.print()
@@ -63,15 +61,12 @@ def readable_bytes(size: float) -> str:
 
 
 def _head(plan: Plan) -> str:
-    shape = "x".join(map(str, plan.model.input)) if plan.model.input else "several inputs"
-    count = len(plan.partition.stages)
-    replicas = plan.layout.replicas
-    micro_batch = plan.partition.micro_batch
+    count, replicas = len(plan.partition.stages), plan.layout.replicas
     return (
         f"{plan.model.name}: {count} {'stage' if count == 1 else 'stages'}"
         + (f" on {replicas} replicas" if replicas > 1 else "")
-        + f", {plan.model.parameters:,} parameters, "
-        + (f"micro-batch {micro_batch} of {shape}" if micro_batch else f"samples of {shape}")
+        + f", {plan.model.parameters:,} parameters"
+        + (f", micro-batch {plan.partition.micro_batch}" if plan.partition.micro_batch else "")
     )
 
 
@@ -94,9 +89,3 @@ def _summary(plan: Plan) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def _bar(stage: Stage, most: float) -> str:
-    share = (stage.ms or 0) / most
-    eighths = round(share * _BAR * 8)
-    return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8].strip()) + f" {share * 100:.0f} %"

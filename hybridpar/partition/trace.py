@@ -361,21 +361,15 @@ def _explain(model: nn.Module, error: Exception, module: str) -> TraceError:
     """The error that names the module, the operation and what to do."""
     where = f"module {module!r} ({type(model.get_submodule(module)).__name__})" if module else type(model).__name__
     said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    reason, fix = f"torch.fx cannot follow it while the model is traced ({said}).", ""
+    reason = f"torch.fx cannot follow it while the model is traced ({said})."
     if isinstance(error, OutsideGraphError):
         reason = f"The operation is not on what the model is given, so no graph would have it: {error}."
     elif isinstance(error, FxTraceError):
         reason = f"A graph has no branches and no loops ({error})."
-    elif "item assignment" in said:
-        reason = f"A graph does not record assignments to parts of a tensor ({said})."
-        fix = "Use torch.where, torch.cat or masked_fill for it; or "
-    elif "interpreted as an integer" in said:
-        reason = f"A graph leaves shapes open, and range() needs a number while the model is traced ({said})."
-        fix = "Take the number from the model's settings, not from a tensor; or "
     return TraceError(
         f"cannot trace {where}{_line_of(error)}",
         reason,
-        f"{fix}{'t' if fix else 'T'}race the part that is a fixed graph (for a detector, its backbone), or move the "
+        "Trace the part that is a fixed graph (for a detector, its backbone), or move the "
         "operation into a sub-module of its own: a sub-module that cannot be traced is kept whole.",
     )
 

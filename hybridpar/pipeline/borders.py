@@ -23,7 +23,7 @@ from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.models.deferred import imagined, storage_of
 from hybridpar.models.state import same_attributes
-from hybridpar.pipeline.stage_module import StageModule, consumers_of, device_of, module_of
+from hybridpar.pipeline.stage_module import StageModule, consumers_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
 from hybridpar.schedule.layout import Edge
 from hybridpar.sync.batchnorm import BufferRollback, without_replicas
@@ -144,8 +144,7 @@ class BorderTable:
             for stage, forward in zip(self.stages, self._forwards, strict=True):
                 module = module_of(stage)
                 rollback = BufferRollback(module)
-                home = device_of(module, device)
-                received = [values[border.name].detach().to(home) for border in stage.inputs]
+                received = [values[border.name].detach() for border in stage.inputs]
                 leaves = [
                     tensor.requires_grad_(border.requires_grad)
                     for tensor, border in zip(received, stage.inputs, strict=True)

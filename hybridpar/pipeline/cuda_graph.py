@@ -278,7 +278,6 @@ def check_capturable(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     positions: int = 1,
-    devices: Sequence[str] = (),
     random_stages: Sequence[int] = (),
     compiled: bool = False,
 ) -> None:
@@ -294,12 +293,6 @@ def check_capturable(
             f"--cuda-graph with the stages of a replica on {positions} workers",
             "A graph is of one GPU; transfers between workers are issued by the host.",
             "Leave out --cuda-graph, or have all stages on one worker per replica: --replicas and --nproc equal.",
-        )
-    if len(set(devices)) > 1:
-        raise UsageError(
-            f"--cuda-graph with stages on {', '.join(devices)}",
-            "A graph is of one GPU.",
-            "Leave out --cuda-graph, or show this process one GPU only: CUDA_VISIBLE_DEVICES=0.",
         )
     if world.size > 1 and "cuda:nccl" not in (backend := str(dist.get_backend_config(world.control))):
         raise UsageError(

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.replicate import broadcast_state, replicate
@@ -36,10 +35,7 @@ from hybridpar.pipeline.stage_module import (
     WholeModel,
     check_stages,
     consumers_of,
-    device_of,
     module_of,
-    move_stages,
-    refresh,
 )
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
@@ -99,12 +95,6 @@ class PipelineEngine:
                 for target in consumers_of(stages, index)
                 for pair in ((index, target), (target, index))
             }
-        if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
-            raise ScheduleError(
-                f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",
-                "One worker alone may drive several devices, each lane one; gradients meet between workers of one.",
-                "Start a worker per device.",
-            )
         names = dict(model.named_parameters())
         policy = agree_on_policy(options.sync.codec, names, world.gather)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
@@ -156,8 +146,6 @@ class PipelineEngine:
         # A part of a job cannot be divided further.
         if options.sync.uses_nodes and self.world.size == self.world.job_size > 1:
             self._nodes = NodeWorlds.open(self.world, options.layout.columns, sum_lanes)
-        devices = [options.devices[lane] for lane in layout.lane_of] if options.devices else []
-        self._copies = move_stages(self._all_stages, devices)
         self.forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.borders = BorderTable(
             *(self._all_stages, self.forwards, options.recompute, options.offload),
@@ -165,13 +153,7 @@ class PipelineEngine:
             own_only=options.own_only,
         )
         compute: dict[int, Lane] = {
-            lane: lanes.caller
-            if self.is_whole
-            else lanes.open(
-                f"compute {lane}",
-                threads=options.threads,
-                device=options.devices[lane] if options.devices else None,
-            )
+            lane: lanes.caller if self.is_whole else lanes.open(f"compute {lane}", threads=options.threads)
             for lane in sorted({layout.lane_of[index] for index in mine})
         }
         # Lanes run beside each other, so each adds its BatchNorm moments on a group of its own.
@@ -200,7 +182,6 @@ class PipelineEngine:
                 recompute=index in options.recompute,
                 keys=keys,
                 context=self._context,
-                device=lane.device if options.devices else None,
             )
             self.stages[index] = LocalStage(
                 run,
@@ -230,7 +211,6 @@ class PipelineEngine:
             options,
             sync_lanes=max(1, len(sync_lanes)),
             sums_losses=callable(getattr(loss, "count", None)),
-            copies=self._copies,
         )
 
     # ----------------------------------------------------------- between steps
@@ -329,7 +309,7 @@ class PipelineEngine:
         Lanes are their owner's to close; where that was done before, nothing runs.
         """
         try:
-            if not self._lanes.closed:
+            if not self._lanes.closed and not self.executor.is_stopped:
                 self.wait()
         finally:
             self._release()
@@ -361,26 +341,22 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any) -> Any:
-        """The model's output, stage by stage, each on its device; `collect` and `use_graphs` come before.
+        """The model's output where each worker holds its own stages only; `use_graphs` comes before.
 
-        With `own_only` it is a collective of the workers of a replica: the last stage's returns the output, those of
-        others None.
+        A collective of the workers of a replica: the last stage's returns the output, those of others None.
         """
-        refresh(self._copies)
         layout, values, result = self._layout, self.executor.name_inputs(inputs), None
-        start = next(iter(values.values())).device
         parts = {} if self.grid is None else self.borders.evaluated(values)
         for stage in self._all_stages:
             result = None
             if layout.home(stage.index) == self.position:
                 module = module_of(stage)
-                device = device_of(module, start)
-                result = module(*(values[border.name].to(device) for border in stage.inputs))
+                result = module(*(values[border.name] for border in stage.inputs))
                 made = zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ()
                 values.update(made)
             if self.grid is not None:
                 self._hand_on(stage, values, parts, self.grid)
-        return tree_map_only(Tensor, lambda tensor: tensor.to(start), result)
+        return result
 
     def _hand_on(
         self, stage: StageModule, values: dict[str, Tensor], parts: Mapping[str, MessagePart], grid: Grid

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hybridpar.comm.flight import noted
 from hybridpar.comm.grid import Grid
-from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, TrainingError
@@ -31,7 +30,7 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import Agreement, LocalStage
-from hybridpar.pipeline.stage_module import WholeModel, refresh
+from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import Action, Kind, Schedule
@@ -99,7 +98,6 @@ class Executor:
         *,
         sync_lanes: int,
         sums_losses: bool,
-        copies: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         self.stages = stages
         self.borders = borders
@@ -122,15 +120,14 @@ class Executor:
         self._whole = whole = isinstance(borders.stages[0], WholeModel)
         self._offload = () if whole else options.offload
         moved = {stages[index].lane: None for index in sorted(stages.keys() & set(self._offload))}
-        self._copiers = {lane: lanes.open(f"copy of {lane.name}", device=lane.device) for lane in moved}
+        self._copiers = {lane: lanes.open(f"copy of {lane.name}") for lane in moved}
         self._agreement = Agreement(stages, world, lanes, whole=whole)
         self._inline = whole and lanes.device.type == "cpu"
         self._sync_lanes = sync_lanes
         self._sums_losses = sums_losses
-        self._copies = copies
         # The decision then stays on the device, where the optimizers read it.
         self._on_device = options.sync.guard and (lanes.device.type == "cuda" or options.capture)
-        self._record = (options.record and not options.devices) or None  # None leaves it to the kind of device
+        self._record = options.record or None  # None leaves it to the kind of device
         self._programs: dict[tuple[Any, ...], tuple[Program, _Part, _Part]] = {}
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
@@ -146,15 +143,12 @@ class Executor:
 
     def step(self, request: StepRequest, total: float | Callable[[], float]) -> LateOutcome:
         """Issue a step, whose losses are divided by a total. Waits only for the step before the last one."""
-        self.recover()
         while len(self._running) > 1:
             self._running.pop(0).wait()
         return self._outcome(self.issue(request, total))
 
     def issue(self, request: StepRequest, total: float | Callable[[], float]) -> StepState:
         """Issue the work of a step, without counting it as done."""
-        if self._copies:
-            refresh(self._copies)
         self._rebuild_buckets()
         inputs = [self.name_inputs(given) for given, _ in request.micro_batches]
         facts = [] if self._whole else self._facts(request, inputs)
@@ -225,33 +219,10 @@ class Executor:
         for stage in self.stages.values():
             stage.is_open = False
 
-    def recover(self) -> None:
-        """Go on after a step that an error has ended, once the host has met it: that step and those issued after it are
-        given up, as if their batches had not been. Where other workers take part, the lanes stay stopped.
-        """
-        if self._inline or self._world.job_size > 1 or self._lanes.closed:
-            return
-        lanes = self._lanes.others
-        failed = [lane for lane in lanes if lane.failure is not None and lane.failure.met]
-        if not failed:
-            return
-        for lane in lanes:
-            with suppress(Exception):
-                lane.synchronize()
-        assert failed[0].failure is not None
-        error = failed[0].failure.error
-        steps = {stage.steps_done for stage in self.stages.values()}
-        if len(steps) > 1:
-            raise TrainingError(
-                f"training was ended by the error of step {max(steps)}: {first_line(error)}",
-                "Some stages have done that step and others have not, as they may without guard and clipping.",
-                "Go on from a checkpoint.",
-            ) from error
-        self._lanes.forgive()
-        self.steps = steps.pop()
-        self._mailbox.clear()
-        self._running.clear()
-        self._ends = []
+    @property
+    def is_stopped(self) -> bool:
+        """Whether an error that the host has met has ended training: some stages may have done a step, others not."""
+        return any(lane.failure is not None and lane.failure.met for lane in self._lanes.others)
 
     def _outcome(self, step: StepState) -> LateOutcome:
         self.steps = step.number
@@ -268,10 +239,12 @@ class Executor:
         self.steps = steps
 
     def wait(self) -> None:
-        """Wait until everything that was issued is done."""
-        self.recover()
+        """Wait until everything that was issued is done; after an error that is raised again."""
         while self._running:
             self._running.pop(0).wait()
+        for lane in self._lanes.others:
+            if lane.failure is not None:
+                lane.failure.throw()
 
     # --------------------------------------------------------------- preparing
 
@@ -463,11 +436,9 @@ class Executor:
             no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             if self._whole or not no_memory:
                 raise
-            expected = step.facts[index].saved_bytes[action.stage]
             raise TrainingError(
-                f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}, with "
-                f"{stage.run.in_flight} micro-batch(es) in flight",
-                f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
+                f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}",
+                f"{stage.run.in_flight} micro-batch(es) in flight keep activations for their backward passes.",
                 f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}"
                 + (f" or --offload {action.stage}." if stage.lane.device.type == "cuda" else "."),
             ) from error

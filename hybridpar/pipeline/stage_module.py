@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybridpar.errors import ScheduleError
 
@@ -68,44 +67,6 @@ def module_of(stage: StageModule) -> nn.Module:
     """The module of a stage: that of a whole model, or the stage itself, which a protocol cannot say."""
     module: nn.Module = stage.module if isinstance(stage, WholeModel) else stage  # type: ignore[assignment]
     return module
-
-
-@torch.no_grad()
-def move_stages(stages: Sequence[StageModule], devices: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-    """Bring every stage to its device, in place, so that the model holds the same tensors still.
-
-    A buffer that several stages read stays with the first. The others get copies: pairs of copy and original are
-    returned, for `refresh`.
-    """
-    owners: dict[int, int] = {}
-    copies: list[tuple[Tensor, Tensor]] = []
-    for stage, name in zip(stages, devices, strict=False):
-        module, device = module_of(stage), torch.device(name)
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(device)
-        for inside in module.modules():
-            for key, buffer in inside._buffers.items():
-                if buffer is None:
-                    continue
-                if owners.setdefault(id(buffer), stage.index) == stage.index:
-                    buffer.data = buffer.data.to(device)
-                elif buffer.device != device:
-                    copies.append((buffer.to(device), buffer))
-                    inside._buffers[key] = copies[-1][0]
-    return copies
-
-
-@torch.no_grad()
-def refresh(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Give copies of buffers the values that the originals have now."""
-    for copy, original in copies:
-        copy.copy_(original, non_blocking=True)
-
-
-def device_of(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a stage computes: where its parameters or buffers are; a default for one that has neither."""
-    held = next(module.parameters(), next(module.buffers(), None))
-    return default if held is None else held.device
 
 
 def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[str]]:

@@ -40,36 +40,6 @@ from hybridpar.sync.batchnorm import BatchNormPool
 _lock = threading.Lock()
 _local = threading.local()
 
-#: Operations without a module that draw random numbers, by the name of the function or method.
-_FUNCTIONS = {
-    "alpha_dropout",
-    "bernoulli",
-    "bernoulli_",
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "dropout_",
-    "feature_alpha_dropout",
-    "feature_dropout",
-    "gumbel_softmax",
-    "multinomial",
-    "normal",
-    "normal_",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "rrelu",
-    "rrelu_",
-    "scaled_dot_product_attention",
-    "stochastic_depth",
-    "uniform_",
-}
-
 
 @dataclass(frozen=True)
 class RandomKeys:
@@ -208,10 +178,8 @@ def _with_generator(operator: Any) -> Any | None:
 def _is_random(node: fx.Node, modules: nn.Module) -> bool:
     if node.meta.get("random"):  # it drew some in an example run
         return True
-    if node.op == "call_module":
-        return any(_draws(module) for module in modules.get_submodule(str(node.target)).modules())
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in _FUNCTIONS
+    # What draws nothing in an example may draw later.
+    return node.op == "call_module" and any(map(_draws, modules.get_submodule(str(node.target)).modules()))
 
 
 def _draws_now(node: fx.Node, modules: nn.Module) -> bool:
@@ -282,7 +250,6 @@ class StageRun:
         recompute: bool = False,
         keys: RandomKeys | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        device: torch.device | None = None,
     ) -> None:
         self.stage = stage
         self.module = module_of(stage)
@@ -312,8 +279,6 @@ class StageRun:
         }
         #: Of each: where it is held, the tensor of the step's first pass and of the last, its version and its address.
         self.seen: dict[tuple[int, str], tuple[dict[str, Tensor | None], Tensor, Tensor, int, int]] = {}
-        #: Where what comes from other devices is brought to; None where all stages are on one.
-        self._device = device
         self._step = 0
         #: Sum of the scaled losses of the step so far, float64; None before the first.
         self.loss_sum: Tensor | None = None
@@ -350,10 +315,9 @@ class StageRun:
             given = inputs.get(border.name)
             value = self._mailbox.values.pop((border.name, index, self.index)) if given is None else given
             taken.append(value)
-            leaf = value.detach() if self._device is None else self._here(value.detach())
+            leaf = value.detach()
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
         keep(*taken, *leaves.values())
-        target = target if self._device is None else self._here(target)
         flight = self._flights[index] = _Flight(leaves, share=share, target=target)
         if not self._recompute and any(self.buffers):
             self._protect_buffers()
@@ -464,8 +428,6 @@ class StageRun:
                 gradient = self._mailbox.gradients.pop((name, index, consumer), None)
                 if gradient is not None:
                     taken.append(gradient)
-                    if self._device is not None:
-                        gradient = self._here(gradient)
                     known = gradients.get(name)
                     gradients[name] = gradient if known is None else known + gradient
         keep(*taken)
@@ -474,10 +436,6 @@ class StageRun:
             for name, output in flight.outputs.items()
             if output.requires_grad and name in gradients
         ]
-
-    def _here(self, value: Any) -> Any:
-        """A tensor on the device of the stage's lane, which others may not be on."""
-        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _hand_back(self, flight: _Flight, index: int) -> None:
         for name, leaf in flight.leaves.items():

@@ -358,7 +358,6 @@ class PipelineOptions:
     Attributes:
         layout: Where the stages of all replicas run.
         orders: The passes of the lanes, for each replica that differs from others.
-        devices: For every lane its device, where one worker drives several; empty for the device of the worker.
         recompute: Stages whose activations are computed again in the backward pass.
         offload: Stages whose activations wait for the backward pass in the host's memory.
         compile: Compile every stage with torch.compile.
@@ -374,7 +373,6 @@ class PipelineOptions:
 
     layout: Layout
     orders: tuple[Schedule, ...]
-    devices: tuple[str, ...] = ()
     recompute: tuple[int, ...] = ()
     offload: tuple[int, ...] = ()
     compile: bool = False

@@ -143,7 +143,7 @@ def _outer_choices(inputs: PlannerInputs) -> list[CodecChoice]:
     return choices
 
 
-@lru_cache(maxsize=16)  # a scaling curve, and what would help, search many times with the same of these
+@lru_cache(maxsize=16)  # a batch is chosen by many spaces with the same of these
 def policies_of(
     fidelity: str,
     parameters: tuple[Parameter, ...],

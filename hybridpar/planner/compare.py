@@ -49,19 +49,13 @@ def prediction_warnings(plan: Plan, ran: StepFigures, load: float = 0.0) -> list
 
 
 def _cause(predicted: StepFigures, ran: StepFigures, load: float) -> str:
-    more_computing = _computing(ran) - _computing(predicted)
     more_sync = (ran.exposed_sync_ms or 0.0) - (predicted.exposed_sync_ms or 0.0)
+    more_computing = (ran.step_ms or 0.0) - (predicted.step_ms or 0.0) - more_sync
     if abs(more_sync) > abs(more_computing):
         exposed = f"the exchange of gradients was exposed for {more_sync:+,.1f} ms"
         return f"{exposed}, so the link is not as it was when this was predicted"
-    part = f"all but the exposed exchange differs by {more_computing:+,.1f} ms, "
-    if more_computing < 0:
-        return f"{part}so the machine was busier when it was profiled than it is now"
-    if load > BUSY:
-        return f"{part}and other programs keep this machine busy (load {load:.1f} per core)"
-    return f"{part}so the machine is busy or throttled now, or steps do more than the model that was profiled"
-
-
-def _computing(figures: StepFigures) -> float:
-    """Time of everything but the exposed exchange."""
-    return (figures.step_ms or 0.0) - (figures.exposed_sync_ms or 0.0)
+    busy = f" (other programs: load {load:.1f} per core)" if load > BUSY else ""
+    return (
+        f"all but the exposed exchange differs by {more_computing:+,.1f} ms, so the machine was busier, or more "
+        f"throttled, {'when it was profiled' if more_computing < 0 else 'now'}{busy}"
+    )

@@ -13,13 +13,11 @@ from hybridpar.compress import Collective
 from hybridpar.planner.codecs import bucket_cost, stage_buckets
 from hybridpar.planner.cuts import StageFigures
 from hybridpar.planner.network import Network
-from hybridpar.planner.space import Candidate, Space
-from hybridpar.planner.speeds import LEAST_MS
+from hybridpar.planner.space import LEAST_MS, Candidate, Space
 from hybridpar.schedule.costs import BucketCost, Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make, order_of_replica
-from hybridpar.schedule.shares import WorkCost, best_division
 from hybridpar.schedule.simulate import simulate
 from hybridpar.sync.shards import largest_share
 
@@ -84,7 +82,6 @@ class CandidateCosts:
             link=link,
             links=links,
             replicas=layout.replicas,
-            sync_shares_link=True,
             sync_own_link=network.grouping.hosts == 1,
             sync_lanes=self.inputs.sync_lanes,
             control_ms=network.control_ms() if layout.workers > 1 else 0.0,
@@ -158,13 +155,10 @@ class CandidateCosts:
         assert cut is not None
         candidate = Candidate(layout, count, cut, "1f1b")
         parts = [batch / layout.replicas] * layout.replicas
-        for _ in range(4):
-            work = {}
-            for replica in set(kinds):
-                part = parts[replica]
-                time, half = (self._time_of_part(candidate, replica, samples) for samples in (part, part / 2))
-                work[replica] = WorkCost(max(0.0, 2 * half - time), max(LEAST_MS, 2 * (time - half) / part))
-            parts = [max(1.0, part) for part in best_division([work[kind] for kind in kinds], batch)]
+        for _ in range(8):
+            times = {replica: self._time_of_part(candidate, replica, parts[replica]) for replica in set(kinds)}
+            rates = [parts[kind] / max(LEAST_MS, times[kind]) for kind in kinds]
+            parts = [max(1.0, batch * rate / sum(rates)) for rate in rates]
         return tuple(round(part, 2) for part in parts)
 
     def _time_of_part(self, candidate: Candidate, replica: int, samples: float) -> float:

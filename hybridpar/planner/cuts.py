@@ -4,8 +4,7 @@ For every number of stages one cut is tried: stages are balanced together with w
 Where that does not fit into memory, the cut that needs the least is tried too.
 
 Where the devices of a pipeline differ, stages are balanced by the speed of the device that each will run on, and memory
-counts in proportion to what each device has. There, cuts between the balanced one and that of least memory are tried
-too: a fast device with little memory gets as much as fits.
+counts in proportion to what each device has.
 """
 
 from __future__ import annotations
@@ -20,16 +19,11 @@ from hybridpar.partition.balance import (
     IntervalCosts,
     balance_graph,
     least_maximum,
-    pick,
     stages_of,
 )
 from hybridpar.partition.planning import edges_of, saved_bytes
 from hybridpar.planner.profile import ModelProfile, Parameter
 from hybridpar.schedule.layout import Edge
-
-#: Of the memory that the balanced cut needs beyond the least possible, the parts with which others are made where
-#: devices differ, with what they are called.
-MEMORY_PARTS = {"less": 0.75, "half the": 0.5, "little": 0.25, "the least": 0.0}
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ class CutLibrary:
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.balanced = cache(lambda stages, devices=(), speed=None: balanced_cut(profile, stages, devices, speed))
-        self.smaller = cache(lambda stages, devices=(): smaller_cuts(profile, stages, devices))
+        self.smallest = cache(lambda stages, devices=(): smallest_cut(profile, stages, devices))
         self.figures = cache(lambda cut, samples: figures_of(profile, cut, samples))
 
 
@@ -138,34 +132,18 @@ def balanced_cut(
     return Cut("balanced by speed" if len(set(speeds)) > 1 else "balanced", stage_of, speed)
 
 
-def smaller_cuts(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] = ()) -> tuple[Cut, ...]:
-    """The cuts that need less memory than the balanced one.
-
-    Where devices differ these are the fastest of those that need no more than a part of what the fastest of all needs.
-    """
+def smallest_cut(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] = ()) -> Cut | None:
+    """The cut that needs the least memory, in proportion to what each device has; None where there is none."""
     if not 1 < stages <= len(profile.graph):
-        return ()
+        return None
     costs = IntervalCosts(profile.timed(profile.samples))
-    needs = costs.memory(stages)
-    tried = {"least memory": least_maximum(needs)[1]}
-    if devices:
-        times = costs.times([device.speed for device in devices])
-        needs = [np.where(costs.empty, np.inf, need / one.memory) for need, one in zip(needs, devices, strict=True)]
-        least, fastest = least_maximum(needs)[0], least_maximum(times)[1]
-        if fastest is None:
-            return ()
-        most = max(pick(need, fastest, stage) for stage, need in enumerate(needs))
-        tried = {}
-        for name, part in MEMORY_PARTS.items():
-            bound = (least + part * (most - least)) * (1 + 1e-12)
-            allowed = [np.where(need <= bound, time, np.inf) for time, need in zip(times, needs, strict=True)]
-            tried[f"balanced in {name} memory"] = least_maximum(allowed)[1]
-    cuts: dict[tuple[int, ...], Cut] = {}
-    for name, ends in tried.items():
-        stage_of = stages_of(ends, len(profile.graph)) if ends is not None else (0,)
-        if max(stage_of) + 1 == stages:
-            cuts.setdefault(stage_of, Cut(name, stage_of))
-    return tuple(cuts.values())
+    shares = [device.memory for device in devices] or [1.0] * stages
+    needs = [
+        np.where(costs.empty, np.inf, need / share) for need, share in zip(costs.memory(stages), shares, strict=True)
+    ]
+    _, ends = least_maximum(needs)
+    assert ends is not None, "there are as many units as stages"
+    return Cut("least memory", stages_of(ends, len(profile.graph)))
 
 
 def figures_of(profile: ModelProfile, cut: Cut, samples: float) -> StageFigures:

@@ -9,8 +9,7 @@ from functools import cache
 from hybridpar.planner.codecs import PLAIN
 from hybridpar.planner.costs import CandidateCosts
 from hybridpar.planner.memory import device_bytes
-from hybridpar.planner.space import Candidate, Space
-from hybridpar.planner.speeds import stage_speeds
+from hybridpar.planner.space import Candidate, Space, stage_speeds
 from hybridpar.schedule.actions import Schedule
 from hybridpar.schedule.costs import Costs, Link
 from hybridpar.schedule.program import lower

@@ -1,4 +1,4 @@
-"""Explains the result of a search in words: why each other plan is slower, in milliseconds, and what would help.
+"""Explains the result of a search in words: why each other plan is slower, in milliseconds.
 
 Differences are those of the parts of a step, so they add up.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import get_args
 
-from hybridpar.errors import PlanError
-from hybridpar.machine.cluster_file import Hosts
 from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.evaluate import Outcome, Parts
-from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.search import Answer, find_plan, least_workers
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.search import Answer
 from hybridpar.planner.space import Candidate
 
 #: Parts of a step, with what they are called.
@@ -100,44 +97,6 @@ def _why_lost(chosen: Outcome, chosen_parts: Parts, other: Outcome, parts: Parts
     return f"{text}: {reasons}" if reasons else text
 
 
-def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[str]:
-    """What a looser fidelity, a faster link, another device, and leaving out hosts of one speed would gain.
-
-    Each is a search of its own.
-    """
-    cluster, fidelities = inputs.cluster, get_args(Fidelity)
-    changes: list[tuple[str, PlannerInputs | str]] = []  # or why nothing can be said
-    for fidelity in fidelities[fidelities.index(inputs.fidelity) + 1 :]:
-        added = set(FIDELITIES[fidelity]) - set(FIDELITIES[inputs.fidelity])
-        untimed = "its codecs were not timed, which planning with it does"
-        change = inputs.with_fidelity(fidelity) if added & inputs.rates.keys() else untimed
-        changes.append((f"--fidelity {fidelity}", change))
-    faster = inputs.on(cluster.faster_links(10)) if cluster.workers > 1 else "there is no link"
-    changes.append(("a link 10 times as fast", faster))
-    for host in cluster.hosts if cluster.is_unequal else ():
-        if (rest := cluster.without(host)) is not None:
-            changes.append((f"without {_name_of(host)}", inputs.on(rest)))
-    more = cluster.with_another()
-    larger = inputs.same_result().on(more) if more is not None else "nothing says what would lie between devices"
-    changes.append(("another host" if cluster.between is not None else "another device", larger))
-    return [f"{name}: {_gain_of(change, answer)}" for name, change in changes]
-
-
-def _gain_of(changed: PlannerInputs | str, answer: Answer) -> str:
-    """What is gained with changed inputs; `changed` says why there are none."""
-    if isinstance(changed, str):
-        return changed
-    try:
-        other = find_plan(changed, library=answer.evaluator.space.library, advise=False)
-    except PlanError as error:
-        return error.what
-    gain = answer.fastest.score - other.fastest.score
-    if abs(gain) < _SMALL_MS:
-        return "gains nothing"
-    plan = describe(other.fastest.candidate, other)
-    return f"{'gains' if gain > 0 else 'loses'} {abs(gain):,.1f} ms a step ({other.fastest.score:,.1f} ms, {plan})"
-
-
 def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
     """What the reader must know of the figures."""
     unfit = answer.considered - len(answer.ranked)
@@ -153,44 +112,11 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
         lines.append("times are estimated from FLOPs and bytes, not measured: they rank plans, and promise nothing")
     if inputs.profile.batch_norm:
         lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
-    sizes = [host.memory for host in inputs.cluster.hosts if host.memory is not None]
-    if sizes and (least := least_workers(answer.evaluator)):
-        workers, candidate = least
-        stages = f"{candidate.layout.stages} stages" if candidate.layout.stages > 1 else "whole"
-        lines.append(
-            f"least workers of {min(sizes) / 1e9:,.2f} GB that it can be trained on with this batch: {workers} "
-            f"({', '.join([stages, *candidate.saving])})"
-        )
-    if inputs.cluster.is_unequal:
-        lines += _of_unlike_hosts(inputs, answer)
     loops = [choice for choice in answer.evaluator.space.codec_choices if choice.outer is not None]
     if loops:
         texts = ", ".join(f"{choice.name}: {choice.outer}" for choice in loops)
         lines.append(f"outer loops, as ResNet-18 on digits showed: {texts}")
     return lines + caveats(inputs)
-
-
-def _of_unlike_hosts(inputs: PlannerInputs, answer: Answer) -> list[str]:
-    """Which hosts the chosen plan leaves out, and what stays equal though they differ in speed."""
-    layout, lines = answer.chosen.candidate.layout, []
-    used = [host for _, host in inputs.by_worker[: layout.workers]]
-    for host in inputs.cluster.hosts:
-        if host not in used:
-            lines.append(f"{_name_of(host)} is left out, as a step with it would take no less time")
-    speeds = [min(answer.evaluator.throughput(layout, replica)) for replica in range(layout.replicas)]
-    if inputs.profile.batch_norm and min(speeds) < max(speeds):
-        gain = sum(speeds) / len(speeds) / min(speeds)
-        lines.append(
-            "BatchNorm: parts of a batch stay equal, as others would be normalised by other samples; `--shares auto` "
-            f"divides them by speed, and computing then takes up to {gain:.2f} times less"
-        )
-    return lines
-
-
-def _name_of(host: Hosts) -> str:
-    """A kind of host in words."""
-    devices, speed = host.count * host.devices, f", {host.throughput:g} times as fast" * (host.throughput != 1)
-    return f"{host.name or host.kind} ({devices} device{'s' * (devices > 1)}{speed})"
 
 
 def caveats(inputs: PlannerInputs) -> list[str]:

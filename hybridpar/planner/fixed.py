@@ -26,7 +26,6 @@ class Fixed:
         schedule: Order of the passes, where there are several stages.
         placement: How stages are dealt out to lanes, likewise.
         codecs: Codec of each parameter; the gradients of others are sent as they are.
-        parts: Replicas x micro-batches, where layers normalise over a micro-batch; None for the number of workers.
         every_step: Gradients are exchanged in every step: options were given that an outer loop does not know.
         exchanged: Only plans with several replicas: something was asked for that acts on what replicas exchange.
         staged: Only plans with several stages: something was asked for that acts on stages.
@@ -41,7 +40,6 @@ class Fixed:
     schedule: str | None = None
     placement: Literal["linear", "loop", "v"] | None = None
     codecs: Mapping[str, str] | None = None
-    parts: int | None = None
     every_step: bool = False
     exchanged: bool = False
     staged: bool = False

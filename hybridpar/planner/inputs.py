@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -106,29 +106,6 @@ class PlannerInputs:
     def key(self) -> str:
         """Equal for equal inputs."""
         return hashlib.sha256(json.dumps(self.to_data(), sort_keys=True).encode()).hexdigest()[:16]
-
-    def on(self, cluster: ClusterSpec) -> PlannerInputs:
-        """The same question for another cluster, all of whose workers may be used where it has more or fewer.
-
-        Args:
-            cluster: The other cluster.
-        """
-        fixed = self.fixed if cluster.workers == self.cluster.workers else replace(self.fixed, workers=None)
-        return replace(self, cluster=cluster, fixed=fixed)
-
-    def same_result(self) -> PlannerInputs:
-        """The same question, to compare numbers of workers: layers normalise over as many samples with each."""
-        if not self.profile.batch_norm or self.fixed.parts is not None:
-            return self
-        return replace(self, fixed=replace(self.fixed, parts=self.workers))
-
-    def with_fidelity(self, fidelity: Fidelity) -> PlannerInputs:
-        """The same question with another fidelity.
-
-        Args:
-            fidelity: `exact`, `close` or `lossy`.
-        """
-        return replace(self, fidelity=fidelity)
 
     def to_data(self) -> dict[str, Any]:
         """As JSON would have it; what is at its default is left out."""

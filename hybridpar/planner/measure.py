@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.graph_facts import state_of
 from hybridpar.partition.profile import Progress, device_roofline, estimate_units
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
@@ -16,9 +17,6 @@ from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes
 from hybridpar.tvm_kernels.swap import optimize, restore
-
-#: No profile is measured once more after so many seconds: a machine that is busy for longer is not worth waiting for.
-MOST_SECONDS = 1.0
 
 #: Layers that normalise over the micro-batch.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -39,13 +37,14 @@ def profile_model(
         model: The model, in the memory format and with the kernels that it is trained in; see `set_way`.
         examples: Inputs of micro-batches, each of a size to profile, likewise.
         name: What to call the model; default: its class.
-        measure: Run units; else their times are estimated.
+        measure: Run units; else, and of a model without memory, their times are estimated.
         passes: Over each unit.
         progress: Called as units are measured.
 
     Returns:
         Units, parameters and times of the model, without its weights.
     """
+    measure = measure and not is_deferred(model)
     ascending = sorted(examples, key=len)
     first = ascending[0]
     traced = trace_model(model, (first,))
@@ -54,9 +53,7 @@ def profile_model(
     for example in ascending:
         of_size = units if example is first else find_units(traced, (example,))
         if measure:
-            times = measured_profile(
-                of_size, (example,), passes=passes, threads=None, cache=None, progress=progress, seconds=MOST_SECONDS
-            )
+            times = measured_profile(of_size, (example,), passes=passes, threads=None, cache=None, progress=progress)
         else:
             times = estimate_units(of_size.graph, device_roofline(example.device, None))
         sizes.append(SizedTimes(len(example), times.forward_ms, times.backward_ms))

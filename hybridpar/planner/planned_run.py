@@ -105,21 +105,17 @@ def plan_run(
     )
     plan = plan or _read_own_plan(config, world)
     found: _Found = None, ()
-    nothing = ""  # for a codec to be chosen by
     if plan is None and config.chooses:
-        from hybridpar.planner.choice import nothing_to_choose, other_types
+        from hybridpar.planner.choice import other_types
 
-        if config.searches and (why := other_types(model)):
+        if why := other_types(model):
             config, found = replace(config, compress="none"), (None, (f"auto     none: {why}",))
-        elif not config.searches:
-            config, decided = _settled(config, world, decided)
-            nothing = nothing_to_choose(model, world, config.fidelity, config.replicas or 1)
     if plan is not None:
         found = _follow_given(model, config, world, plan, decided, name, sample_shape)
-    elif not config.searches and (not config.chooses or nothing):
+    elif not config.searches:
         pass
     elif stored is not None:
-        kept, problem = world.from_main(lambda: (_stored_plan(stored, world.size), _problem_of(stored)))
+        kept, problem = world.from_main(lambda: _stored_plan(stored))
         if kept is not None:
             found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
         elif problem:
@@ -155,19 +151,6 @@ def plan_run(
         codec, chosen = choose_codecs(model, world, *how)
         resolved, lines = resolved.with_codec(codec), (*lines, *chosen)
     return PlannedRun(resolved, lines)
-
-
-def _settled(config: TrainConfig, world: World, decided: Collection[str]) -> tuple[TrainConfig, Collection[str]]:
-    """Options that leave nothing but the codec to the search, and the names of all others."""
-    plan = resolve(config, world.size, None, decided, device=world.device.type)
-    settled = replace(
-        config,
-        replicas=plan.layout.replicas,
-        schedule=plan.pipeline.schedule,
-        placement=config.placement or plan.layout.kind,
-        memory_format="channels_last" if plan.channels_last else "contiguous",
-    )
-    return settled, frozenset(option.name for option in fields(TrainConfig)) - {"compress"}
 
 
 def _require_effect(config: TrainConfig, named: Collection[str], workers: int, layout: Layout | None = None) -> None:
@@ -320,43 +303,13 @@ def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Pl
     return followed, (f"plan     as the run began with, not searched for again{_expected(followed)}",)
 
 
-def set_aside(place: Path) -> None:
-    """Keep the plan of a run that goes on without it, under the number of its workers: with these it is
-    taken up again.
-    """
-    plan = _usable(place)
-    if plan is not None:
-        with contextlib.suppress(OSError):
-            place.replace(_aside(place, plan.workers))
-
-
-def _stored_plan(place: Path, workers: int) -> str | None:
-    """A run's plan, where it was laid out by one: if there are several the one for so many workers."""
-    found = [plan for plan in (_usable(place), _usable(_aside(place, workers))) if plan is not None]
-    fitting = [plan for plan in found if plan.workers == workers]
-    return (fitting or found)[0].to_json() if found else None
-
-
-def _problem_of(place: Path) -> str:
-    """Why a run's plan cannot be read; empty where it can, or is not there."""
-    try:
-        read_plan(place)
-    except PlanError as error:
-        return error.what if place.exists() else ""
-    return ""
-
-
-def _aside(place: Path, workers: int | None) -> Path:
-    return place.with_name(f"{place.stem}-{workers}-workers{place.suffix}")
-
-
-def _usable(place: Path) -> Plan | None:
-    """A plan that laid a run out; what cannot be read is as none."""
+def _stored_plan(place: Path) -> tuple[str | None, str]:
+    """A run's plan, where it was laid out by one; and why it cannot be read, where it is there."""
     try:
         plan = read_plan(place)
-    except HybridparError:
-        return None
-    return plan if plan.checksum is not None and plan.placement is not None else None
+    except HybridparError as error:
+        return None, error.what if place.exists() else ""
+    return plan.to_json() if plan.checksum is not None and plan.placement is not None else None, ""
 
 
 def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:

@@ -40,9 +40,8 @@ from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import autocast, model_fingerprint
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state import twin_of
-from hybridpar.partition.profile import Progress
+from hybridpar.partition.profile import Progress, intra_op_threads
 from hybridpar.partition.profile_cache import machine_key
-from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.choice import other_types
 from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.fit import held_bytes, memory_of, sizes_of
@@ -250,7 +249,7 @@ def _measure_way(job: _Job, open_trial: OpenTrial) -> Way:
 
 def _measure_units(job: _Job, way: Way | None, progress: Progress | None) -> ModelProfile:
     """The times of the model's units, and of the rest of a step."""
-    asked, options, is_whole = job.asked, job.asked.options, not is_deferred(job.model)
+    asked, options = job.asked, job.asked.options
     if way is not None:
         options = replace(options, **way.options)  # type: ignore[arg-type]
     memory_format = "channels_last" if options.uses_channels_last else "contiguous"
@@ -258,26 +257,15 @@ def _measure_units(job: _Job, way: Way | None, progress: Progress | None) -> Mod
     found: list[ModelProfile] = []
 
     def profile() -> None:
-        copy = twin_of(job.model) if is_whole else job.model
+        copy = twin_of(job.model)
         examples = [set_way(copy, job.example(size), memory_format, kernels) for size in job.sizes]
         threads = way.threads if way is not None else None
         with autocast(options.amp, job.world.device), intra_op_threads(threads):
-            found.append(
-                profile_model(
-                    copy,
-                    examples,
-                    name=asked.name,
-                    passes=PASSES,
-                    progress=progress,
-                )
-            )
+            found.append(profile_model(copy, examples, name=asked.name, passes=PASSES, progress=progress))
 
     def measure() -> ModelProfile:
         job.announce("planning: measuring the layers of the model")
-        if is_whole:
-            job.world.on_all_patiently(as_problem(profile))
-        else:
-            job.world.from_main(as_problem(profile), long=True)
+        job.world.on_all_patiently(as_problem(profile))
         of_main: ModelProfile = job.world.gather(found[0] if job.world.is_main else None)[0]  # type: ignore[assignment]
         return of_main
 
@@ -338,7 +326,6 @@ def _key(job: _Job) -> dict[str, object]:
         "sample": list(asked.sample_shape),
         "batch": asked.options.samples_per_step,
         "largest": job.sizes[-1],
-        **({"unit by unit": True} if is_deferred(job.model) else {}),
         **machine_key(world.device),
         "hosts": sorted(Counter(str(host) for host in world.gather(host_identity())).values()),
         "cores": len(available_cores()),

@@ -17,7 +17,7 @@ from hybridpar.plan import (
 )
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.search import Answer
-from hybridpar.planner.speeds import stage_speeds
+from hybridpar.planner.space import stage_speeds
 
 
 def plan_of(answer: Answer, outcome: Outcome | None = None, compute: Compute | None = None) -> Plan:

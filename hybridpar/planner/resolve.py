@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -185,7 +185,11 @@ def _layout(config: TrainConfig, workers: int, plan: Plan | None, decided: Colle
         if replicas in (None, said.replicas) and (said.workers == workers or not said.is_equal):
             layout = said
         elif stages > 1 and not said.is_usual:
-            return _repeated(said, workers, replicas)
+            raise UsageError(
+                f"the plan places its stages on {said.workers} worker(s), and here are {workers}",
+                "Only stages that are dealt out to workers in a usual way can be dealt out to others.",
+                f"Start {said.workers} workers, or plan again for these.",
+            )
         kind = said.kind
     if layout is not None:
         if layout.workers != workers:
@@ -217,39 +221,13 @@ def _layout(config: TrainConfig, workers: int, plan: Plan | None, decided: Colle
     return Layout.dealt(stages, lanes, kind, workers=positions, replicas=replicas)
 
 
-def _repeated(said: Layout, workers: int, asked: int | None) -> Layout:
-    """The layout of a plan's replicas, for all workers."""
-    replicas = workers // said.positions if asked is None else asked
-    if not replicas or replicas * said.positions != workers:
-        raise UsageError(
-            f"the plan places its stages on {said.positions} worker(s), and here are {workers}"
-            + (f" for --replicas {asked}" if asked is not None else ""),
-            "A replica has the workers that the plan names, and replicas use all workers.",
-            f"Start {said.positions * (asked or 1)} workers.",
-        )
-    return Layout.repeated(said.replica().rows[0], replicas)
-
-
 def lane_threads(layout: Layout, device: torch.device) -> int:
     """Intra-op threads of a lane on a CPU: those of the process, divided."""
     return max(1, torch.get_num_threads() // layout.lanes_each) if device.type == "cpu" else 1
 
 
-@dataclass(frozen=True)
-class WorkerShare:
-    """What one CPU worker of a run does.
-
-    Attributes:
-        samples: Of a micro-batch, where batches divide evenly.
-        threads: Intra-op threads of a lane.
-    """
-
-    samples: int
-    threads: int
-
-
-def share_of_worker(config: TrainConfig, workers: int) -> WorkerShare:
-    """What each of so many workers on this machine does, as the launcher sets it up."""
+def share_of_worker(config: TrainConfig, workers: int) -> tuple[int, int]:
+    """Samples of a micro-batch and intra-op threads of a lane, of each of so many workers on this machine."""
     plan = resolve(config, workers, None if config.plan_file is None else read_plan(config.plan_file))
     threads = threads_per_worker(workers, available_cores())
-    return WorkerShare(plan.micro_batch_samples(config.samples_per_step), max(1, threads // plan.layout.lanes_each))
+    return plan.micro_batch_samples(config.samples_per_step), max(1, threads // plan.layout.lanes_each)

@@ -6,8 +6,7 @@ say; of all that are equal to the fastest the simplest is chosen. What saves mem
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridpar.errors import PlanError
@@ -15,10 +14,6 @@ from hybridpar.planner.cuts import CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import Candidate, Space
-from hybridpar.schedule.schedules import SCHEDULES
-
-#: Told how many candidates were looked at, and of how many.
-Progress = Callable[[int, int], None]
 
 #: The plan that every search contains, unless something else was decided on.
 DATA_PARALLEL = "data parallel"
@@ -59,19 +54,13 @@ class Answer:
 def find_plan(
     inputs: PlannerInputs,
     *,
-    workers: int | None = None,
     library: CutLibrary | None = None,
-    progress: Progress | None = None,
-    advise: bool = True,
 ) -> Answer:
     """Search for the best plan.
 
     Args:
         inputs: Everything that the search reads.
-        workers: Workers that may be used; default: all.
         library: Cuts of the same model, where another search has made them.
-        progress: Told now and then how far it is.
-        advise: Where no plan fits, look for a batch with which one would.
 
     Returns:
         The chosen plan, those that are as good, and all others.
@@ -80,11 +69,11 @@ def find_plan(
         PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits. Or what
             is decided leaves no plan.
     """
-    evaluator = Evaluator(Space(inputs, workers, library))
+    evaluator = Evaluator(Space(inputs, library=library))
     space, noise = evaluator.space, max(inputs.profile.resolution, LEAST_NOISE)
     outcomes: dict[Candidate, Outcome] = {}
     for saving in (False, True):  # only memory makes it worth to compute activations again, or to hand parameters round
-        for outcome in _outcomes(evaluator, space.candidates(saving), progress):
+        for outcome in _outcomes(evaluator, space.candidates(saving)):
             outcomes[outcome.candidate] = outcome
         if not outcomes:
             raise _nothing_left(space)
@@ -92,7 +81,7 @@ def find_plan(
             break
     fitting = [outcome for outcome in outcomes.values() if outcome.fits]
     if not fitting:
-        raise _too_little_memory(evaluator, list(outcomes.values()), advise)
+        raise _too_little_memory(list(outcomes.values()))
     baselines = {}
     for name, count in ((DATA_PARALLEL, space.workers), ("one device", 1)):
         plain = (outcome for candidate, outcome in outcomes.items() if candidate.is_plain and not candidate.sharded)
@@ -105,75 +94,37 @@ def find_plan(
     return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, len(outcomes), evaluator)
 
 
-def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate], progress: Progress | None) -> Iterator[Outcome]:
-    """What candidates are predicted to take; where one does not fit also with the cuts that need less memory."""
-    waiting = list(candidates)
-    count = len(waiting)
-    for done, candidate in enumerate(waiting):
-        if progress is not None and done % 16 == 0:
-            progress(done, count)
+def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate]) -> Iterator[Outcome]:
+    """What candidates are predicted to take; where one does not fit also with the cut that needs the least."""
+    for candidate in candidates:
         outcome = evaluator.outcome(candidate)
         yield outcome
         if not outcome.fits:
-            for cut in evaluator.space.smaller_cuts(candidate.layout):
-                way = candidate.cut.recompute, candidate.cut.offload
-                yield evaluator.outcome(replace(candidate, cut=replace(cut, recompute=way[0], offload=way[1])))
-    if progress is not None:
-        progress(count, count)
+            cut, way = evaluator.space.smallest_cut(candidate.layout), candidate.cut
+            if cut is not None and cut.stage_of != way.stage_of:
+                cut = replace(cut, recompute=way.recompute, offload=way.offload)
+                yield evaluator.outcome(replace(candidate, cut=cut))
 
 
-def _too_little_memory(evaluator: Evaluator, outcomes: Sequence[Outcome], advise: bool) -> PlanError:
-    """The error that says how much is missing, and what would fit."""
-    ordered = sorted(outcomes, key=lambda one: (one.memory_bytes - one.limit_bytes, one.candidate.simplicity))
-    nearest = ordered[0]
+def _too_little_memory(outcomes: Sequence[Outcome]) -> PlanError:
+    """The error that says how much is missing."""
+    nearest = min(outcomes, key=lambda one: (one.memory_bytes - one.limit_bytes, one.candidate.simplicity))
     need, have, candidate = nearest.memory_bytes, nearest.limit_bytes, nearest.candidate
     layout = candidate.layout
-    fix = f"The nearest that fits needs devices of {_up(need)} MB"
-    if advise:
-        if more := least_workers(evaluator, evaluator.space.workers + 1):
-            fix += f", or {more[0]} workers of this memory"
-        kinds: dict[object, Candidate] = {}
-        for one in (outcome.candidate for outcome in ordered):
-            kinds.setdefault((one.layout, one.micro_batches, one.cut.saving, one.sharded), one)
-        if fewer := max(_largest_batch(evaluator, one) for one in kinds.values()):
-            fix += f", or a batch of {fewer} samples"
     return PlanError(
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
         f"{_up(need - have)} MB more",
         f"It has {layout.stages} stage(s) on {layout.workers} worker(s) with {candidate.micro_batches} micro-batch(es)"
         f"{''.join(f', {text}' for text in candidate.saving)}; each worker holds parameters, gradients and "
         "optimizer state of its stages, and activations that wait.",
-        f"{fix}.",
+        f"Use devices of {_up(need)} MB, more of them, or a smaller batch.",
     )
-
-
-#: More workers are not asked for to make a model fit.
-MOST_WORKERS = 32
-
-
-def least_workers(evaluator: Evaluator, first: int = 1) -> tuple[int, Candidate] | None:
-    """How many workers of the memory of the cluster's smallest device the model needs at least."""
-    inputs, library = evaluator.space.inputs, evaluator.space.library
-    last = min(inputs.cluster.hosts, key=lambda one: math.inf if one.memory is None else one.memory)
-    alone = inputs.cluster.between is None
-    for workers in range(first, min(MOST_WORKERS, inputs.batch) + 1):
-        host = last.model_copy(update={"count": 1 if alone else workers, "devices": workers if alone else 1})
-        cluster = inputs.cluster.model_copy(update={"hosts": (host,)})
-        space = Space(replace(inputs.on(cluster), fixed=replace(inputs.fixed, workers=workers)), workers, library)
-        tried = Evaluator(space)
-        for saving in (False, True):
-            for one in space.candidates(saving):
-                quick = not SCHEDULES.get(one.schedule).searches
-                ways = [one, *(replace(one, cut=cut) for cut in space.smaller_cuts(one.layout))] if quick else []
-                if fitting := next((way for way in ways if tried.outcome(way).fits), None):
-                    return workers, fitting
-    return None
 
 
 def _nothing_left(space: Space) -> PlanError:
     """The error that says what is decided, as together that leaves nothing."""
     fixed = space.inputs.fixed
-    apart = ("codecs", "parts", "every_step", "exchanged", "staged", "equal")
+    apart = ("codecs", "every_step", "exchanged", "staged", "equal")
     said = {name: value for name, value in vars(fixed).items() if name not in apart}
     told = [f"{name} {value}" for name, value in said.items() if value is not None]
     told += ["several replicas"] * fixed.exchanged + ["several stages"] * fixed.staged
@@ -182,21 +133,6 @@ def _nothing_left(space: Space) -> PlanError:
         "Stages x replicas use all workers that are asked for, and stages are units of the model.",
         "Leave more of it to the search.",
     )
-
-
-def _largest_batch(evaluator: Evaluator, candidate: Candidate) -> int:
-    """The most samples with which a candidate fits, found by halves, as it needs more for more; 0 where none do."""
-    inputs, library = evaluator.space.inputs, evaluator.space.library
-    low, high = 0, inputs.batch  # fits, or is no batch; does not fit
-    least = max(evaluator.space.workers, candidate.layout.replicas * candidate.micro_batches)
-    while high - max(low, least - 1) > 1:
-        middle = (max(low, least - 1) + high) // 2
-        tried = Evaluator(Space(replace(inputs, batch=middle), evaluator.space.workers, library))
-        if tried.outcome(candidate).fits:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _up(size: float) -> str:

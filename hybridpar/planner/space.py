@@ -11,16 +11,16 @@ plans fits into memory, looser fidelities also allow more and smaller micro-batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, permutations
+from operator import truediv
 from typing import Any
 
 from hybridpar.planner.codecs import PLAIN, CodecChoice, codec_choices
-from hybridpar.planner.cuts import Cut, CutLibrary
+from hybridpar.planner.cuts import Cut, CutLibrary, StageDevice
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.speeds import stage_devices, worker_kinds
 from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 
@@ -28,13 +28,12 @@ from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 #: simulates several orders is tried: beyond, that takes longer than it can gain.
 MOST_PASSES = 128
 
-#: Kinds of devices of a pipeline that are tried in every order; of more the fastest and the slowest come first.
-MOST_KINDS = 3
-
-
 #: Schedules that were never the best of all plans that were measured (benchmarks/planner), though `greedy` takes their
 #: orders into account; tried where they are asked for, and where there are too many passes for `greedy`.
 NEVER_BEST = ("gpipe", "interleaved", "looped_bfs")
+
+#: What a pass takes at least, so that what it keeps is kept for some time; and a sample.
+LEAST_MS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -143,21 +142,9 @@ class Space:
         speed = link.bandwidth if link is not None and layout.positions > 1 else None
         return self.library.balanced(layout.stages, stage_devices(self.inputs, layout), speed)
 
-    def smaller_cuts(self, layout: Layout) -> tuple[Cut, ...]:
-        """The cuts to try where that one does not fit into memory."""
-        return self.library.smaller(layout.stages, stage_devices(self.inputs, layout))
-
-    def _orders(self, layout: Layout) -> Iterator[tuple[int, ...]]:
-        """Other orders of unlike devices along the pipeline: those that are alike stay beside each other."""
-        if layout.kind != "linear" or layout.positions == 1:
-            return
-        kinds = worker_kinds(self.inputs, layout)
-        groups = [list(group) for _, group in groupby(range(layout.positions), key=kinds.__getitem__)]
-        usual = tuple(range(layout.positions))
-        every = permutations(groups) if len(groups) <= MOST_KINDS else iter([tuple(groups[::-1])])
-        for order in (tuple(chain.from_iterable(one)) for one in every):
-            if order != usual:
-                yield order
+    def smallest_cut(self, layout: Layout) -> Cut | None:
+        """The cut to try where that one does not fit into memory."""
+        return self.library.smallest(layout.stages, stage_devices(self.inputs, layout))
 
     def layouts(self, saving: bool = False) -> Iterator[tuple[Layout, int]]:
         """All layouts, each with the micro-batches of a replica."""
@@ -170,7 +157,6 @@ class Space:
                     for count in self.micro_batch_counts(replicas, saving):
                         if _is_decided_layout(self.inputs.fixed, layout, count):
                             yield layout, count
-                            yield from ((layout.reordered(order), count) for order in self._orders(layout))
             yield from self._unequal_layouts(workers, most)
 
     def _unequal_layouts(self, workers: int, most: int) -> Iterator[tuple[Layout, int]]:
@@ -212,9 +198,8 @@ class Space:
         if inputs.fixed.micro_batches is not None:
             return [inputs.fixed.micro_batches]
         if inputs.profile.batch_norm:
-            parts = inputs.fixed.parts or self.workers
-            counts = [parts // replicas] if parts % replicas == 0 else []
-            if not counts or not saving or inputs.fidelity == "exact" or inputs.fixed.parts is not None:
+            counts = [self.workers // replicas] if self.workers % replicas == 0 else []
+            if not counts or not saving or inputs.fidelity == "exact":
                 return counts
             most = inputs.batch // (2 * replicas)  # two samples each
         else:
@@ -262,3 +247,53 @@ def _is_decided_layout(fixed: Fixed, layout: Layout, count: int) -> bool:
     )
     acts = (layout.replicas > 1 or not fixed.exchanged) and (layout.stages > 1 or not fixed.staged)
     return acts and all(value is None or value == found for value, found in decided)
+
+
+# Speeds are throughputs: over that of the device of the profile.
+
+
+def worker_speeds(inputs: PlannerInputs, layout: Layout) -> tuple[float, ...]:
+    """For every worker of a replica the throughput that its stages are cut for.
+
+    Of several replicas the slowest worker counts, as all have the same stages. Where replicas may take shares of
+    a batch instead, and do more so, stages are cut for equal workers, as fast as the slowest of all.
+    """
+    rows = [[inputs.by_worker[rank][1].throughput for rank in ranks] for ranks in layout.ranks]
+    least = tuple(map(min, zip(*rows, strict=True)))
+    # How much work replicas do together, each as fast as its worker with the most to do.
+    mean = sum(least) / len(least)
+    by_speed = sum(mean * min(map(truediv, row, least)) for row in rows)
+    equally = sum(map(min, rows))
+    if inputs.profile.batch_norm or equally <= by_speed * (1 + 1e-9):
+        return least
+    return (min(least),) * layout.positions
+
+
+def worker_kinds(inputs: PlannerInputs, layout: Layout) -> list[tuple[float, float]]:
+    """For every worker of a replica the throughput that is counted on, and the memory, of the smallest one."""
+    placed = inputs.by_worker
+    sizes = [
+        min(math.inf if (size := placed[rank][1].memory) is None else float(size) for rank in column)
+        for column in zip(*layout.ranks, strict=True)
+    ]
+    return list(zip(worker_speeds(inputs, layout), sizes, strict=True))
+
+
+def stage_devices(inputs: PlannerInputs, layout: Layout) -> tuple[StageDevice, ...]:
+    """Of every stage what device its cut is for; empty where a replica's devices are alike."""
+    if layout.positions == 1 or not layout.is_equal:
+        return ()
+    kinds = worker_kinds(inputs, layout)
+    if len(set(kinds)) == 1:
+        return ()
+    slowest, smallest = (min(column) for column in zip(*kinds, strict=True))
+    own = [kinds[layout.home(stage)] for stage in range(layout.stages)]
+    return tuple(
+        StageDevice(speed / slowest, memory / smallest if math.isfinite(smallest) else 1.0) for speed, memory in own
+    )
+
+
+def stage_speeds(inputs: PlannerInputs, layout: Layout) -> tuple[float, ...]:
+    """For every stage the speed of its device over that of the fastest one; all 1 where they are alike."""
+    speeds = [one.speed for one in stage_devices(inputs, layout)] or [1.0] * layout.stages
+    return tuple(speed / max(speeds) for speed in speeds)

@@ -14,7 +14,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.unit_runner import intra_op_threads
+from hybridpar.partition.profile import intra_op_threads
 from hybridpar.plan import Plan
 
 _T = TypeVar("_T")

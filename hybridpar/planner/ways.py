@@ -25,7 +25,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.models.state import twin_of
-from hybridpar.partition.unit_runner import intra_op_threads
+from hybridpar.partition.profile import intra_op_threads
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.plan import Compute
 from hybridpar.planner.resolve import compute_of

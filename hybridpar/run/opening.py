@@ -25,7 +25,7 @@ from hybridpar.observe.files import replace_file
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import read_summary
 from hybridpar.planner.fixed import decided_options
-from hybridpar.planner.planned_run import PlannedRun, plan_run, set_aside
+from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.run.checkpoints import Checkpoints
 from hybridpar.run.closing import expected_lines
 from hybridpar.run.data import (
@@ -324,8 +324,6 @@ def describe(run: Run, kernels: KernelUse | None) -> None:
         run.plan = plan = plan.model_copy(update={"kernels": kernels.section()})
     run.notes += expected_lines(plan.predicted, run.total - trainer.steps_done)
     if is_main:
-        if plan.checksum is None and run.folder.continues:
-            set_aside(directory / "plan.json")
         replace_file(directory / "plan.json", [plan.to_json().encode()])
     run.info = RunInfo(
         model=run.model_name,

@@ -45,22 +45,21 @@ class BucketCost:
         ready: When its last gradient is there, as a fraction of the stage's last backward pass.
         encode_ms: Time to encode it; codecs and lanes that compute share the processor.
         decode_ms: Time to decode what comes back; so, too.
-        wire_ms: Time that its messages take on the link, without latency; None where they are one all-reduce of
-            `bytes` over `sync_link`.
-        latency_ms: Latency of its collectives; None for that of `sync_link`.
+        wire_ms: Time that its messages take on the link, without latency.
+        latency_ms: Latency of its collectives.
     """
 
     bytes: int
     ready: float = 1.0
     encode_ms: float = 0.0
     decode_ms: float = 0.0
-    wire_ms: float | None = None
-    latency_ms: float | None = None
+    wire_ms: float = 0.0
+    latency_ms: float = 0.0
 
     @property
     def total_ms(self) -> float:
-        """All of it that is known, nothing beside anything else."""
-        return self.encode_ms + (self.wire_ms or 0.0) + (self.latency_ms or 0.0) + self.decode_ms
+        """All of it, nothing beside anything else."""
+        return self.encode_ms + self.wire_ms + self.latency_ms + self.decode_ms
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,8 @@ class Costs:
         links: Connections of ordered pairs of workers that are a wire of their own.
         buckets: For every stage its gradient buckets.
         replicas: Workers that sum the gradients of a stage.
-        sync_link: Connection of the all-reduce.
-        sync_shares_link: Whether the all-reduce goes over `link`'s wire and takes part in its sharing.
-        sync_own_link: Whether that is a wire beside `link`'s, as where the replicas of a stage are on one host and its
-            stages on several; all-reduces of a worker then share it with each other.
+        sync_own_link: Whether all-reduces have a wire of their own and do not share that of `link`, as where the
+            replicas of a stage are on one host and its stages on several.
         sync_lanes: Collectives that a worker runs at one time.
         control_ms: The messages by which all workers agree on a step.
     """
@@ -93,8 +90,6 @@ class Costs:
     links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
     buckets: tuple[tuple[BucketCost, ...], ...] = ()
     replicas: int = 1
-    sync_link: Link = field(default_factory=Link)
-    sync_shares_link: bool = False
     sync_own_link: bool = False
     sync_lanes: int = 1
     control_ms: float = 0.0

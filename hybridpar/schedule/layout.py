@@ -125,12 +125,6 @@ class Layout:
         row = tuple((ranks.index(rank), lane) for rank, lane in self.rows[index])
         return Layout((row,), self.edges if edges is None else edges)
 
-    def reordered(self, order: Sequence[int]) -> Layout:
-        """The same stages where what a position had has the worker at another one: of position i that at `order[i]`."""
-        moved = ({ranks[one]: ranks[other] for one, other in enumerate(order)} for ranks in self.ranks)
-        rows = (tuple((new[rank], lane) for rank, lane in row) for new, row in zip(moved, self.rows, strict=True))
-        return Layout(tuple(rows), self.edges)
-
     @cached_property
     def _hash(self) -> int:
         return hash((self.rows, self.edges))

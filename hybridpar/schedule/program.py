@@ -231,24 +231,11 @@ class LaneRun:
         return [head for lane in range(len(self._rows)) if (head := self._head(lane)) is not None]
 
     def why_stuck(self) -> tuple[Action, str]:
-        """The circle of passes that wait for each other, or the pass that waits for something that never comes."""
+        """A pass at which a lane stopped, and what it waits for."""
         action = self.stuck[0]
-        seen: list[Action] = []
-        reasons: list[str] = []
-        while action not in seen:
-            seen.append(action)
-            lane = self._layout.lane_of[action.stage]
-            before = self._head(lane)
-            if before is not None and before != action:
-                reasons.append(f"{action} comes after {before} on lane {lane}.")
-            else:
-                before = self._missing(action)
-                if not any(before in row for row in self._rows):
-                    return action, f"{action} needs {before}, which nobody does."
-                reasons.append(f"{action} needs {before}.")
-            action = before
-        first = seen.index(action)  # what leads into the circle is not its cause
-        return action, " ".join(reasons[first:])
+        need = self._missing(action)
+        there = any(need in row for row in self._rows)
+        return action, f"{action} needs {need}, which {'waits for it, directly or not' if there else 'nobody does'}."
 
     def _missing(self, action: Action) -> Action:
         """The pass that an action waits for, directly or behind a transfer."""

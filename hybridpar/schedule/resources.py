@@ -1,9 +1,9 @@
 """Turns costs of actions into phases on shared resources.
 
 Every worker has a processor, a way out to the network and a way in. An event loop runs jobs whose speed changes while
-they run. A job is a row of phases; a phase says how long it takes when nothing disturbs it, and which part of which
-resources it uses meanwhile. Where more is used than there is, all users of the resource slow down in the same
-proportion (processor sharing), and a job runs as fast as the most crowded of its resources lets it.
+they run. A job is a row of phases; a phase says how long it takes when nothing disturbs it, and which resources it uses
+meanwhile. Where more jobs use a resource than it has room for, all of them slow down in the same proportion (processor
+sharing), and a job runs as fast as the most crowded of its resources lets it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,30 @@ from hybridpar.schedule.actions import Action, Kind
 from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.layout import Layout
 
-#: Loads are sums and differences of floats; so much above the capacity is still not above it.
-_TOLERANCE = 1e-9
-
 
 class Resource:
-    """Something of which there is a limited amount at any time."""
+    """Something that a limited number of jobs can use at full speed."""
 
-    __slots__ = ("capacity", "jobs", "load", "share")
+    __slots__ = ("capacity", "jobs", "share")
 
-    def __init__(self, capacity: float) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.load = 0.0
         #: What a user gets of its full speed.
         self.share = 1.0
-        self.jobs: dict[Job, float] = {}  # with what each uses, in order of arrival, so that runs repeat exactly
+        self.jobs: dict[Job, None] = {}  # in order of arrival, so that runs repeat exactly
 
-    def add(self, job: Job, amount: float) -> bool:
+    def add(self, job: Job) -> bool:
         """A job comes; true if the share of the users changed with it."""
-        self.jobs[job] = amount
-        self.load += amount
+        self.jobs[job] = None
         return self._divide()
 
     def remove(self, job: Job) -> bool:
         """A job goes; true if the share of the users changed with it."""
-        self.load -= self.jobs.pop(job)
+        del self.jobs[job]
         return self._divide()
 
     def _divide(self) -> bool:
-        before = self.share
-        crowded = self.load > self.capacity * (1 + _TOLERANCE)
-        self.share = self.capacity / self.load if crowded else 1.0
+        before, self.share = self.share, min(1.0, self.capacity / max(1, len(self.jobs)))
         return self.share != before
 
 
@@ -56,11 +49,11 @@ class Phase(NamedTuple):
 
     Attributes:
         ms: How long it takes undisturbed.
-        uses: Resources with the amount that it uses at full speed.
+        uses: Resources that it uses.
     """
 
     ms: float
-    uses: tuple[tuple[Resource, float], ...] = ()
+    uses: tuple[Resource, ...] = ()
 
 
 class Job:
@@ -96,8 +89,8 @@ class EventLoop:
             self._over.append(job)
             return
         job.left, job.since, job.rate = phase.ms, self.now, 0.0
-        for resource, amount in phase.uses:
-            if resource.add(job, amount):
+        for resource in phase.uses:
+            if resource.add(job):
                 self._adjust(resource)
         self._set_rate(job)
 
@@ -121,7 +114,7 @@ class EventLoop:
                 self.start(job)
 
     def _leave(self, job: Job) -> None:
-        for resource, _ in job.phases[job.number].uses:
+        for resource in job.phases[job.number].uses:
             if resource.remove(job):
                 self._adjust(resource)
 
@@ -131,7 +124,7 @@ class EventLoop:
 
     def _set_rate(self, job: Job) -> None:
         rate = 1.0
-        for resource, _ in job.phases[job.number].uses:
+        for resource in job.phases[job.number].uses:
             rate = min(rate, resource.share)
         if rate == job.rate:
             return
@@ -142,9 +135,6 @@ class EventLoop:
         heapq.heappush(self._heap, (self.now + job.left / rate, self._pushed, job.version, job))
 
 
-_Uses = tuple[tuple[Resource, float], ...]
-
-
 class _Worker:
     """The resources of a worker."""
 
@@ -153,7 +143,7 @@ class _Worker:
         #: What all-reduces share, out of the worker and into it.
         self.sync = (Resource(1), Resource(1)) if costs.sync_own_link else (self.out, self.into)
         #: What lanes compute with, and codecs work on.
-        self.processor = ((Resource(max(1, lanes)), 1.0),)
+        self.processor = (Resource(max(1, lanes)),)
 
 
 class Machine:
@@ -186,7 +176,7 @@ class Machine:
         source, target = (self._workers[worker] for worker in pair)
         link = costs.links.get(pair, costs.link)
         time = link.wire_ms(self.transfer_bytes(send))
-        shared = () if pair in costs.links else ((source.out, 1.0), (target.into, 1.0))
+        shared = () if pair in costs.links else (source.out, target.into)
         return [Phase(link.latency_ms), Phase(time, shared)]
 
     def sync_bytes(self, action: Action) -> float:
@@ -200,16 +190,9 @@ class Machine:
             return [Phase(0.0)]
         worker = self._workers[self._layout.home(action.stage)]
         bucket = costs.buckets[action.stage][action.index or 0]
-        size = self.sync_bytes(action)
-        wire = costs.sync_link.wire_ms(size) if bucket.wire_ms is None else bucket.wire_ms
-        latency = costs.sync_link.latency_ms if bucket.latency_ms is None else bucket.latency_ms
-        shared: _Uses = ()
-        if costs.sync_shares_link and wire > 0:
-            part = min(1.0, costs.link.wire_ms(size) / wire) if bucket.wire_ms is None else 1.0
-            shared = tuple((way, part) for way in worker.sync)
         return [
             Phase(bucket.encode_ms, worker.processor),
-            Phase(latency),
-            Phase(wire, shared),
+            Phase(bucket.latency_ms),
+            Phase(bucket.wire_ms, worker.sync),
             Phase(bucket.decode_ms, worker.processor),
         ]

@@ -6,13 +6,13 @@ action after what it needs, a transfer only when both ends have come to it.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import Program
 from hybridpar.schedule.resources import EventLoop, Job, Machine, Phase
 from hybridpar.schedule.spans import Span
@@ -29,8 +29,8 @@ class Simulation:
         busy_ms: For every lane the time of its forward and backward passes.
         sync_ms: For every stage the time of its all-reduces.
         exposed_sync_ms: For every stage how long its last all-reduce outlasts the last computation of anyone.
-        peak_saved_bytes: For every worker the most that its forward passes held for backward passes at one time; zero
-            where the costs do not say.
+        peak_saved_bytes: For every worker the most that its forward passes held for backward passes at one time, by
+            lane; zero where the costs do not say.
         bytes_sent: For every worker what it sends: transfers, and its part of the all-reduces.
         timeline: Every action, by start.
     """
@@ -48,7 +48,6 @@ class Simulation:
 
 def simulate(program: Program, costs: Costs) -> Simulation:
     """Predict one step."""
-    _require_fit(program, costs)
     run = _Run(program, costs)
     run.loop.run()
     stuck = sum(len(queue) for queue in run.queues)
@@ -59,25 +58,6 @@ def simulate(program: Program, costs: Costs) -> Simulation:
             "Make the program with `hybridpar.schedule.program.lower`.",
         )
     return _summary(program, costs, run)
-
-
-def _require_fit(program: Program, costs: Costs) -> None:
-    stages = program.layout.stages
-    if len(costs.forward_ms) != stages:
-        raise ScheduleError(
-            f"costs of {len(costs.forward_ms)} stage(s) for a program of {stages}",
-            "There is one number per stage.",
-            "Measure every stage of this plan.",
-        )
-    for action in program.needs:
-        if action.kind is Kind.SYNC:
-            known = len(costs.buckets[action.stage]) if action.stage < len(costs.buckets) else 0
-            if (action.index or 0) >= known:
-                raise ScheduleError(
-                    f"{action} synchronises a bucket without cost",
-                    f"Stage {action.stage} has {known} bucket(s) in the costs.",
-                    "Give costs for as many buckets as the program was lowered with.",
-                )
 
 
 class _Run:
@@ -223,26 +203,7 @@ def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:
         busy_ms=tuple(busy),
         sync_ms=tuple(sync),
         exposed_sync_ms=tuple(exposed),
-        peak_saved_bytes=_peak_saved_bytes(compute, costs, layout.workers),
+        peak_saved_bytes=most_held(program.schedule, layout, costs.saved_bytes).worker_bytes,
         bytes_sent=tuple(sent),
         timeline=tuple(sorted(run.spans, key=lambda span: (span.start_ms, span.end_ms))),
     )
-
-
-def _peak_saved_bytes(compute: list[Span], costs: Costs, workers: int) -> tuple[int, ...]:
-    """For every worker the most that it holds: from the start of a forward to the end of its backward pass."""
-    peak, held = [0] * workers, [0] * workers
-    if costs.saved_bytes is None:
-        return tuple(peak)
-    changes: dict[int, list[tuple[float, int, int]]] = {}
-    for span in compute:
-        size, lane = costs.saved_bytes[span.action.stage], changes.setdefault(span.lane, [])
-        if span.action.kind is Kind.FORWARD:
-            lane.append((span.start_ms, size, span.worker))
-        else:
-            lane.append((span.end_ms, -size, span.worker))
-    # At one time, what is freed comes first; but a lane keeps its order, also where passes take no time.
-    for _, change, worker in heapq.merge(*changes.values()):
-        held[worker] += change
-        peak[worker] = max(peak[worker], held[worker])
-    return tuple(peak)

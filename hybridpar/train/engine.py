@@ -183,7 +183,6 @@ class Engine:
             self._world,
             self.optimizers,
             positions=self.plan.layout.positions,
-            devices=self.pipeline.options.devices,
             random_stages=list(self.pipeline.random_stages),
             compiled=self._config.compile,
         )
@@ -325,11 +324,6 @@ class Engine:
         """The context in which model and loss run."""
         return autocast(self._config.amp, self._world.device)
 
-    def recover(self, steps: int) -> int:
-        """How many of these steps count, after an error that has ended some; see `Executor.recover`."""
-        self.pipeline.executor.recover()
-        return min(steps, self.pipeline.executor.steps)
-
     def wait(self) -> None:
         """Wait until every step that was issued is done, as far as the host can tell."""
         self.pipeline.executor.wait()
@@ -360,7 +354,7 @@ class Engine:
             self.model.eval()
             self.pipeline.use_graphs(training=False)
             try:
-                if self.own_only or self.pipeline.options.devices:
+                if self.own_only:
                     yield self.pipeline.evaluate
                 else:
                     yield self.model if self.plan.is_staged else self.pipeline.forwards[0]

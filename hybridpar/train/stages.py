@@ -17,7 +17,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.models import autocast
-from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred, places
+from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, places
 from hybridpar.models.modes import same_modes
 from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.profile_cache import memory_format_name
@@ -50,11 +50,8 @@ def cut_model(
                 whole = deferred.whole().to(device)
                 if memory_format_name(example) == "channels_last":
                     whole.to(memory_format=torch.channels_last)
-            measure = not is_deferred(whole)  # unit by unit it would take too long for the start of a run
             with autocast(config.amp, device):
-                made = partition_model(
-                    whole, example, layout.stages, measure=measure, threads=threads, cache=measurements_directory()
-                )
+                made = partition_model(whole, example, layout.stages, threads=threads, cache=measurements_directory())
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make, long=True)))
@@ -116,15 +113,11 @@ def pipeline_options(
         replica = layout.replica_of(world.members[0])
         layout, orders = layout.replica(replica), (orders[0 if layout.is_equal else replica],)
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
-    # All GPUs of the machine where one worker has lanes for them and is alone.
-    lanes = layout.lanes_each
     if pipeline.offload and device.type == "cpu" and world.is_main:
         _log.warning("--offload saves no memory here: a CPU computes in the host's memory")
-    count = torch.cuda.device_count() if device.type == "cuda" and world.job_size == 1 else 1
     return PipelineOptions(
         layout,
         orders,
-        devices=tuple(f"cuda:{lane * count // lanes}" for lane in range(lanes)) if count > 1 else (),
         recompute=pipeline.recompute,
         offload=pipeline.offload,
         compile=config.compile,

@@ -335,7 +335,6 @@ class Trainer:
                 "The others still wait in that step, or have ended: what is sent now would be taken for its messages.",
                 "End the loop there, and go on from a checkpoint on all workers.",
             )
-        self._recover()
         factor, count = self._rate_factor(), None
         try:
             micro_batches, samples, global_samples = self._divide(batch)
@@ -370,13 +369,6 @@ class Trainer:
         if not (self._left or isinstance(error, SyncError)):
             self.world.leave(how)
         return how
-
-    def _recover(self) -> None:
-        """Count no steps that an error has ended."""
-        steps = self.engine.recover(self.steps_done)
-        if steps < self.steps_done:
-            self.steps_done = steps
-            self._bad_steps.forget()
 
     def _divide(
         self, batch: tuple[Tensor, Tensor] | MicroBatches
@@ -583,7 +575,6 @@ class Trainer:
         Raises:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
-        self._recover()
         engine = self.engine
         engine.synchronize_buffers()
         training = self._training_state() | {"extra": dict(extra or {})}

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from hybridpar.errors import LaneError
 from hybridpar.lanes import Lanes
 from hybridpar.lanes import cuda as lane_cuda
 
@@ -117,18 +116,6 @@ class TestStreams:
             event.synchronize()
             assert event.cuda_event.query()
 
-    def test_the_rules_are_those_of_the_cpu(self, cuda: StandInCuda) -> None:
-        with Lanes("cuda") as lanes:
-            a, b = lanes.open("a"), lanes.open("b")
-            with pytest.raises(LaneError, match="not recorded"):
-                a.wait(lanes.event())
-            with pytest.raises(LaneError, match="issuing thread"):
-                lanes.caller.submit(lambda: a.submit(lambda: b.submit(nothing)))
-            with pytest.raises(LaneError, match="outside its work"):
-                b.keep(torch.ones(1))
-        with pytest.raises(LaneError, match="closed"):
-            b.submit(nothing)
-
 
 class TestKeeping:
     def test_uses_live_until_their_event_is_done(self, cuda: StandInCuda) -> None:
@@ -165,17 +152,6 @@ class TestKeeping:
                 lane.submit(nothing)
                 assert alive() is None
 
-    def test_the_caller_can_keep_anywhere(self, cuda: StandInCuda) -> None:
-        with Lanes("cuda") as lanes:
-            tensor = torch.ones(3)
-            alive = weakref.ref(tensor)
-            lanes.caller.keep(tensor)
-            del tensor
-            assert alive() is not None
-            lanes.caller.synchronize()
-            lanes.caller.submit(nothing)
-            assert alive() is None
-
     def test_through_a_graph_capture_nothing_is_asked_or_dropped(
         self, cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -193,20 +169,6 @@ class TestKeeping:
             cuda.capturing = False
             lane.submit(nothing)
             assert alive() is None
-
-    def test_uses_of_work_that_failed_are_kept_too(self, cuda: StandInCuda) -> None:
-        # It may have queued kernels before it raised.
-        with Lanes("cuda") as lanes:
-            lane = lanes.open("a")
-            streams: list[StandInStream] = []
-
-            def fail() -> None:
-                streams.append(cuda.current)
-                raise ValueError
-
-            with pytest.raises(ValueError):
-                lane.submit(fail, uses=[torch.ones(3)])
-            assert streams[0].queued == 1
 
 
 class TestFailure:

@@ -58,15 +58,15 @@ def test_the_key_follows_what_matters():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (("devices = 4", "devices = 0"), "hosts.0.devices is 0"),
-        (("throughput = 8.0", "throughput = inf"), "hosts.0.throughput is inf"),
+        (("devices = 4", "devices = 0"), "hosts.0.devices: "),
+        (("throughput = 8.0", "throughput = inf"), "hosts.0.throughput: "),
         (('memory = "24GB"', 'memory = "24GB/s"'), "write 24GB"),
         (('bandwidth = "12GB/s"', 'bandwidth = "fast"'), "not a rate; write 12GB/s or 1Gbit/s"),
-        (("latency_ms = 0.1\n", "latency_ms = -0.1\n"), "between.latency_ms is -0.1"),
-        (("all_reduce = 0.9", "all_reduce = 1.2"), "between.efficiency.all_reduce is 1.2"),
-        (("all_reduce = 0.9", "all_reduced = 0.9"), "unknown key between.efficiency.all_reduced"),
-        (("latency_ms = 0.1\n", "cores = 1\n"), "unknown key between.cores"),
-        (('kind = "cuda"', 'kind = "tpu"'), "hosts.0.kind is 'tpu'"),
+        (("latency_ms = 0.1\n", "latency_ms = -0.1\n"), "between.latency_ms: "),
+        (("all_reduce = 0.9", "all_reduce = 1.2"), "between.efficiency.all_reduce: "),
+        (("all_reduce = 0.9", "all_reduced = 0.9"), "between.efficiency.all_reduced: "),
+        (("latency_ms = 0.1\n", "cores = 1\n"), "between.cores: "),
+        (('kind = "cuda"', 'kind = "tpu"'), "hosts.0.kind: "),
     ],
 )
 def test_an_impossible_value_is_one_error_that_names_the_place(tmp_path, change, told):
@@ -105,33 +105,6 @@ def test_the_fastest_hosts_come_first():
         {"hosts": [{"throughput": 1.0}, {"count": 2, "throughput": 3.0}], "between": {"bandwidth": 1e9}}
     )
     assert [(number, host.throughput) for number, host in spec.by_worker] == [(0, 3.0), (1, 3.0), (2, 1.0)]
-
-
-def test_changes_for_what_would_help(tmp_path):
-    spec = read_cluster_file(write(tmp_path, TEXT))
-    faster = spec.faster_links(10)
-    assert faster.between is not None
-    assert faster.between.bandwidth == 1e10 / 8
-    assert faster.inside == spec.inside
-    more = spec.with_another()
-    assert more is not None
-    assert more.workers == 12
-    assert parse_cluster({"hosts": [{}]}).with_another() is None
-    assert parse_cluster({"hosts": [{}]}).faster_links(10) == parse_cluster({"hosts": [{}]})
-    assert spec.difference(more, 2.0) == "the number of hosts is 2 there and 3 here"
-    assert spec.difference(spec, 2.0) == ""
-
-
-def test_the_link_that_is_made_faster_is_used_and_the_slowest():
-    link = {"bandwidth": 1e8}
-    alone = parse_cluster({"hosts": [{"devices": 2}], "inside": link, "between": link})
-    assert alone.faster_links(10).inside.bandwidth == 1e9
-    assert alone.outer == alone.inside
-    spec = parse_cluster({"hosts": [{"count": 2, "devices": 2}], "inside": link, "between": {"bandwidth": 1e10}})
-    assert spec.faster_links(10).inside.bandwidth == 1e9
-    assert spec.faster_links(10).between == spec.outer == spec.between
-    shared = parse_cluster({"hosts": [{"count": 2, "devices": 8}], "inside": link, "between": {"bandwidth": 4e8}})
-    assert shared.faster_links(10).between.bandwidth == 4e9, "eight devices share it"
 
 
 def test_sizes_are_whole_bytes_whatever_their_fraction():

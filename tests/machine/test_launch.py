@@ -9,17 +9,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hybridpar.cli import main
 from hybridpar.errors import DataError, nearest
 from hybridpar.machine import launch
-from hybridpar.machine.launch import SIGNALS, StopRequest, error_text, failure_recorded, record_failure, report_verdict
+from hybridpar.machine.launch import SIGNALS, StopRequest, error_text, record_failure
 from hybridpar.train.checkpoint import load_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, command, small_arguments, train_rank
@@ -195,30 +193,6 @@ def verdict(tmp_path, monkeypatch):
     return place
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--nproc", "100000"], "--nproc 100000 on"),
-        (["--sync", "ps,servers=90000"], "and servers=90000 on"),
-    ],
-)
-def test_more_processes_than_a_machine_has_room_for_are_not_started(options, said, tmp_path, capsys):
-    assert main(["train", "resnet18", "--data", "digits", "--run-dir", str(tmp_path / "run"), *options]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "at most 8 per core" in error
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_first_verdict_stands(verdict, capsys):
-    assert record_failure(DataError("the first"), debug=False)
-    assert record_failure(DataError("the second"), debug=False)
-    assert failure_recorded()
-    assert report_verdict(verdict) == 1
-    assert capsys.readouterr().err == "error: the first\n"
-    assert list(verdict.parent.glob("verdict.json")) == [verdict]
-
-
 def test_a_bug_is_told_with_its_traceback_and_a_users_error_without(verdict):
     def fail(error: Exception) -> Exception:
         try:
@@ -233,42 +207,6 @@ def test_a_bug_is_told_with_its_traceback_and_a_users_error_without(verdict):
     assert "difflib" in bug
     record_failure(fail(KeyError("x")), debug=False)
     assert json.loads(verdict.read_text())["code"] == 1
-
-
-def test_torchrun_passes_a_second_ctrl_c_on_as_sigterm(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.delenv(launch.VERDICT_VARIABLE, raising=False)
-    stop = StopRequest()
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.wanted
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        stop.release()
-
-
-@pytest.mark.parametrize(
-    ("variables", "told", "expected"),
-    [
-        ({}, None, "interrupted\n"),
-        ({"RANK": "1"}, None, ""),
-        ({launch.VERDICT_VARIABLE: "verdict.json"}, False, "interrupted\n"),
-        ({launch.VERDICT_VARIABLE: "verdict.json"}, True, ""),
-    ],
-)
-def test_that_a_job_was_interrupted_is_said_by_one_of_its_processes(
-    monkeypatch, tmp_path, capsys, variables, told, expected
-):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", launch.VERDICT_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if told:
-        launch.note_orderly_end()
-    launch.tell_interrupted(None if told is None else Path("verdict.json"))
-    assert capsys.readouterr().err == expected
 
 
 def package_fault() -> Exception:
@@ -294,29 +232,6 @@ def test_a_signal_is_a_wish_and_a_second_ctrl_c_an_order(first):
     finally:
         stop.release()
     assert [signal.getsignal(one) for one in SIGNALS] == handlers
-
-
-def test_ctrl_c_while_importing_ends_the_process_where_a_callback_would_swallow_it():
-    program = """
-import os, signal, sys, weakref
-from hybridpar.machine.launch import leaving_at_once
-
-class Thing: pass
-
-def interrupt(reference):
-    os.kill(os.getpid(), signal.SIGINT)
-
-with leaving_at_once():
-    thing = Thing()
-    kept = weakref.ref(thing, interrupt)
-    del thing
-    sys.exit(3)
-"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE).returncode == 130
-    before = signal.getsignal(signal.SIGINT)
-    with launch.leaving_at_once():
-        assert signal.getsignal(signal.SIGINT) != before
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 #: A process of its own, because this one may have imported the compiler.

@@ -1,4 +1,4 @@
-"""Tests how a run is started on several machines: by hand, by ssh (a program of that name), and by Slurm's script.
+"""Tests how a run is started on several machines: by hand, and by ssh (a program of that name).
 
 With network namespaces as machines, and mounts as their disks, the whole way is walked: `root` tests.
 """
@@ -16,7 +16,6 @@ import sys
 import threading
 from dataclasses import fields
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -25,8 +24,7 @@ from benchmarks.rig.network import Network, missing
 from hybridpar.cli import main
 from hybridpar.commands.train import Train
 from hybridpar.errors import UsageError
-from hybridpar.machine import nodes
-from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script
+from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts
 from hybridpar.machine.supervise import FILE_MARK
 from tests.machine.test_supervise import PROGRAM, settles, starts  # noqa: F401
 from tests.ranks import run_ranks
@@ -102,55 +100,6 @@ def test_the_lines_are_printed(tmp_path, capsys):
     assert first[first.index("--rdzv-id") + 1] == second[second.index("--rdzv-id") + 1]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--hosts", "slurm:/nowhere/job"], "--hosts slurm:/nowhere/job"),
-    ],
-)
-def test_contradictions_are_refused(options, said, capsys):
-    assert main([*TRAIN, *options]) == 2
-    assert said in capsys.readouterr().err
-
-
-# -------------------------------------------------------------------------------------------------------------- Slurm
-
-
-def test_the_batch_script_starts_a_torchrun_on_each_node(tmp_path, monkeypatch, capsys):
-    """Slurm is not here: two programs of the names of its own stand for it, and one for Python."""
-    monkeypatch.chdir(tmp_path)
-    bin_ = tmp_path / "bin"
-    program(bin_, "scontrol", "printf 'node7\\nnode8\\n'")
-    program(bin_, "srun", 'shift; for n in 0 1; do SLURM_NODEID=$n SLURMD_NODENAME=node$((7 + n)) "$@"; done')
-    program(bin_, "python", 'printf "%s|" "$@"; echo')
-    monkeypatch.setattr(sys, "executable", str(bin_ / "python"))
-    assert main([*TRAIN, "--nproc", "4", "--hosts", "slurm:job.sbatch", "--run-dir", "my runs/one"]) == 0
-    assert "sbatch job.sbatch" in capsys.readouterr().out
-    script = (tmp_path / "job.sbatch").read_text()
-    assert "#SBATCH --gpus-per-node=4" in script
-    variables = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
-    done = subprocess.run(
-        ["bash", "job.sbatch"],
-        env={**os.environ, **variables, "PATH": f"{bin_}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    nodes = [line.split("|")[:-1] for line in done.stdout.splitlines()]
-    for place, words in enumerate(nodes):
-        assert words[:6] == ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "4"]
-        assert words[words.index("--rdzv-endpoint") + 1] == "node7:22345"
-        assert words[words.index("--rdzv-conf") + 1] == f"is_host={1 - place}"
-        assert words[words.index("--local-addr") + 1] == f"node{7 + place}"
-        assert words[-6:] == ["hybridpar", *TRAIN, "--run-dir", "my runs/one"][-6:]
-    assert len(nodes) == 2
-
-
-def test_servers_get_a_secret_of_the_job():
-    assert "export HYBRIDPAR_TOKEN=$(" in slurm_script("x", None, TRAIN, servers=True)
-    assert "HYBRIDPAR_TOKEN" not in slurm_script("x", None, TRAIN)
-
-
 # ---------------------------------------------------------------------------------------------------------------- ssh
 
 
@@ -196,44 +145,12 @@ def test_a_host_that_cannot_be_reached(fake_ssh, tmp_path, capfd):
     assert "error: b cannot be reached by ssh" in capfd.readouterr().err
 
 
-def test_an_ssh_that_was_killed(fake_ssh, capfd):
-    fake_ssh("kill -KILL $$")
-    assert launch_by_ssh(TWO[:1], 1, TRAIN) == 1
-    error = capfd.readouterr().err
-    assert error.startswith("error: a was lost: ssh was killed by signal 9\nStart it again with --resume")
-    assert "must be there too" not in error
-
-
-def test_the_last_words_of_an_agent_are_waited_for_once(fake_ssh, tmp_path):
-    """As where ssh has left a process behind that serves further connections, and has its streams."""
-    fake_ssh("")
-    agent = nodes._Agent(TWO[0], "true", {}, tmp_path / "verdict.json", alone=True)
-    joined = mock.Mock()
-    agent._readers = [joined, joined]
-    agent.wait()
-    assert [agent.poll(), agent.poll(), agent.poll()] == [0, 0, 0]
-    assert joined.join.call_count == 2
-
-
 def test_an_error_that_all_hosts_have_is_shown_once(fake_ssh, capfd):
     verdict = json.dumps({"text": "error: there is no such data set", "code": 2})
     fake_ssh(f"echo '{FILE_MARK}verdict.json {verdict}' >&2; exit 2")
     assert launch_by_ssh(TWO, 1, TRAIN) == 2
     assert "error: there is no such data set" in (error := capfd.readouterr().err)
     assert error.count("error:") == 1
-
-
-def test_a_verdict_behind_a_line_without_an_end(fake_ssh, capfd):
-    verdict = json.dumps({"text": "error: there is no such data set", "code": 2})
-    fake_ssh(f"printf ' 40%%|####' >&2; echo '{FILE_MARK}verdict.json {verdict}' >&2; exit 1")
-    assert launch_by_ssh(TWO[:1], 1, TRAIN) == 2
-    assert capfd.readouterr().err == " 40%|####\nerror: there is no such data set\n"
-
-
-def test_no_ssh(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="cannot run ssh"):
-        launch_by_ssh(TWO, 1, TRAIN)
 
 
 def test_a_signal_goes_to_all_hosts_as_a_word(fake_ssh, tmp_path, capfd):
@@ -267,13 +184,6 @@ def test_a_worker_that_dies_has_all_hosts_start_again(two_machines, tmp_path, ca
     error = capfd.readouterr().err
     assert "[b] worker 2 was killed by signal 9" in error
     assert "b has lost a worker; all processes start again from the last checkpoint" in error
-
-
-@pytest.mark.usefixtures("settles")
-def test_a_verdict_of_a_host_ends_all(two_machines, tmp_path, capfd):
-    assert launch(two_machines, tmp_path, '{"1:0": "verdict", "0:0": "waits", "2:0": "waits"}') == 2
-    assert capfd.readouterr().err == "error: it is wrong\n"
-    assert starts(tmp_path) == ["0:0:0", "1:0:0", "2:0:0"]
 
 
 @pytest.mark.parametrize(("act", "said"), [("waits", "interrupted\n"), ("tells", "")])

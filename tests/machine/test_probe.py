@@ -68,24 +68,6 @@ def test_a_program_that_hangs_is_stopped_and_quoted():
     assert not alive(started._processes[0].pid)
 
 
-def test_programs_do_not_see_the_current_directory(monkeypatch, tmp_path):
-    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")
-    monkeypatch.chdir(tmp_path)
-    assert run(["import json; " + ANSWER.format("fine")]) == "fine"
-
-
-def test_programs_get_the_environment_of_workers(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    monkeypatch.setattr(probe, "worker_environment", lambda workers, cores: {"GIVEN": str(workers)})
-    monkeypatch.setattr(probe, "_loopback", lambda: "lo9")
-    program = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert {"GIVEN": "1", "GLOO_SOCKET_IFNAME": "lo9"}.items() <= json.loads(run([program])).items()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert json.loads(run([program]))["GLOO_SOCKET_IFNAME"] == "eth7", "what the user set stays"
-
-
 def test_facts_about_the_torch_at_hand():
     assert "torch" not in probe.__dict__, "the process that asks stays light"
     facts = json.loads(run([program_of(torch_facts.__module__, "torch_facts")]))
@@ -93,13 +75,3 @@ def test_facts_about_the_torch_at_hand():
     assert facts["backends"]["gloo"] == dist.is_gloo_available()
     assert facts["cuda_build"] == torch.version.cuda
     assert (facts["cuda_error"] is None) == (torch.version.cuda is None or torch.cuda.is_available())
-
-
-def test_each_gpu_is_tried(monkeypatch):
-    def tried(device: str) -> str | None:
-        return "CUDA out of memory." if device == "cuda:1" else None
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    monkeypatch.setattr(probe, "_cuda_error", tried)
-    assert json.loads(torch_facts())["gpus"] == [["a GPU", None], ["a GPU", "CUDA out of memory."]]

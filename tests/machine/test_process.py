@@ -16,7 +16,6 @@ from hybridpar.machine.process import (
     cpu_quota,
     host_identity,
     physical_cores,
-    seconds_waited,
     threads_per_worker,
     usable_memory,
     worker_environment,
@@ -93,13 +92,6 @@ def test_what_the_user_set_stays():
     assert not any(name.startswith("MALLOC_") for name in preloaded)
 
 
-def test_a_thread_count_the_user_set_is_not_undone_by_the_other_variable():
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        added = worker_environment(2, range(8), {name: "3"})
-        assert "OMP_NUM_THREADS" not in added
-        assert "MKL_NUM_THREADS" not in added
-
-
 @pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 2, 1)])
 def test_workers_share_the_cores(monkeypatch, workers, cores, threads):
     monkeypatch.setattr(process, "physical_cores", lambda cores: [[core] for core in cores])
@@ -157,20 +149,6 @@ def test_quota_of_cgroup_v2(tmp_path, membership, root, files, quota):
     assert cpu_quota(proc) == quota
 
 
-@pytest.mark.parametrize(("microseconds", "quota"), [("250000", 2.5), ("-1", None)])
-def test_quota_of_cgroup_v1(tmp_path, microseconds, quota):
-    files = {"v1/job/cpu.cfs_quota_us": microseconds, "v1/job/cpu.cfs_period_us": "100000"}
-    other = V1.format(root="/", at=tmp_path / "memory", controllers="memory")
-    cpu = V1.format(root="/", at=tmp_path / "v1", controllers="cpu,cpuacct")
-    proc = cgroups(tmp_path, "3:memory:/\n2:cpu,cpuacct:/job\n0::/job\n", [other, cpu], files)
-    assert cpu_quota(proc) == quota
-
-
-def test_no_procfs_means_no_limits(tmp_path):
-    assert cpu_quota(tmp_path / "nowhere") is None
-    assert usable_memory(tmp_path / "nowhere") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.parametrize(
     ("membership", "mount", "file"),
     [
@@ -195,16 +173,6 @@ def test_available_cores_respect_the_quota(monkeypatch, quota, count):
     assert available_cores() == list(range(count))
 
 
-@linux_only
-def test_available_cores_respect_the_affinity_mask():
-    one = min(os.sched_getaffinity(0))
-    program = (
-        f"import os; os.sched_setaffinity(0, {{{one}}}); "
-        "from hybridpar.machine.process import available_cores; print(available_cores())"
-    )
-    assert python(program) == f"[{one}]"
-
-
 @pytest.fixture
 def no_quota(monkeypatch):
     monkeypatch.setattr(process, "cpu_quota", lambda: None)
@@ -219,30 +187,6 @@ def test_slices_are_disjoint_cover_all_cores_and_are_even(monkeypatch, workers, 
     assert sorted(core for part in slices for core in part) == list(range(cores))
     sizes = [len(part) for part in slices]
     assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.usefixtures("no_quota")
-def test_slices_keep_physical_cores_whole_while_there_are_enough(monkeypatch):
-    monkeypatch.setattr(process, "physical_cores", lambda cores: [[0, 4], [1, 5], [2, 6], [3, 7]])
-    assert affinity(0, 2, range(8)) == {0, 4, 1, 5}
-    assert affinity(2, 3, range(8)) == {2, 6, 3, 7}
-    assert [affinity(rank, 8, range(8)) for rank in range(2)] == [{0}, {4}]
-
-
-@pytest.mark.usefixtures("no_quota")
-def test_no_pinning_where_it_would_harm(monkeypatch):
-    assert affinity(0, 3, [0, 1]) is None
-    monkeypatch.setattr(process, "cpu_quota", lambda: 2.0)
-    assert affinity(0, 2, [0, 1]) is None
-
-
-def test_waiting_of_all_threads_is_added_up(tmp_path):
-    for thread, text in (("1", "5 1500000000 7\n"), ("2", "5 500000000 7\n"), ("3", "damaged")):
-        (tmp_path / "task" / thread).mkdir(parents=True)
-        (tmp_path / "task" / thread / "schedstat").write_text(text)
-    assert seconds_waited(tmp_path) == 2.0
-    assert seconds_waited(tmp_path / "none") == 0.0
-    assert seconds_waited() >= 0.0
 
 
 # ------------------------------------------------------------------------------------------------- tuning this process

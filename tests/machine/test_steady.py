@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 
-from hybridpar.machine.steady import halves_apart, relative_distance, repeat_until_steady
+from hybridpar.machine.steady import relative_distance, repeat_until_steady
 
 
 def spread(values: Sequence[float]) -> float:
@@ -23,12 +23,6 @@ def test_distance_is_relative_and_knows_what_is_no_number() -> None:
     assert relative_distance(0.0, 0.0) == 0.0
     assert relative_distance(1.0, 0.0) == relative_distance(1.0, -1.0) == relative_distance(1.0, math.nan) == math.inf
     assert relative_distance(math.nan, math.nan) == math.inf
-
-
-def test_halves_of_times_are_compared_by_their_medians() -> None:
-    assert halves_apart([1.0, 2.0, 1.0, 2.0]) == pytest.approx(1.0)
-    assert halves_apart([1.0, 1.1, 50.0, 1.1, 1.0]) == pytest.approx(0.1), "one that was disturbed does not count"
-    assert halves_apart([1.0]) == halves_apart([]) == math.inf
 
 
 def test_it_stops_as_soon_as_results_agree() -> None:

@@ -23,9 +23,10 @@ def a_step(factor: float = 1.0, *, stages: int = 2, micro_batches: int = 4, work
         (20.0 * factor,) * stages,
         step_ms=(2.0,) * stages,
         link=Link(0.1, 1e9),
-        buckets=((BucketCost(8 << 20, 0.5), BucketCost(4 << 20)),) * stages,
+        buckets=(tuple(BucketCost(one << 20, ready, 0.0, 0.0, 1.05 * one, 0.2) for one, ready in ((8, 0.5), (4, 1.0))),)
+        * stages,
         replicas=2,
-        sync_link=Link(0.2, 1e9),
+        sync_own_link=True,
         sync_lanes=2,
         control_ms=0.5,
     )

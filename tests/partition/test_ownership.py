@@ -17,7 +17,6 @@ from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage, run_stages
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
-from hybridpar.pipeline.stage_module import move_stages, refresh
 
 
 class Net(nn.Module):
@@ -235,39 +234,6 @@ def test_a_number_made_of_values_stays_with_who_uses_what_is_made_of_it() -> Non
     units, _ = stages_of(model)
     cut = list(range(len(units.graph)))
     assert compare_split(units, cut, example, reference_step(model, example)).is_equal
-
-
-class Masked(nn.Module):
-    """Layers read one mask."""
-
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.register_buffer("mask", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x * self.mask)
-        return x
-
-
-def test_a_buffer_that_stages_on_two_devices_read_is_copied_to_the_second():
-    model = Masked()
-    _, stages = stages_of(model, (2, 4))
-    first, *_, last = [stage for stage in stages if dict(stage.named_buffers())]
-    copies = move_stages(stages, ["meta" if stage is last else "cpu" for stage in stages])
-    assert first.get_buffer("mask") is model.mask
-    assert last.get_buffer("mask").device.type == "meta"
-    assert [original is model.mask for _, original in copies] == [True]
-
-
-def test_copies_follow_the_original():
-    copy, original = torch.zeros(2), torch.zeros(2)
-    original.fill_(3)
-    refresh([(copy, original)])
-    assert copy.tolist() == [3, 3]
 
 
 class Counts(nn.Module):

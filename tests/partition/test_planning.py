@@ -13,10 +13,9 @@ from torch import nn
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.partition import profile_cache
 from hybridpar.partition.balance import balance_graph
-from hybridpar.partition.draw import draw_partition, lay_out
 from hybridpar.partition.planning import PartitionedModel, partition_model, saved_bytes, stages_from_plan
 from hybridpar.partition.stage import run_stages
-from hybridpar.partition.table import print_partition, readable_bytes
+from hybridpar.partition.table import print_partition
 from hybridpar.plan import read_plan
 from tests.partition.nets import IMAGES, Residual, Shapes
 
@@ -91,46 +90,6 @@ def test_a_measured_profile_is_used_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert second.times == first.times
 
 
-def test_the_noise_of_the_profile_is_what_cuts_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    noises: list[float] = []
-
-    def watched(*asked: Any, noise: float, **options: Any) -> tuple[int, ...]:
-        noises.append(noise)
-        return balance_graph(*asked, noise=noise, **options)
-
-    monkeypatch.setattr("hybridpar.partition.planning.balance_graph", watched)
-    made = partition_model(Residual(), torch.randn(*IMAGES), 2, passes=2)
-    assert noises == [made.times.noise]
-    assert noises[0] > 0
-
-
-@pytest.mark.parametrize("ending", ["svg", "png"])
-def test_pictures_show_every_stage(made: PartitionedModel, tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"plan.{ending}"
-    draw_partition(made.graph, made.plan, path)
-    assert path.stat().st_size > 5000
-    if ending == "svg":
-        first = path.read_bytes()
-        draw_partition(made.graph, made.plan, path)
-        assert path.read_bytes() == first, "the same plan gives the same file"
-
-
-def test_layout_has_every_unit_once_and_every_branch(made: PartitionedModel) -> None:
-    position = {unit: index for index, stage in enumerate(made.plan.partition.stages) for unit in stage.units}
-    blocks, _, cut = lay_out(made.graph, [position[unit.name] for unit in made.graph.units])
-    assert sorted(unit for block in blocks for unit in block.units) == list(range(len(made.graph)))
-    assert sum(wire.bytes for wire in cut) == made.plan.partition.cut_bytes
-    _, inner, cut = lay_out(made.graph, [0] * len(made.graph))
-    assert len(inner) == 1, "the residual branch"
-    assert not cut
-
-
-def test_drawing_without_matplotlib_names_the_command(made: PartitionedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'hybridpar\[plots\]'"):
-        draw_partition(made.graph, made.plan, "plan.svg")
-
-
 def test_table_fits_a_terminal_and_names_what_matters(made: PartitionedModel) -> None:
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_partition(made.plan, console)
@@ -170,29 +129,3 @@ def test_a_model_whose_step_fails_is_one_error() -> None:
     with pytest.raises(UsageError, match="training step of Overwriting fails") as caught:
         partition_model(Overwriting(), torch.randn(4, 6), 1)
     assert caught.value.fix
-
-
-class Parameterless(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * 2).relu().flatten(1).sum(1)
-
-
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
-
-
-@pytest.mark.parametrize("make", [Parameterless, Frozen])
-def test_models_without_anything_to_train_are_cut_too(make: type[nn.Module]) -> None:
-    model, example = make(), torch.randn(*IMAGES)
-    made = partition_model(model, example, 2, passes=2)
-    assert torch.equal(run_stages(made.stages, example), model(example))
-    assert len(stages_from_plan(model, made.plan, example)) == 2
-
-
-def test_sizes_are_readable() -> None:
-    assert [readable_bytes(size) for size in (0, 999, 1500, 2.5e6, 3e9)] == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3 GB"]

@@ -8,17 +8,22 @@ import pytest
 import torch
 
 from benchmarks.partition.dry_run import dry_run_partitions
-from hybridpar.errors import UsageError
 from hybridpar.partition import profile_cache
 from hybridpar.partition.planning import saved_bytes
-from hybridpar.partition.profile import Roofline, UnitTimes, _summarise, estimate_units, measure_units
+from hybridpar.partition.profile import (
+    Clock,
+    Roofline,
+    UnitTimes,
+    _summarise,
+    estimate_units,
+    measure_units,
+    step_times,
+)
 from hybridpar.partition.profile_cache import measured_profile, profile_key
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
-from hybridpar.partition.unit_runner import Clock, step_times
 from hybridpar.partition.units import ModelUnits, find_units
-from tests.allocated import counting
-from tests.partition.nets import CASES, IMAGES, Residual
+from tests.partition.nets import CASES
 
 
 def units_of(name: str) -> tuple[ModelUnits, torch.Tensor]:
@@ -50,33 +55,6 @@ def test_the_timed_step_is_the_models_own_step(name: str) -> None:
     assert sorted(found) == sorted(wanted)
     for key, gradient in wanted.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_model_without_memory_is_measured_unit_by_unit(name: str) -> None:
-    units, example = units_of(name)
-    units.model.to("meta")
-    before = {key: id(one) for key, one in units.model.state_dict(keep_vars=True).items()}
-    times = measure_units(units, (example,), passes=2)
-    assert len(times.forward_ms) == len(times.backward_ms) == len(units.graph)
-    assert times.step_ms == pytest.approx(sum(times.forward_ms) + sum(times.backward_ms))
-    after = units.model.state_dict(keep_vars=True)
-    assert {key: id(one) for key, one in after.items()} == before
-    assert all(one.is_meta for one in after.values())
-
-
-def test_one_unit_at_a_time_has_memory() -> None:
-    units, example = chain_of(6)
-    units.model.to("meta")
-    with counting(example) as count:
-        measure_units(units, (example,), passes=2)
-    layer = 4 * (256 * 256 + 256)
-    assert layer < count.peak < 4 * layer, "weights, gradients and what is added to them, of one layer out of six"
-
-
-def chain_of(layers: int) -> tuple[ModelUnits, torch.Tensor]:
-    model, example = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(layers))), torch.randn(2, 256)
-    return find_units(trace_model(model, (example,)), (example,)), example
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
@@ -114,12 +92,6 @@ def test_the_median_whole_step_sets_the_level(monkeypatch: pytest.MonkeyPatch) -
     steps = iter([99.0, 7.0, 5.0, 6.0, 8.0])  # the first one warms up
     monkeypatch.setattr("hybridpar.partition.profile.whole_step_ms", lambda *_: next(steps))
     assert measure_units(units, [example], passes=2).step_ms == 6.5
-
-
-def test_one_pass_cannot_tell_noise() -> None:
-    units, example = units_of("residual")
-    with pytest.raises(UsageError, match="1 pass"):
-        measure_units(units, [example], passes=1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,24 +146,13 @@ class Machine:
         return UnitTimes(each, each, 1.0, noise=noise)
 
 
-def test_a_noisy_profile_is_taken_again_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    units, example = units_of("residual")
-    options = {"passes": 5, "threads": 1, "cache": tmp_path}
-    machine = Machine(monkeypatch, 0.96, 0.04)
-    found = measured_profile(units, [example], **options)
-    assert (found.noise, found.forward_ms[0], machine.measured) == (0.04, 1.04, 2)
-    assert measured_profile(units, [example], **options) == found
-    assert machine.measured == 2, "it was kept"
-
-
-def test_a_profile_that_stays_noisy_is_used_and_not_kept(
+def test_a_noisy_profile_is_used_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     units, example = units_of("residual")
     options = {"passes": 5, "threads": 1, "cache": tmp_path}
-    machine = Machine(monkeypatch, 0.96, 2.0, 4.0, 0.05)
-    assert measured_profile(units, [example], **options).noise == pytest.approx((3.0 - 1.96) / 1.96)
-    assert machine.measured == 3
+    Machine(monkeypatch, 0.53, 0.05)
+    assert measured_profile(units, [example], **options).noise == 0.53
     assert "lie 53 % apart, as other programs run too: they are used now, and measured again" in caplog.text
     assert not list(tmp_path.iterdir())
     assert measured_profile(units, [example], **options).noise == 0.05, "the next command measures again"
@@ -210,18 +171,3 @@ def test_a_damaged_profile_is_measured_again(tmp_path: Path, monkeypatch: pytest
     path.write_text(json.dumps(data) if damage else "")
     assert measured_profile(units, [example], **options).noise == 0.02
     assert machine.measured == 2
-
-
-def test_dry_run_leaves_the_stages_as_they_were() -> None:
-    model, example = Residual(), torch.randn(*IMAGES)
-    units = find_units(trace_model(model, [example]), [example])
-    stages = split_model(units, [0] * 3 + [1] * (len(units.graph) - 3))
-    for stage in stages:
-        stage.eval()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    (times,) = dry_run_partitions([stages], [example], passes=2)
-    assert len(times) == 2
-    assert all(item.ms > 0 for item in times)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(module.training for stage in stages for module in stage.modules())

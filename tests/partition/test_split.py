@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.partition.check import compare_split, random_convex_stages, reference_step
-from benchmarks.partition.dry_run import StageRunner
 from benchmarks.partition.models import SWEEP, sweep_model
 from hybridpar.errors import PartitionError, TraceError
 from hybridpar.partition.split import split_model
@@ -28,10 +27,8 @@ from tests.partition.nets import (
     Boxed,
     ChangesInEvaluation,
     ChangesInput,
-    Rebound,
     Residual,
     SeenChange,
-    Shapes,
     Shared,
     Views,
 )
@@ -87,16 +84,6 @@ def test_a_value_that_is_changed_twice_under_one_name_is_each_time_the_one_befor
             assert difference.is_equal, (cut, difference)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x1_0", "lraspp_mobilenet_v3_large"])
-def test_cuts_of_vision_models(name: str) -> None:
-    model, example = sweep_model(name)
-    units, reference = units_of(model, example), reference_step(model, example)
-    for stages in (2, 5, 8):
-        cut = random_convex_stages(units.graph, stages, random.Random(stages))
-        difference = compare_split(units, cut, example, reference)
-        assert difference.is_equal, difference
-
-
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SWEEP)
@@ -131,22 +118,12 @@ def test_what_reads_before_a_change_that_the_output_shows_stays_with_it() -> Non
     assert home["early"] != home["add"]
 
 
-def test_only_the_result_of_a_change_lives_on_so_it_may_be_cut_off() -> None:
-    assert [unit.name for unit in units_of(Rebound(), torch.randn(5, 6)).graph.units] == ["first", "mul_", "last"]
-
-
 def test_what_cannot_be_sent_stays_with_its_users() -> None:
     units = units_of(Boxed(), torch.randn(5, 6))
     home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
     assert home["boxing"] == home["unboxing"]
     assert home["item"] == home["mul"]
     assert home["first"] != home["boxing"]
-
-
-def test_a_check_stays_with_what_it_looks_at() -> None:
-    units = units_of(Shapes(), torch.randn(*IMAGES))
-    home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
-    assert home["_assert"] == home["first"]
 
 
 def test_an_input_changed_through_a_view_is_refused() -> None:
@@ -220,20 +197,6 @@ def test_wrong_assignments_are_refused() -> None:
         split_model(units, [0] * (count - 1) + [2])
     with pytest.raises(PartitionError, match="units are assigned"):
         split_model(units, [0])
-
-
-def test_runner_forgets_a_finished_micro_batch() -> None:
-    model, example = Residual(), torch.randn(*IMAGES)
-    units = units_of(model, example)
-    runner = StageRunner(split_model(units, random_convex_stages(units.graph, 3, random.Random(1))))
-    for _ in range(2):
-        runner.start(example)
-        for index in range(3):
-            runner.forward(index)
-        for index in reversed(range(3)):
-            runner.backward(index)
-    assert not runner._gradients or set(runner._gradients) <= {"x"}
-    assert not any(runner._received)
 
 
 def _pipeline_rank(rank: int, port: int, results: str) -> None:

@@ -8,12 +8,11 @@ import torchvision
 from torch import nn
 
 from hybridpar.errors import TraceError, UsageError
-from hybridpar.partition.nest import can_cross
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import run_stages
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from tests.partition.nets import ROWS, Branching, Buffers, Containers, Defaults, ModeConstants, Modes, Pair
+from tests.partition.nets import ROWS, Branching, Buffers, Containers, Defaults, Modes
 
 
 def test_ordinary_models_are_traced_as_they_are() -> None:
@@ -92,31 +91,6 @@ def test_a_counter_that_only_the_model_itself_could_keep_is_refused(way: str) ->
     assert model.passes == 0
 
 
-def test_a_counter_in_a_sub_module_of_its_own_needs_no_tensor() -> None:
-    class Count(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("passes", torch.zeros(()))
-
-        def forward(self) -> None:
-            self.passes.add_(1)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count, self.first, self.last = Count(), nn.Linear(6, 6), nn.Linear(6, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count()
-            return self.last(self.first(x))
-
-    model, example = Model(), torch.randn(*ROWS)
-    units = find_units(trace_model(model, [example]), [example])
-    stages = split_model(units, [0, 0, 1])
-    run_stages(stages, example)
-    assert model.count.passes == 1
-
-
 def test_random_numbers_that_do_not_depend_on_the_input_stay_random() -> None:
     class Noise(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,16 +106,6 @@ def test_random_numbers_that_do_not_depend_on_the_input_stay_random() -> None:
     assert "random numbers" in caught.value.why
 
 
-def test_only_plain_containers_can_cross() -> None:
-    class Own(dict):
-        pass
-
-    tensor = torch.ones(1)
-    assert can_cross({"a": (tensor, [None, Pair(tensor, tensor)])})
-    assert not can_cross(Own(a=tensor))
-    assert not can_cross((tensor, 1.5))
-
-
 def test_what_cannot_be_traced_names_module_operation_and_way_out() -> None:
     with pytest.raises(TraceError) as caught:
         trace_model(Branching(), [torch.randn(*ROWS)])
@@ -150,27 +114,10 @@ def test_what_cannot_be_traced_names_module_operation_and_way_out() -> None:
     assert "sub-module" in caught.value.fix
 
 
-class Unpacking(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([*x])
-
-
-def test_a_loop_over_samples_is_refused_with_a_way_out() -> None:
-    with pytest.raises(TraceError, match="cannot be iterated") as caught:
-        trace_model(Unpacking(), [torch.randn(*ROWS)])
-    assert "for a detector, its backbone" in caught.value.fix
-
-
 def test_modes_are_traced_apart_where_they_differ() -> None:
     traced = trace_model(Modes(), [torch.randn(*ROWS)])
     assert traced.eval_graph is not None
     assert len(traced.eval_graph.nodes) != len(traced.graph.nodes) or str(traced.eval_graph) != str(traced.graph)
-
-
-def test_constants_of_both_modes_are_told_apart() -> None:
-    traced = trace_model(ModeConstants(), [torch.randn(*ROWS)])
-    assert traced.eval_graph is not None
-    assert sorted(value.item() for value in traced.constants.values()) == [0.5, 1.0, 2.0]
 
 
 def test_tracing_leaves_the_model_as_it_was() -> None:
@@ -234,12 +181,6 @@ def test_a_model_that_does_not_run_is_told_so() -> None:
     assert caught.value.why == "FileNotFoundError: weights.bin"
 
 
-@pytest.mark.parametrize("model", [nn.Sequential(), nn.ModuleDict()])
-def test_a_model_without_work_is_refused_whatever_it_is(model: nn.Module) -> None:
-    with pytest.raises((TraceError, UsageError)):
-        find_units(trace_model(model, [torch.randn(2)]), [torch.randn(2)])
-
-
 def test_a_model_without_work_is_refused() -> None:
     class Nothing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -247,18 +188,6 @@ def test_a_model_without_work_is_refused() -> None:
 
     with pytest.raises(TraceError, match="computes nothing"):
         find_units(trace_model(Nothing(), [torch.randn(2)]), [torch.randn(2)])
-
-
-def test_a_graph_that_ignores_its_input_has_units() -> None:
-    class Constant(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.new_zeros(3) + torch.ones(3)
-
-    example = torch.randn(2)
-    units = find_units(trace_model(Constant(), [example]), [example])
-    assert len(units.graph) == 2
-    stages = split_model(units, [0, 1])
-    assert torch.equal(run_stages(stages, example), torch.ones(3))
 
 
 class MovingMean(nn.Module):

@@ -225,12 +225,6 @@ def test_cuts_of_replicas_that_cross_each_other() -> None:
     on_workers(4, "dense", 3, layout, setting, samples=12, exact=False, schedule="greedy")
 
 
-def test_replicas_need_the_workers_that_they_name() -> None:
-    model = seeded(MODELS["residual"])
-    with pytest.raises(ScheduleError, match="3 workers; here are 2, and the job has 1"):
-        train_stages(model, cut(model, images(4)[0], 2), [], Setting(), ALONE_AND_TWO)
-
-
 @pytest.mark.parametrize(
     "options", [{"clip_norm": 0.1}, {"guard": False}, {"pool_batch_norm": False}, {"guard": False, "clip_norm": 0.1}]
 )
@@ -354,26 +348,11 @@ class TestBadInput:
             with pytest.raises(ScheduleError, match="not all stages of a model in order"):
                 open_engine(World(), wrong, model, places(3))
 
-    def test_places_for_another_number_of_stages(self) -> None:
-        model = seeded(Residuals)
-        with pytest.raises(ScheduleError, match="3 stages are placed on 1 workers; here are 2"):
-            open_engine(World(), cut(model, images(2)[0], 2), model, places(3))
-
-    def test_more_positions_than_workers(self) -> None:
-        model = seeded(Residuals)
-        with pytest.raises(ScheduleError, match="placed on 2 workers; here are 2, and the job has 1"):
-            open_engine(World(), cut(model, images(2)[0], 2), model, places(2, workers=2))
-
     def test_a_schedule_that_does_not_fit_the_placement(self) -> None:
         model = seeded(Residuals)
         parts = cut(model, images(2)[0], 4)
         with pytest.raises(HybridparError, match="1f1b"):
             train_stages(model, parts, batches_of(8), Setting(), places(4, "v"), schedule="1f1b")
-
-    def test_a_schedule_that_does_not_exist(self) -> None:
-        model = seeded(Residuals)
-        with pytest.raises(HybridparError, match="1f2b"):
-            train_stages(model, cut(model, images(2)[0], 2), batches_of(8), Setting(), places(2), schedule="1f2b")
 
     def test_inputs_that_a_stage_refuses(self) -> None:
         model = seeded(Residuals)

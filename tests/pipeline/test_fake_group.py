@@ -148,25 +148,6 @@ def runs() -> dict[tuple[int, int], list[Calls]]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_all_workers_make_the_same_groups_in_the_same_order(
-    runs: dict[tuple[int, int], list[Calls]], grid: tuple[int, int]
-) -> None:
-    positions, replicas = grid
-    columns = [tuple(range(place * replicas, (place + 1) * replicas)) for place in range(positions)]
-    everyone = tuple(range(positions * replicas))
-    expected = [everyone] * 3  # control, and the two lanes of the job
-    if replicas > 1:
-        expected += columns  # control of each position
-        for column in columns:
-            expected += [column] * 2
-    for near, far in sorted((a, b) for a in range(positions) for b in (a - 1, a + 1) if 0 <= b < positions):
-        ends = [(near * replicas + replica, far * replicas + replica) for replica in range(replicas)]
-        expected += [tuple(sorted(pair)) for pair in ends]
-    for calls in runs[grid]:
-        assert calls.groups == expected
-
-
-@pytest.mark.parametrize("grid", GRIDS)
 def test_members_of_a_group_agree_on_every_call(
     runs: dict[tuple[int, int], list[Calls]], grid: tuple[int, int]
 ) -> None:
@@ -186,28 +167,6 @@ def test_members_of_a_group_agree_on_every_call(
             assert {call[1] for call in sent} == {1}
     for rank, calls in enumerate(answers):
         assert all(rank in calls.groups[number] for number, made in calls.of.items() if made)
-
-
-@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid[1] > 1])
-def test_gradients_go_over_both_lanes_of_their_position_and_nothing_else_does(
-    runs: dict[tuple[int, int], list[Calls]], grid: tuple[int, int]
-) -> None:
-    positions, replicas = grid
-    elements = sum(parameter.numel() for parameter in Chain().parameters())
-    for rank, calls in enumerate(runs[grid]):
-        column = tuple(range(rank // replicas * replicas, (rank // replicas + 1) * replicas))
-        lanes = [number for number, members in enumerate(calls.groups) if members == column][-2:]
-        sums = [shape[0] for lane in lanes for _, shape, dtype in calls.of[lane] if dtype == torch.float32]
-        assert all(calls.of[lane] for lane in lanes)
-        assert sum(sums) == 2 * elements // positions  # two steps; every position has equally many blocks
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_other_schedules_agree_too(schedule: str) -> None:
-    answers = everybody(2, 2, schedule)
-    for number, members in enumerate(answers[0].groups):
-        shapes = [[call[1:] for call in answers[rank].of.get(number, [])] for rank in members]
-        assert all(one == shapes[0] for one in shapes)
 
 
 def test_batch_norm_over_replicas_adds_on_a_group_of_its_own() -> None:

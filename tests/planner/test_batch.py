@@ -22,7 +22,7 @@ from hybridpar.plan import Plan, read_plan
 from hybridpar.planner import batch as batch_module
 from hybridpar.planner import probes
 from hybridpar.planner.batch import GAIN, LEAST, choose_batch, require_room
-from hybridpar.planner.fit import Need, held_bytes, memory_of
+from hybridpar.planner.fit import Need, memory_of
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.probes import Question
 from hybridpar.planner.trials import Trial
@@ -73,15 +73,6 @@ def test_the_smallest_of_the_fast_batches_that_fit_is_chosen(seed: int) -> None:
     largest = max(tried)
     slow = len(tried) > 1 and tried[largest] < (1 + GAIN) * tried[largest // 2]
     assert slow or 2 * largest > most or not need(2 * largest).fits
-
-
-def test_the_reasons_name_the_neighbours() -> None:
-    chosen = choose_batch(2, 10_000, lambda batch: Need(1e7 * batch, 1e9), {16: 50.0, 32: 80.0, 64: 100.0}.__getitem__)
-    assert (chosen.batch, chosen.why) == (64, "32 would be 20% slower, 128 needs 1.28 GB of 1.00 GB per worker")
-    chosen = choose_batch(2, 10_000, lambda batch: Need(1, 2), {16: 50.0, 32: 80.0, 64: 82.0}.__getitem__)
-    assert (chosen.batch, chosen.why) == (32, "16 would be 38% slower, 64 would be 2% faster")
-    chosen = choose_batch(1, 12, lambda batch: Need(1, 2), {8: 50.0}.__getitem__)
-    assert (chosen.batch, chosen.why) == (8, "16 would leave fewer than 8 steps in an epoch")
 
 
 def test_too_few_samples_are_one_error() -> None:
@@ -144,15 +135,6 @@ def test_what_is_chosen_under_a_cap_fits_as_counted(net: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the run
-
-
-def test_what_a_device_holds_already_is_not_free() -> None:
-    spec, asked = cluster(1, memory=1 << 30), question(NETS["wide"][1])
-    free, held = (memory_of(asked.inputs(sizes_of("wide"), spec), 1, held)(8) for held in (0, 1 << 20))
-    assert (held.bytes, held.limit) == (free.bytes, free.limit - (1 << 20))
-    before = held_bytes(torch.device("cpu"))
-    more = torch.ones(50 << 20)
-    assert before == 0 or held_bytes(torch.device("cpu")) - before > 0.8 * more.nbytes
 
 
 def capped(batch: int) -> ClusterSpec:

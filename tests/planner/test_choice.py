@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
-from torch import nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
-from hybridpar.plan import Plan
-from hybridpar.planner import choice, decide, planned_run
-from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.planned_run import PlannedRun
-from hybridpar.planner.probes import Question
+from hybridpar.planner import choice
 from tests.ranks import run_ranks
-from tests.sync.test_compression import Net, Staged, batch
+from tests.sync.test_compression import Net, batch
 from tests.sync.test_meetings import TwoTypes
 from tests.sync.test_reducer import make_data
 
@@ -73,39 +66,6 @@ def test_a_model_with_other_types_than_float32_is_sent_as_it_is(plan: str) -> No
     for policy, lines in run_ranks(with_two_types, 2, plan, shared_memory=False):
         assert policy == "none"
         assert any("none: the parameter 'second.weight' is torch.float64" in line for line in lines), lines
-
-
-def settled(world: World) -> tuple[list[Question], PlannedRun]:
-    """What is searched for with `--plan none`, and what comes of an answer that says more than that."""
-    answer = Plan.model_validate(
-        {
-            "model": {"name": "Staged", "fingerprint": "0" * 16, "parameters": 10},
-            "partition": {"stages": [{"units": ["a"]}, {"units": ["b"]}]},
-            "pipeline": {"schedule": "gpipe", "micro_batches": 8},
-            "sync": {"lanes": 7, "policy": [{"pattern": "a.*", "codec": "fp16"}]},
-        }
-    )
-    asked = []
-
-    def search(model: nn.Module, world: World, question: Question, *_: object) -> decide.Decision:
-        asked.append(question)
-        return decide.Decision(answer, ("plan     the answer",), mock.Mock())
-
-    config = TrainConfig(plan="none", compress="auto", fidelity="close", stages=2, micro_batches=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decide, "decide_plan", search)
-        return asked, planned_run.plan_loop(Staged(), config, world, batch(0, 0)[0], 10**6, "net", None, mock.Mock())
-
-
-def test_with_plan_none_the_search_is_for_the_codec_alone():
-    for (question,), run in run_ranks(settled, 4, shared_memory=False):
-        assert question.fixed == Fixed(
-            *(4, 2, 2, 2, "greedy", "linear"), every_step=True, equal=True, shard_optimizer=False
-        )
-        assert run.lines == ("plan     the answer",)
-        assert run.plan.sync.codec == "a.* -> fp16"
-        pipeline = run.plan.pipeline
-        assert (pipeline.schedule, pipeline.micro_batches, run.plan.sync.lanes) == ("greedy", 2, 2)
 
 
 def test_a_single_worker_has_nothing_to_choose_and_is_told_so(caplog):

@@ -105,21 +105,6 @@ def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
     assert json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])["inside"]["bandwidth"] > 0
 
 
-def messages_at_a_start(world: World, cache: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRIDPAR_CACHE", cache)
-        patch.setattr(links, "DRIFT", 1e9)
-        measure_cluster(world, seconds=0.002)
-        rows = mock.Mock(side_effect=links.laps_of)
-        patch.setattr(links, "laps_of", rows)
-        measure_cluster(world, seconds=0.002)
-        return rows.call_count
-
-
-def test_a_link_that_is_remembered_is_looked_at_once_at_a_start(tmp_path):
-    assert run_ranks(messages_at_a_start, 2, str(tmp_path)) == [1, 1]
-
-
 def test_one_worker_has_no_links(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
     rates = iter((1e9, 2e9))
@@ -154,31 +139,3 @@ def test_a_link_that_cannot_be_measured_is_one_error():
     for told in run_ranks(broken, 2):
         assert "stopped while measuring the links between workers" in told
         assert "Connection reset by peer" in told
-
-
-def unconfirmed(world: World, cache: str, confirmed: tuple[bool, ...]) -> tuple[int, float, int]:
-    import os
-
-    os.environ["HYBRIDPAR_CACHE"] = cache
-    answers, taken = iter(confirmed), []
-    inner = links._levels, links._still_true
-
-    def levels(*given):
-        taken.append(len(taken) + 1)
-        return {"inside": LinkLevel(bandwidth=1e6 * len(taken))}
-
-    links._levels = levels
-    links._still_true = lambda *_: next(answers)
-    try:
-        spec = measure_cluster(world, fresh=True, seconds=0.002)
-    finally:
-        links._levels, links._still_true = inner
-        del os.environ["HYBRIDPAR_CACHE"]
-    assert spec.inside is not None
-    return len(taken), spec.inside.bandwidth, len(list(Path(cache).glob("planner/links-*.json")))
-
-
-def test_links_are_measured_again_until_messages_confirm_them_and_kept_only_then(tmp_path):
-    assert run_ranks(unconfirmed, 2, str(tmp_path), (False,) * 3) == [(3, 3e6, 0)] * 2
-    assert [found[:2] for found in run_ranks(unconfirmed, 2, str(tmp_path), (False, True))] == [(2, 2e6)] * 2
-    assert len(list(tmp_path.glob("planner/links-*.json"))) == 1

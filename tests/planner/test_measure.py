@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig
 from hybridpar.partition import profile_cache
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.planner import probes, rates
-from hybridpar.planner.cuts import balanced_cut, figures_of, smaller_cuts
+from hybridpar.planner import rates
+from hybridpar.planner.cuts import balanced_cut, figures_of, smallest_cut
 from hybridpar.planner.measure import parameters_of, profile_model
 from hybridpar.planner.probes import speeds_of, with_rest
 from hybridpar.planner.rates import measure_rates
 from hybridpar.planner.ways import Way
-from hybridpar.train.trainer import open_trial
 from tests.ranks import run_ranks
 
 
@@ -66,7 +62,7 @@ def test_a_measured_profile_has_times_of_every_size(monkeypatch):
 def test_figures_of_stages_are_those_of_their_units():
     profile = profile_model(net(), images(2), measure=False)
     whole = figures_of(profile, balanced_cut(profile, 1), 2)
-    for cut in (balanced_cut(profile, 2), *smaller_cuts(profile, 2)):
+    for cut in (balanced_cut(profile, 2), smallest_cut(profile, 2)):
         parts = figures_of(profile, cut, 2)
         assert sum(parts.forward_ms) == pytest.approx(whole.forward_ms[0])
         assert sum(parts.backward_ms) == pytest.approx(whole.backward_ms[0])
@@ -105,21 +101,6 @@ def test_workers_time_codecs_at_the_same_time_and_all_know_the_mean(tmp_path):
     assert len(list(tmp_path.glob("codec-*.json"))) == 2, "the first worker keeps it"
 
 
-def test_what_repetitions_do_not_agree_on_is_measured_again_and_not_kept(tmp_path, caplog, monkeypatch):
-    noises = iter([0.9, 0.5, 0.7, 0.9, 0.1])
-
-    def measured(*_: object) -> rates.CodecRate:
-        noise = next(noises)
-        return rates.CodecRate(((64, 10 * noise, 1.0),), noise)
-
-    monkeypatch.setattr(rates, "measure_codec", measured)
-    measure = partial(measure_rates, ("fp16",), (), 2, World(), tmp_path)
-    assert measure()["fp16"].tried == ((64, 5.0, 1.0),), "the least noisy"
-    assert "codec fp16: repeated measurements lie 50 % apart; they are used now and not kept" in caplog.text
-    for _ in range(2):
-        assert measure()["fp16"].tried == ((64, 1.0, 1.0),), "it is kept"
-
-
 def test_hosts_of_nearly_one_speed_count_as_equal_and_the_slowest_worker_of_a_host_counts():
     assert speeds_of("ab", [100, 200]) == [1, 0.5]
     assert speeds_of("ab", [100, 120]) == [1, 1]
@@ -138,20 +119,3 @@ def test_a_profile_has_the_rest_of_a_step_and_is_as_fast_as_the_way_that_was_cho
     assert captured.step_ms + captured.update_ms == pytest.approx(units)
     compiled = with_rest(profile, Way({}, None, (units / 2,), units / 2, units / 2))
     assert (compiled.step_ms, compiled.update_ms) == (pytest.approx(units / 2), 0)
-
-
-def test_what_was_kept_of_a_model_is_not_taken_for_one_with_frozen_layers(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
-    monkeypatch.setattr(probes, "MOST_NOISE", math.inf)
-    question = probes.Question("net", (3, 8, 8), TrainConfig(batch_size=4))
-
-    def trained(model: nn.Module) -> list[str]:
-        inputs, _ = probes.measure_inputs(model, question, World(), open_trial=open_trial)
-        return [one.name for one in inputs.profile.parameters]
-
-    model = net()
-    names = trained(model)
-    model[0].requires_grad_(False)
-    assert trained(model) == [name for name in names if not name.startswith("0.")]
-    with mock.patch.object(probes, "profile_model", side_effect=AssertionError("measured")):
-        assert trained(model) == [name for name in names if not name.startswith("0.")]

@@ -47,15 +47,6 @@ def test_groups_that_share_the_link_of_a_host_divide_it():
     assert beside.ms_per_byte > alone.ms_per_byte
 
 
-def test_replicas_on_one_host_do_not_use_the_link_between_hosts():
-    network = Network(spec(2, 4), Layout.dealt(2, 2, replicas=4))
-    assert network.grouping.hosts == 1
-    assert network.exchange().ms_per_byte == pytest.approx(2 * 3 / 4 / 1e7)
-    link, own = network.transfers(Layout.dealt(2, 2), 0)
-    assert own == {}, "every replica's second stage is on the other host"
-    assert link.bytes_per_second == pytest.approx(1e9 * 0.7 / 4), "four workers send over one link"
-
-
 def test_stages_on_one_host_have_wires_of_their_own():
     _, own = Network(spec(2, 4), Layout.dealt(3, 3, replicas=1)).transfers(Layout.dealt(3, 3), 0)
     assert own.keys() == {(0, 1), (1, 0), (1, 2), (2, 1)}
@@ -74,9 +65,3 @@ def test_other_collectives_move_their_bytes_at_the_speed_of_sums(collective, lat
     cost = Network(spec(4, 1), Layout.dealt(1, 1, replicas=4)).exchange(collective)
     assert cost.latency_ms == pytest.approx(latency)
     assert cost.ms_per_byte == pytest.approx(per_byte)
-
-
-def test_one_worker_exchanges_nothing():
-    network = Network(spec(1, 1), Layout.dealt(1, 1, replicas=1))
-    assert network.exchange().ms_per_byte == 0
-    assert network.control_ms() == 0

@@ -10,7 +10,6 @@ import pytest
 from hybridpar.config import TrainConfig
 from hybridpar.plan import Sync
 from hybridpar.planner import outer_steps
-from hybridpar.planner.fixed import decided_options, fixed_by
 from hybridpar.planner.outer_steps import OuterSteps, expected_steps
 from hybridpar.planner.rates import CodecRate
 from hybridpar.planner.record import plan_of
@@ -60,38 +59,6 @@ def test_it_is_no_choice_without_a_measurement_that_says_so(options):
     found = find_plan(asked(**options))
     assert all(one.every == 1 for one in found.evaluator.space.codec_choices if one.codecs or options.get("fidelity"))
     assert chosen_of(found).every == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "may"),
-    [
-        ({}, True),
-        ({"sync": "local:4"}, False),
-        ({"compress": "onebit"}, False),
-        ({"shares": "auto"}, False),
-        ({"cuda_graph": True}, False),
-    ],
-)
-def test_options_that_it_does_not_know_leave_it_out(options, may):
-    config = TrainConfig(fidelity="lossy", **options)
-    fixed = fixed_by(config, decided_options(config), 2, ["w"])
-    assert fixed.every_step is not may
-    choices = find_plan(asked(fixed=replace(fixed, codecs=None, workers=None))).evaluator.space.codec_choices
-    assert any(one.every > 1 for one in choices) is may
-
-
-def test_workers_of_one_host_and_parts_of_a_model_have_none():
-    together = replace(asked(), cluster=_one_host())
-    assert chosen_of(find_plan(together)).every == 1
-    for one in find_plan(asked(most_stages=3)).ranked:
-        assert one.candidate.layout.stages == 1 or one.candidate.codec.outer is None
-
-
-def _one_host():
-    from hybridpar.machine.cluster_file import parse_cluster
-
-    level = {"bandwidth": SLOW, "latency_ms": 0.1}
-    return parse_cluster({"hosts": [{"count": 1, "devices": 2}], "inside": level})
 
 
 def test_a_step_is_computing_and_a_part_of_the_exchange():

@@ -23,7 +23,6 @@ from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
-from hybridpar.formats.cache import measurements_directory
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import Compute, Pipeline, Plan, Stage, StepFigures, Sync, read_plan
@@ -38,7 +37,7 @@ from hybridpar.run.wire_table import wire_format_lines
 from hybridpar.sync.compression_table import LayerBytes, WireFormat
 from tests.planner.small import chain, cluster, inputs
 from tests.ranks import run_ranks
-from tests.runs import check_run, saved_state, small_arguments, train, train_rank
+from tests.runs import check_run, saved_state, train, train_rank
 from tests.small_nets import plain
 
 #: Modules that ask on which host they are.
@@ -128,21 +127,6 @@ def test_the_next_run_measures_nothing(tmp_path, capsys):
     assert first.predicted == second.predicted
 
 
-def test_a_profile_with_too_much_noise_is_used_once(tmp_path):
-    with always_planned(noise=-1.0):
-        assert train(tmp_path / "one", "plain", steps=3) == 0
-    assert read_plan(tmp_path / "one" / "plan.json").predicted is not None
-    assert not list(measurements_directory().glob("profile-*.json"))
-
-
-def test_another_batch_or_model_is_measured(tmp_path):
-    planned(tmp_path / "one", steps=3)
-    for number, (model, options) in enumerate([("plain", {"batch_size": 8}), ("wide", {})]):
-        with mock.patch.object(probes, "profile_model", wraps=probes.profile_model) as measure:
-            planned(tmp_path / f"other-{number}", model, steps=3, **options)
-        assert measure.call_count == 1
-
-
 def test_a_short_run_is_not_planned_and_is_as_without_a_planner(tmp_path, capsys):
     with never_searched():
         train(tmp_path / "auto", steps=4)
@@ -181,16 +165,6 @@ def test_options_that_nothing_predicts_are_obeyed_and_not_planned(tmp_path, caps
 
 
 # ------------------------------------------------------------------------------------------------- what is decided
-
-
-def test_what_is_no_part_of_the_search_is_trained_as_it_was_asked_for(tmp_path, capsys):
-    with torch_threads(1):  # lanes beside each other are not measured where they would share one core
-        plan = planned(tmp_path / "run", steps=3, stages=2, micro_batches=2)
-    assert "plan     none: what is decided leaves no plan for 1 worker(s): workers 1, stages 2" in " ".join(
-        capsys.readouterr().out.split()
-    ).replace("plan none", "plan     none")
-    assert len(plan.partition.stages) == 2
-    assert check_run(tmp_path / "run")["micro_batches"] == 2
 
 
 def test_every_option_that_was_set_is_fixed():
@@ -259,13 +233,6 @@ def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path, monkey
     assert join_workers(TrainConfig(plan=tmp_path / "missing.json"))["lanes"] == 2
 
 
-def test_the_command_line_knows_which_options_were_named():
-    from hybridpar.commands import named_options
-
-    line = ["train", "resnet18", "--stages", "1", "--compress=none", "--micro_batches", "2", "--no-guard"]
-    assert named_options(line, TrainConfig) == {"stages", "compress", "micro_batches", "guard"}
-
-
 # ------------------------------------------------------------------------------------------------- what was asked for
 
 #: Options that act on what replicas exchange, and on stages.
@@ -284,13 +251,6 @@ def test_only_plans_in_which_a_named_option_has_an_effect_are_open(options):
     assert (fixed.exchanged, fixed.staged) == (False, False), "of a loop of one's own nothing else can be chosen"
 
 
-@pytest.mark.parametrize("option", ["compress", "sync", "batch_norm", "schedule", "placement", "recompute"])
-def test_what_is_at_its_default_leaves_all_plans_open(option):
-    fixed = fixed_by(TrainConfig(), {option}, 2, ["a.weight"], {option})
-    assert (fixed.exchanged, fixed.staged) == (False, False)
-    assert not fixed_by(TrainConfig(compress="auto"), set(), 2, [], {"compress"}).exchanged
-
-
 @pytest.mark.parametrize("options", [*ON_REPLICAS, *ON_STAGES])
 def test_an_option_that_would_have_no_effect_is_refused_before_the_run(tmp_path, options):
     # One worker has nobody to exchange with, whatever is planned; lanes may hold stages, where a run is long enough.
@@ -301,13 +261,6 @@ def test_an_option_that_would_have_no_effect_is_refused_before_the_run(tmp_path,
     assert said in caught.value.what
     assert "--nproc 2" in caught.value.fix or "--stages 2" in caught.value.fix
     assert not (tmp_path / "run").exists()
-
-
-def test_a_loop_of_ones_own_with_one_worker_is_warned_and_names_no_codec(caplog):
-    with Trainer(plain(), config=TrainConfig(compress="fp16")) as trainer:
-        wire_format = trainer.engine.wire_format()
-    assert "--compress fp16 can gain nothing" in caplog.text
-    assert (str(wire_format.policy), str(wire_format.applied)) == ("fp16", "none")
 
 
 def test_a_codec_that_fits_no_layer_is_told_and_not_named():
@@ -345,12 +298,6 @@ def test_a_plans_file_is_followed_and_predicts_again(tmp_path, capsys):
     assert summary["predicted_step_ms"] == plan.predicted.step_ms
 
 
-def test_what_somebody_decides_otherwise_was_not_predicted(tmp_path, first_plan):
-    train(tmp_path / "two", steps=3, plan=first_plan, micro_batches=2)
-    summary = check_run(tmp_path / "two")
-    assert (summary["micro_batches"], summary["predicted_step_ms"]) == (2, None)
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -364,13 +311,6 @@ def test_the_prediction_of_a_plan_for_other_steps_does_not_count(tmp_path, first
     summary = check_run(tmp_path / "two")
     assert (summary["predicted_step_ms"], summary["prediction_warning"]) == (None, None)
     assert read_plan(tmp_path / "two" / "plan.json").inputs is None, "nothing later is corrected by it"
-
-
-def test_a_model_of_which_nothing_is_trained_is_one_error(tmp_path):
-    with mock.patch("hybridpar.run.data.build_model", side_effect=lambda *one, **two: plain().requires_grad_(False)):
-        with pytest.raises(UsageError, match="has no parameter that is trained"):
-            train(tmp_path / "run", steps=3)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_plan_made_elsewhere_is_one_error(tmp_path, first_plan):
@@ -430,13 +370,6 @@ def test_an_edited_plan_is_followed_without_its_prediction(tmp_path, first_plan,
         assert check_run(tmp_path / f"two{number}")["predicted_step_ms"] is None
 
 
-def test_a_run_that_began_without_a_plan_goes_on_without_one(tmp_path):
-    train(tmp_path / "run", steps=4, epochs=2, plan="none")
-    with never_searched(), always_planned():
-        train(tmp_path / "run", steps=8, epochs=2, resume=True)
-    assert read_plan(tmp_path / "run" / "plan.json").inputs is None
-
-
 # ------------------------------------------------------------------------------------------------- two workers
 
 
@@ -461,25 +394,6 @@ def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted
         train_rank(world, run_dir, "plain", None, options)
     world.barrier()  # rank 0 has more to write at the end
     return read_plan(run_dir / "plan.json")
-
-
-def short_rank(world: World, run_dir: Path, cache: str) -> bool:
-    """Whether a short run is planned where exchanging all gradients takes a quarter of an hour."""
-    os.environ["HYBRIDPAR_CACHE"] = cache
-    probed = probes._exchange_seconds(plain(), world)
-    assert probed > 0
-    assert len(set(world.gather(probed))) == 1
-    with (
-        mock.patch.object(probes, "LEAST_STEPS", 1),
-        mock.patch.object(probes, "_exchange_seconds", return_value=1e3),
-    ):
-        train_rank(world, run_dir, "plain", None, {"steps": 2})
-    world.barrier()
-    return read_plan(run_dir / "plan.json").inputs is not None
-
-
-def test_a_short_run_is_planned_where_it_would_wait_long_for_its_link(tmp_path):
-    assert run_ranks(short_rank, 2, tmp_path / "run", str(tmp_path / "cache")) == [True, True]
 
 
 def test_two_workers_follow_one_plan_and_a_planted_bandwidth_is_noticed(tmp_path):
@@ -530,44 +444,6 @@ def test_two_workers_search_within_the_stages_that_they_were_given(tmp_path):
     assert plan.ran.bubble == summary["bubble"]
 
 
-def compiled_rank(world: World, run_dir: Path, cache: str, options: dict) -> Plan:
-    # Captured by the compiler's front end as ever, but not translated, which takes long.
-    with mock.patch.object(torch, "compile", side_effect=partial(torch.compile, backend="aot_eager")) as compiling:
-        plan = planned_rank(world, run_dir, cache, options)
-    stages = [call.args[0] for call in compiling.call_args_list if isinstance(call.args[0], torch.fx.GraphModule)]
-    assert stages, "each worker compiles its own stage"
-    return plan
-
-
-def test_a_compiled_pipeline_is_planned_and_trains_as_the_eager_one(tmp_path):
-    options = {"steps": 4, "stages": 2, "micro_batches": 2}
-    cache = str(tmp_path / "cache")
-    plan = run_ranks(compiled_rank, 2, tmp_path / "compiled", cache, {**options, "compile": True})[0]
-    assert plan.predicted is not None
-    assert plan.inputs is not None
-    assert plan.compute is not None
-    assert plan.compute.compile
-    run_ranks(train_rank, 2, tmp_path / "eager", "plain", None, {**options, "plan": "none"})
-    assert check_run(tmp_path / "compiled", steps=4)["stages"] == 2
-    compiled, eager = saved_state(tmp_path / "compiled"), saved_state(tmp_path / "eager")
-    assert compiled.keys() == eager.keys()
-    for name, value in eager.items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def refused_rank(world: World, run_dir: Path, options: dict) -> str:
-    with pytest.raises(UsageError) as caught:
-        train_rank(world, run_dir, "plain", None, {"steps": 2, **options})
-    return f"{caught.value.what}: {caught.value.fix}"
-
-
-def test_two_workers_that_share_one_model_exchange_nothing_that_could_be_compressed(tmp_path):
-    answers = run_ranks(refused_rank, 2, tmp_path / "run", {"stages": 2, "compress": "fp16"})
-    assert answers[0] == answers[1]
-    assert answers[0].startswith("--compress fp16 has no effect with one replica on 2 worker(s)")
-    assert "--replicas 2 or --nproc 4" in answers[0]
-
-
 def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys):
     cache = str(tmp_path / "cache")
     run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 4})
@@ -576,9 +452,6 @@ def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys
     assert "the run's own plan is for 2 worker(s), and here are 1" in capsys.readouterr().out
     assert read_metrics(tmp_path / "run").steps["step"].tolist() == list(range(1, 9))
     assert read_plan(tmp_path / "run" / "plan.json").inputs is None
-    with never_searched():
-        plan = run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 12, "resume": True})[0]
-    assert plan.inputs is not None, "with two workers it is taken up again"
 
 
 def shown(asked: PlannerInputs, way: Way | None = None) -> list[str]:
@@ -655,15 +528,3 @@ def test_a_plan_as_an_object_is_followed_as_its_file_is(tmp_path):
     whole = partition_model(plain(), [images], 1).plan
     with Trainer(plain(), plan=whole) as trainer:
         assert not trainer.plan.is_staged
-
-
-def test_the_option_says_what_it_takes(capsys):
-    from hybridpar import cli
-
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
-    assert "{auto,none}|PATH" in capsys.readouterr().out.replace(" ", "")
-    assert cli.main([*small_arguments(Path("unused"), "--plan=nothing.json", "--nproc=1"), "--no-tune-process"]) == 2
-    said = capsys.readouterr().err
-    assert "--plan nothing.json: there is no such file" in said
-    assert "`auto`, which searches, `none`" in said

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.partition import partition_model
 from hybridpar.plan import Kernels, Placement, Plan
-from hybridpar.planner.resolve import lane_threads, resolve
+from hybridpar.planner.resolve import resolve
 from hybridpar.schedule.layout import Layout
 from tests.pipeline.oracle import Residuals, images, seeded
 
@@ -67,18 +66,6 @@ def test_what_does_not_fit_is_refused_with_what_would(
         assert word in str(info.value)
 
 
-def test_the_threads_of_a_process_are_divided_among_its_lanes() -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)
-        device = torch.device("cpu")
-        layouts = [resolve(TrainConfig(stages=count), 1).layout for count in (1, 2, 3, 8)]
-        assert [lane_threads(layout, device) for layout in layouts] == [4, 2, 1, 1]
-        assert lane_threads(layouts[1], torch.device("cuda:0")) == 1
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_a_plan_says_how_many_stages_there_are() -> None:
     plan = partition_model(seeded(Residuals), EXAMPLE, 3, measure=False).plan
     made = resolve(TrainConfig(), 1, plan)
@@ -103,21 +90,6 @@ def test_plain_options_are_a_plan_whose_stages_have_yet_to_be_cut() -> None:
     assert whole.kernels == Kernels(database="auto")
     with pytest.raises(UsageError, match="Stages are numbered from 0 to 1"):
         resolve(TrainConfig(stages=2, recompute=(-1,)), 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"stages": 2, "offload": (2,)}, "--offload 2"),
-        ({"offload": (0,)}, "--offload without --stages"),
-        ({"stages": 2, "offload": (0, 1), "recompute": (1,)}, "--recompute 1 with --offload 1"),
-        ({"stages": 2, "offload": (0,), "cuda_graph": True}, "--cuda-graph with --offload"),
-    ],
-)
-def test_stages_whose_activations_wait_with_the_host_are_stages_that_keep_some(options, told):
-    with pytest.raises(UsageError, match=told):
-        resolve(TrainConfig(**options), 1)
-    assert resolve(TrainConfig(stages=2, offload=(1,)), 1).pipeline.offload == (1,)
 
 
 # ------------------------------------------------------------------------------------------------- placements of a plan

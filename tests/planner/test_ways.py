@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError
 from hybridpar.plan import Plan
 from hybridpar.planner import ways
 from hybridpar.planner.trials import FIRST_STEPS, StepValues, time_in_turns
@@ -192,14 +191,6 @@ def test_what_the_user_decided_is_not_tried(monkeypatch):
     assert open_changes(plain(), fixed, TrainConfig.__dataclass_fields__, shape, CPU, 1e6) == []
 
 
-def test_what_measuring_costs_may_end_it():
-    def check(step_ms: float) -> None:
-        raise HybridparError("too long")
-
-    with pytest.raises(HybridparError, match="too long"):
-        choose_way(plain(), TrainConfig(), (), World(), torch.randn(4, 3, 8, 8), open_trial, check=check)
-
-
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -208,24 +199,6 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.conv(x)).mean((2, 3))
-
-
-@pytest.mark.parametrize("chosen_ms", [1e-3, 1e9])
-def test_the_threads_of_the_process_are_as_before(monkeypatch, chosen_ms):
-    threads, inner = torch.get_num_threads(), ways.timed
-    torch.set_num_threads(2)
-    try:
-        # Whether fewer threads win or lose is decided here.
-        def timed(step: Any, world: World, threads: int | None = None) -> tuple[float, ...]:
-            inner(step, world, threads)
-            return (chosen_ms if threads == 1 else 1.0,)
-
-        monkeypatch.setattr(ways, "timed", timed)
-        way = choose_way(plain(), TrainConfig(), ("memory_format",), World(), torch.randn(4, 3, 8, 8), open_trial)
-        assert way.threads == (1 if chosen_ms < 1 else None)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("make", [plain, Dropping])
@@ -263,10 +236,3 @@ def test_plans_take_turns_and_stop_in_time_but_not_before_two_rounds():
     assert counts == {"a": 2, "b": 2, "c": 2}
     assert order == ["a", "b", "c", "b", "c", "a"]
     assert len(time_in_turns({"a": int}, World(), rounds=4)["a"]) == 4
-
-
-@pytest.mark.parametrize("options", [{"compress": "onebit:decay=0.5"}, {"shares": "auto"}, {"shard_optimizer": True}])
-def test_ways_that_the_options_forbid_are_not_tried(options):
-    names = [one.name for one in open_changes(plain(), TrainConfig(**options), (), (3, 8, 8), torch.device("cuda"), 0)]
-    assert "channels_last" in names
-    assert "CUDA graph" not in names

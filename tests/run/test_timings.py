@@ -10,7 +10,7 @@ from hybridpar.observe.records import StepRecord
 from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
 from hybridpar.run.timings import StepClock, StepTimes, Timings, combine
 from hybridpar.schedule.actions import parse_action
-from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.costs import BucketCost, Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
@@ -157,7 +157,7 @@ def test_the_parts_add_up_to_a_step_whatever_the_workers_noted(workers, step_ms)
 
 
 def test_overlap_is_what_did_not_outlast_computation():
-    costs = Costs((1.0,), (4.0,), buckets=((BucketCost(1000, 0.5),),), replicas=2, sync_link=Link(8.0))
+    costs = Costs((1.0,), (4.0,), buckets=((BucketCost(1000, 0.5, latency_ms=8.0),),), replicas=2)
     timeline = simulate(_accumulate(), costs).timeline
     timings = Timings()
     spans = StepSpans(0.0, timeline)

@@ -62,19 +62,6 @@ def test_what_is_soon_needed_stays():
     assert not [action for action in lower(schedule, Layout.dealt(1, 1), offload={0}).needs if action.kind is Kind.PARK]
 
 
-def test_a_tensor_that_skips_a_stage_travels_directly():
-    layout = Layout.dealt(3, 3, edges=(Edge(0, 1, 8, 8), Edge(0, 2, 8, 8), Edge(1, 2, 8, 8)))
-    program = lower(read_schedule("0F0,0B0\n1F0,1B0\n2F0,2B0\n"), layout)
-    assert parse_action("0SEND_F0>2") in program.workers[0]
-    assert parse_action("2RECV_F0>0") in program.workers[2]
-    assert not [action for action in program.workers[1] if action.peer not in (None, 0, 2)]
-    assert set(program.needs[parse_action("0B0")]) == {
-        parse_action("0F0"),
-        parse_action("0RECV_B0"),
-        parse_action("0RECV_B0>2"),
-    }
-
-
 def test_what_needs_no_gradient_gets_none():
     layout = Layout.dealt(2, 2, edges=[Edge(0, 1, 8, 0)])
     program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), layout)
@@ -146,14 +133,3 @@ def test_a_circle_is_refused():
 def test_a_schedule_for_another_layout_is_refused(text, match):
     with pytest.raises(ScheduleError, match=match):
         lower(read_schedule(text), Layout.dealt(2, 2))
-
-
-def test_queues():
-    program = lower(
-        make("1f1b", ScheduleRequest(Layout.dealt(4, 4, workers=2), 2)), Layout.dealt(4, 4, workers=2), [1] * 4
-    )
-    assert program.queue_of(parse_action("3F0")) == ("compute", 1, 3)
-    assert program.queue_of(parse_action("1SEND_F0")) == ("send", 0, 1)
-    assert program.queue_of(parse_action("2RECV_F0")) == ("receive", 1, 0)
-    assert program.queue_of(parse_action("2SYNC0")) == ("sync", 1, 0)
-    assert program.queue_of(parse_action("2STEP")) == ("compute", 1, 2)

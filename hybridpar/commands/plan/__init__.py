@@ -20,7 +20,7 @@ from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
     "Search for the fastest way to train a model, say why, and write the plan.",
     PlanRequest,
     groups={"Plan": (PlanFiles,), "Configuration files": (FileOptions,), **GROUPS},
-    shown=("output", "draw", "cluster", *SHOWN),
+    shown=("output", "cluster", *SHOWN),
     read=read_sources,
 )
 def run_plan_command(command: PlanRequest, arguments: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import tyro
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions
 from hybridpar.errors import UsageError
-from hybridpar.formats.output_files import check_picture, check_writable
+from hybridpar.formats.output_files import check_writable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,6 @@ class PlanFiles:
 
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the plan to this JSON file, which `hybridpar train --plan FILE` follows."""
-    draw: Path | None = None
-    """Draw the cut of the plan into this .svg or .png file."""
     cluster: Path | None = None
     """Plan for the machines that this TOML file describes; default: this one, measured by all of its workers."""
 
@@ -43,11 +41,8 @@ class PlanRequest(TrainConfig, FileOptions, PlanFiles):
         for option, given in ((f"--plan {self.plan}", not self.searches), ("--resume", self.resume)):
             if given:
                 raise UsageError(f"{option} without training", "A plan is searched for here.", f"Leave out {option}.")
-        for option, path in (("--output", self.output), ("--draw", self.draw)):
-            if path is not None:
-                check_writable(option, path)
-        if self.draw is not None:
-            check_picture("--draw", self.draw)
+        if self.output is not None:
+            check_writable("--output", self.output)
         if self.cluster is not None and self.nproc is not None:
             raise UsageError(
                 f"--nproc {self.nproc} with --cluster",

@@ -22,27 +22,21 @@ from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.cluster_file import read_cluster_file
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models.deferred import DeferredModel
-from hybridpar.partition.draw import draw_partition
+from hybridpar.partition.profile import intra_op_threads
 from hybridpar.partition.table import print_partition
-from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.batch import measure_batch
-from hybridpar.planner.decide import Decision, decide_plan
-from hybridpar.planner.explain import PARTS, describe, notes, rows, what_ifs
-from hybridpar.planner.finalists import Verified
+from hybridpar.planner.decide import Decision, Verified, decide_plan
+from hybridpar.planner.explain import PARTS, describe, notes, rows
 from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.probes import LEAST_STEPS, Question, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import join_workers
-from hybridpar.planner.scaling import curve_lines, scaling_curve
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.ways import compute_of_way
 from hybridpar.run.data import check_batch, load_data, open_model, steps_of, with_images_of_model
 from hybridpar.run.worker import tune_worker
 from hybridpar.train.trainer import open_trial
-
-#: Workers of a cluster up to which its scaling curve is made.
-_CURVE_WORKERS = 16
 
 
 def run_plan(request: PlanRequest) -> int:
@@ -87,7 +81,7 @@ def _decide(request: PlanRequest, world: World, bar: ProgressBar) -> Decision:
     question = replace(question, fixed=replace(fixed, workers=None))  # fewer than all may be faster
     inputs, _ = measure_inputs(module, question, world, cluster=cluster, announce=bar.announce, progress=bar.advance)
     bar.announce("searching")
-    answer = find_plan(inputs, progress=bar.advance)
+    answer = find_plan(inputs)
     plan = plan_of(answer, answer.chosen, compute_of_way(config, None))
     return Decision(plan, (), inputs, answer)
 
@@ -101,24 +95,9 @@ def report(request: PlanRequest, decision: Decision, bar: ProgressBar) -> None:
         if request.output is not None:
             plan.save(request.output)
             written.append(f"plan written to {request.output}")
-        if request.draw is not None:
-            graph = inputs.profile.timed(plan.partition.micro_batch or 1)
-            draw_partition(graph, plan, request.draw)
-            written.append(f"picture written to {request.draw}")
     except HybridparError as error:  # said below the report, which took a minute to make
         failed = error
-    bar.announce("asking what else would help")
-    helps = what_ifs(inputs, answer)
-    curve: list[str] = []
-    if inputs.workers <= _CURVE_WORKERS:
-        bar.announce("numbers of workers")
-        curve = curve_lines(scaling_curve(inputs, bar.advance))
     bar.close()
-    sections = [
-        ("what would help", helps),
-        ("numbers of workers, same batch", curve),
-        ("about these figures", [*notes(inputs, answer), *_not_planned(inputs)]),
-    ]
     console = Console(width=None if sys.stdout.isatty() else 160)
     with printing("report"):
         _print_table(inputs, answer, console)
@@ -128,10 +107,8 @@ def report(request: PlanRequest, decision: Decision, bar: ProgressBar) -> None:
         if len(plan.partition.stages) > 1:
             console.print()
             print_partition(plan, console)
-        for title, lines in sections:
-            if lines:
-                console.print(f"\n{title}", style="bold")
-                _print_lines([f"  {line}" for line in lines], console)
+        console.print("\nabout these figures", style="bold")
+        _print_lines([f"  {line}" for line in [*notes(inputs, answer), *_not_planned(inputs)]], console)
         _print_lines(written, console)
     if failed is not None:
         raise failed

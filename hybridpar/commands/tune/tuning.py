@@ -78,12 +78,12 @@ def find_work(config: TuneRequest) -> Counter[KernelKey]:
     assert config.model is not None
     run = with_images_of_model(config, config.model)
     data = load_dataset(run)
-    share = share_of_worker(run, run.nproc or run.workers_wanted or default_workers())
+    samples, threads = share_of_worker(run, run.nproc or run.workers_wanted or default_workers())
     channels, rows, columns = data.sample_shape
     seed_everything(config.seed)
     model = configured_model(run, config.model, data.classes)
-    where = _where(config, config.threads or share.threads)
-    work = step_keys(model, (share.samples, channels, rows, columns), _layout(config), *where)
+    where = _where(config, config.threads or threads)
+    work = step_keys(model, (samples, channels, rows, columns), _layout(config), *where)
     if not work:
         raise UsageError(
             f"{config.model} has no depthwise convolution",

@@ -14,9 +14,8 @@ from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
-from hybridpar.schedule.schedules.base import SCHEDULES, ScheduleRequest, backwards, forwards, register_schedule
+from hybridpar.schedule.schedules.base import SCHEDULES, ScheduleRequest, register_schedule
 from hybridpar.schedule.schedules.list_scheduler import ListScheduler, Rule
-from hybridpar.schedule.schedules.one_forward_one_backward import in_turns
 from hybridpar.schedule.simulate import simulate
 
 
@@ -49,9 +48,6 @@ def greedy(request: ScheduleRequest) -> Schedule:
 def _candidates(request: ScheduleRequest) -> Iterator[Schedule]:
     for rule in RULES:
         yield ListScheduler(request, rule).run("greedy")
-    if sorted(request.layout.lane_of) == list(range(request.layout.lanes)):
-        for factor in (1, 2, 3):
-            yield _eager(request, factor)
     for name in SCHEDULES:
         if name == "greedy":
             continue
@@ -61,38 +57,14 @@ def _candidates(request: ScheduleRequest) -> Iterator[Schedule]:
             continue  # made for another layout
 
 
-def _eager(request: ScheduleRequest, factor: int) -> Schedule:
-    """1F1B with so many times its warm-up; what waits for a slow link then has a substitute.
-
-    The stage that follows never runs further ahead than this one: else both would wait for each other.
-    """
-    layout, count = request.layout, request.micro_batches
-    rows: list[tuple[Action, ...]] = [()] * layout.lanes
-    ahead = count
-    for stage in range(layout.stages):
-        ahead = min(ahead, factor * (layout.stages - 1 - stage))
-        rows[layout.lane_of[stage]] = in_turns(forwards(stage, count), backwards(stage, count), ahead)
-    return Schedule("greedy", tuple(rows), count)
-
-
-def _deep(scheduler: ListScheduler, action: Action) -> tuple[Any, ...]:
-    """Backward first, then the latest stage: a micro-batch leaves as soon as it can."""
-    return (action.kind is Kind.FORWARD, -action.stage, action.index)
-
-
 def _broad(scheduler: ListScheduler, action: Action) -> tuple[Any, ...]:
     """Backward first, then the earliest stage: the lanes behind get work as soon as they can."""
     return (action.kind is Kind.FORWARD, action.stage, action.index)
 
 
-def _oldest(scheduler: ListScheduler, action: Action) -> tuple[Any, ...]:
-    """Backward first, then the oldest micro-batch."""
-    return (action.kind is Kind.FORWARD, action.index, action.stage)
-
-
 def _starving(scheduler: ListScheduler, action: Action) -> tuple[Any, ...]:
-    """First a forward pass for which a lane with nothing to do waits, then as `_deep`."""
-    return (not scheduler.feeds_idle_lane(action), *_deep(scheduler, action))
+    """First a forward pass for which a lane with nothing to do waits, then backward, then the latest stage."""
+    return (not scheduler.feeds_idle_lane(action), action.kind is Kind.FORWARD, -action.stage, action.index)
 
 
 def _critical(scheduler: ListScheduler, action: Action) -> tuple[Any, ...]:
@@ -101,4 +73,4 @@ def _critical(scheduler: ListScheduler, action: Action) -> tuple[Any, ...]:
     return (-rest, action.stage)
 
 
-RULES: tuple[Rule, ...] = (_deep, _broad, _oldest, _starving, _critical)
+RULES: tuple[Rule, ...] = (_broad, _starving, _critical)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar.planner.finalists import finalists, verified
+from hybridpar.planner.decide import finalists, verified
 from hybridpar.planner.search import find_plan
 from tests.planner.small import cluster, inputs
 
