@@ -324,12 +324,8 @@ def require_model(path: Path, fingerprint: str, model: nn.Module) -> None:
 
 def _difference(saved: Mapping[str, tuple[int, ...]], model: nn.Module) -> str:
     here = {name: tuple(value.shape) for name, value in model.state_dict().items() if can_hold(value)}
-    for name, shape in sorted(saved.items()):
-        if name not in here:
-            return f"it has {name}, this model has not"
-        if here[name] != shape:
-            return f"{name} is {shape} there and {here[name]} here"
-    for name in here:
-        if name not in saved:
-            return f"this model has {name}, it has not"
+    for name in sorted(saved.keys() | here.keys()):
+        there, now = saved.get(name, "missing"), here.get(name, "missing")
+        if there != now:
+            return f"{name} is {there} there and {now} here"
     return "dtypes differ"

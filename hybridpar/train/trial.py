@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.trials import StepValues, any_loss
 
+if TYPE_CHECKING:
+    from hybridpar.train.trainer import Trainer
+
 #: With such a learning rate float32 weights stay as they are.
 _PLAIN = TrainConfig(plan="none", lr=1e-12)
 #: Options that a trial does not take from the run: they are of its data, its length and its files, or a plan says them.
@@ -34,22 +37,6 @@ _LEFT_OUT = (
     *("stages", "replicas", "micro_batches", "schedule", "placement", "recompute", "offload", "shares", "compress"),
     "freeze",
 )
-
-
-class Stepper(Protocol):
-    """What a trial needs of `hybridpar.train.trainer.Trainer`."""
-
-    model: nn.Module
-    world: World
-
-    def step(self, batch: Batch) -> Any:
-        """Take a step."""
-
-    def wait(self) -> None:
-        """Wait for its end."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 class Trial:
@@ -61,7 +48,7 @@ class Trial:
 
     def __init__(
         self,
-        open_trainer: Callable[..., Stepper],
+        open_trainer: Callable[..., Trainer],
         model: nn.Module,
         config: TrainConfig,
         world: World,
@@ -69,7 +56,7 @@ class Trial:
         plan: Plan | None = None,
     ) -> None:
         self._stack = ExitStack()
-        self.trainer: Stepper | None = None
+        self.trainer: Trainer | None = None
         workers = world.size if plan is None else plan.workers or 1
         if plan is not None and 1 < workers < world.size and len(plan.partition.stages) > 1:
             raise UsageError(

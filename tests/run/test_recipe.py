@@ -10,7 +10,6 @@ import torch
 from hybridpar.errors import UsageError
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.run import batch_search
-from hybridpar.run.batch_search import BatchChoice, TriedSize
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, saved_state, train, train_rank
@@ -32,7 +31,7 @@ def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
         losses = [trial(size) for size in (8, 16, 8)]
         assert losses[0] == losses[2], "a trial depends on the one before"
         tried.append((smallest, largest))
-        return BatchChoice(8, tuple(TriedSize(8, loss, True) for loss in losses))
+        return 8, {8: losses[0]}
 
     monkeypatch.setattr(batch_search, "search_batch_size", search)
     train(tmp_path / "searched", "dropping", select_batch=1, stages=stages, **SEARCHING)
@@ -42,9 +41,7 @@ def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
 
 
 def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        batch_search, "search_batch_size", lambda *_, **__: BatchChoice(16, (TriedSize(16, 1.0, True),))
-    )
+    monkeypatch.setattr(batch_search, "search_batch_size", lambda *_, **__: (16, {16: 1.0}))
     train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant:warmup=0"})
     summary = summary_of(tmp_path / "run")
     assert (summary["batch_size"], summary["final_batch_size"], summary["epochs"]) == (8, 16, 3)
