@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.data import data_name, images_over, read_images, samples_of
+from hybridpar.config.data import data_name, images_over, samples_of
 from hybridpar.config.files import config_text
-from hybridpar.config.optimizer import read_optimizer
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.observe.files import replace_file, run_directory_error
@@ -49,8 +48,8 @@ _WRITTEN = (
     *("checkpoints", "tensorboard", "wandb", "flight", "profile"),
 )
 
-#: Options that a resumed run must have as it began.
-_FIXED = {"data", "batch_size", "seed", "weights", "model_arg"}
+#: Options that built the model of a run; the checkpoint itself says which others cannot change.
+_FIXED = {"weights", "model_arg"}
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
 OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "hosts", "device", "timeout"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
@@ -186,28 +185,16 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
             continue
         if name == "image_size":  # what is not named of it is as it was
             now = taken[name] = images_over(before, now)
-        if _is_another(name, now, before):
+        if name in _FIXED:
             raise UsageError(
                 f"--{option} is {_text(now)}, and the run in {directory} began with {_text(before)}",
-                "A resumed run goes on at the same place in the same samples, with the same model and optimizer.",
+                "A resumed run goes on with its own model.",
                 f"Leave --{option} away, or start a new run.",
             )
         if _text(now) != _text(before):
             changed.append(f"resumed  {option}: {_text(before)} -> {_text(now)} after step {step_of(checkpoint)}")
     lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
     return dataclasses.replace(config, **taken), (*lines, *changed)
-
-
-def _is_another(name: str, now: Any, before: Any) -> bool:
-    """Whether a run cannot go on with another value of an option."""
-    if name == "data":
-        return samples_of(str(now)) != samples_of(str(before))
-    if name == "optimizer":  # its arguments are not state
-        return read_optimizer(str(now)).name != read_optimizer(str(before)).name
-    if name == "image_size":
-        seen = [(images.size, images.mean, images.std, images.channels) for images in map(read_images, (now, before))]
-        return seen[0] != seen[1]
-    return name in _FIXED
 
 
 def recorded_batch(folder: RunFolder) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.trials import StepValues, any_loss
 
-if TYPE_CHECKING:
-    from hybridpar.train.trainer import Trainer
-
 #: With such a learning rate float32 weights stay as they are.
 _PLAIN = TrainConfig(plan="none", lr=1e-12)
 #: Options that a trial does not take from the run: they are of its data, its length and its files, or a plan says them.
@@ -43,12 +40,12 @@ class Trial:
     """Steps of a copy of a model that can be taken; opening it is a collective of the world's workers.
 
     Of the options those that say how work is divided do not count: `plan` says it, by default plain data parallelism.
-    `example` is the inputs of the whole batch, the same on all workers.
+    `example` is the inputs of the whole batch, the same on all workers. `open_trainer` makes the `Trainer`.
     """
 
     def __init__(
         self,
-        open_trainer: Callable[..., Trainer],
+        open_trainer: Callable[..., Any],
         model: nn.Module,
         config: TrainConfig,
         world: World,
@@ -56,7 +53,7 @@ class Trial:
         plan: Plan | None = None,
     ) -> None:
         self._stack = ExitStack()
-        self.trainer: Trainer | None = None
+        self.trainer: Any = None
         workers = world.size if plan is None else plan.workers or 1
         if plan is not None and 1 < workers < world.size and len(plan.partition.stages) > 1:
             raise UsageError(

@@ -101,15 +101,6 @@ def test_a_plan_that_says_it_is_followed():
     assert sync_of(config(sync="local:3"), plan) == "local:3"
 
 
-def test_local_is_the_plainest_outer_loop():
-    local = run({"sync": "local:3"}, norm=True)
-    outer = run({"sync": "outer:3,lr=1"}, norm=True)
-    still = run({"sync": "outer:3,opt=nesterov,lr=1,momentum=0"}, norm=True)
-    stream = run({"sync": "outer:3,fragments=1,delay=0"}, norm=True)
-    for one, *others in zip(local, outer, still, stream, strict=True):
-        assert all(same(one["weights"], other["weights"]) for other in others)
-
-
 def _on_its_own(world, cut, steps):
     net = make_net()
     optimizer = build_optimizer(net, config())
@@ -189,11 +180,6 @@ def test_a_streamed_run_goes_on_bit_for_bit(at, tmp_path):
     _resume(STREAMED, at, tmp_path)
 
 
-def test_momentum_and_growing_rounds_go_on_bit_for_bit(tmp_path):
-    options = {"sync": "outer:2,opt=nesterov,momentum=0.5,qsr=2"}
-    _resume({**options, "model_ema": "0.5"}, 5, tmp_path, steps=9)
-
-
 def _resume(options, at, tmp_path, steps=7):
     more = {"norm": True, "shared_memory": "compress" not in options}
     through = run(options, steps, save=(str(tmp_path), at), **more)
@@ -249,17 +235,6 @@ def test_what_is_tested_and_saved_is_the_model_of_the_last_exchange_and_that_sen
         assert same([state[name] for name in last], list(last.values()))
     assert not same(ranks[0][2], ranks[1][2])
     assert same(list(ranks[0][1].values()), list(ranks[1][1].values()))
-
-
-def test_one_worker_with_momentum_tests_the_statistics_of_its_last_exchange():
-    with Trainer(make_net(True), config=config(sync="outer:2,opt=nesterov"), world=World()) as trainer:
-        for step in range(2):
-            trainer.step(batch(step))
-        buffers = [one.clone() for one in trainer.model.buffers()]
-        trainer.step(batch(2))
-        state = trainer.engine.model_state()
-        assert same([state[name] for name, _ in trainer.model.named_buffers()], buffers)
-        assert not same(list(trainer.model.buffers()), buffers)
 
 
 def _flags(world):
