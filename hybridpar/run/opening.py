@@ -145,18 +145,16 @@ def read_weights(job: Job, model: Model) -> list[str]:
 def open_plan(job: Job, model: Model, data: ImageData, folder: RunFolder) -> PlannedRun:
     """Find the plan of a run."""
     config, world = job.config, job.world
-    asked, decided = config, None
-    if config.parameter_servers is not None:  # no plan is searched for, and one worker has something to send, too
-        asked, decided = replace(config, plan="none"), decided_options(config)
+    serves = config.parameter_servers is not None  # no plan is searched for, and one worker has something to send, too
     planned = plan_run(
         _module(model),
-        asked,
+        replace(config, plan="none") if serves else config,
         world,
         sample_shape=data.sample_shape,
         steps=steps_of(config, len(data.train)),
         name=job.model_name,
         stored=folder.directory / "plan.json" if folder.continues else None,
-        decided=decided,
+        decided=decided_options(config) if serves else None,
         announce=job.progress.prepare,
         open_trial=None if isinstance(model, DeferredModel) else open_trial,
     )

@@ -102,15 +102,10 @@ class Engine:
         self.model = model
         self.own_only = parts.own_only
         self.plan = plan
-        self._stages = parts.stages
         self._modes = modes_of_graphs(model, parts.stages or ())
-        self._loss = parts.loss
-        self._config = config
-        self._world = world
-        self._lanes = parts.lanes
+        self._config, self._world, self._lanes = config, world, parts.lanes
         self._factory = parts.optimizer
         self._given: torch.optim.Optimizer | None = None  # what the factory made
-        self._example = parts.example
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
         self.loss_scales: list[LossScale] = []
@@ -118,7 +113,7 @@ class Engine:
         self._rates: list[Rates] = []
         # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
         self._momentum_power, self._decay_factor = 1.0, 1.0
-        self.pipeline = self._open_pipeline(world)
+        self.pipeline = self._open_pipeline(parts)
         self._shares_first = self.pipeline.replicas > 1
         # The host cannot do a first forward pass meanwhile where that needs others, who may have refused the step.
         self._counts_first = plan.is_staged or plan.sync.batch_norm == "sync"
@@ -138,31 +133,28 @@ class Engine:
         on_gpu = world.device.type == "cuda" and (fused or not config.guard)
         self.late = plan.is_staged or config.cuda_graph or on_gpu
 
-    def _open_pipeline(self, world: World) -> PipelineEngine:
-        config, plan, example = self._config, self.plan, self._example
-        stages: Sequence[StageModule]
-        sync = self._sync_options()
+    def _open_pipeline(self, parts: EngineParts) -> PipelineEngine:
+        config, plan, world = parts.config, parts.plan, parts.world
         micro_batches = plan.pipeline.micro_batches
         if plan.layout.replicas == 1:
             micro_batches = config.parts_per_step(micro_batches)  # one step of both halves
-        if self._stages is not None:
-            assert example is not None
-            stages = self._stages
+        stages: Sequence[StageModule] = [WholeModel(parts.model)] if parts.stages is None else parts.stages
+        if parts.example is not None:
             with self.autocast():
-                device, own_only = self._lanes.device, self.own_only
-                options = pipeline_options(plan, example, config, sync, world, device, micro_batches, own_only)
+                options = pipeline_options(
+                    *(plan, parts.example, config, self._sync_options(), world, self._lanes.device, micro_batches),
+                    own_only=parts.own_only,
+                )
         else:
-            stages = [WholeModel(self.model)]
             options = whole_options(
                 world.size,
                 compile=config.compile,
                 capture=config.cuda_graph,
                 record=config.timeline is not None or config.shares.strip() == "auto",
-                sync=sync,
+                sync=self._sync_options(),
             )
-
         return PipelineEngine(
-            *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
+            *(parts.model, stages, world, self._lanes, parts.loss, self._step_of, options, micro_batches),
             context=nullcontext if config.amp == "none" else self.autocast,
             after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
             make_reducer=self._make_reducer,
@@ -484,6 +476,7 @@ class Engine:
 
     def optimizer_state(self) -> dict[str, Any]:
         """State of this worker's optimizers by parameter name."""
+        self.pipeline.wait()
         states = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
         return {
             "kind": states[0]["kind"],
@@ -493,6 +486,7 @@ class Engine:
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Put saved state back by name, where this worker trains it."""
+        self.pipeline.wait()
         if self.graph is not None:
             self.graph.forget()
         for optimizer in self.optimizers:

@@ -502,35 +502,6 @@ class Trainer:
             loss = self._loss.of_scores if isinstance(self._loss, OutputLoss) else self._loss
             return evaluate(forward, loss, placed, self.world, count=self._count)
 
-    def fit(
-        self,
-        batches: Callable[[int], Iterable[tuple[Tensor, Tensor] | Batch]],
-        epochs: int,
-        test: Callable[[], Iterable[tuple[Tensor, Tensor]]] | None = None,
-        on_step: Callable[[StepResult], None] | None = None,
-    ) -> list[Evaluation]:
-        """Train for some epochs.
-
-        Args:
-            batches: Called with the epoch's number, returns this worker's batches of that epoch.
-            epochs: Number of epochs.
-            test: Returns this worker's share of the test set, once per epoch.
-            on_step: Called after every step.
-
-        Returns:
-            The evaluation after each epoch; empty without a test set.
-        """
-        evaluations = []
-        for epoch in range(epochs):
-            for batch in batches(epoch):
-                result = self.step(batch)
-                if on_step is not None:
-                    on_step(result)
-            if test is not None:
-                evaluations.append(self.evaluate(test()))
-                self.note_metric(evaluations[-1].accuracy)
-        return evaluations
-
     # ------------------------------------------------------------- checkpoints
 
     def save(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:

@@ -290,18 +290,6 @@ def test_a_step_that_an_error_ends_has_not_been(stages, wait):
     assert training.same(*weights)
 
 
-def test_fit_trains_and_evaluates_every_epoch():
-    steps = []
-    with Trainer(make_model(), config=TrainConfig(lr=0.1)) as trainer:
-        evaluations = trainer.fit(
-            lambda epoch: [make_batch(0)] * 10, epochs=2, test=lambda: [make_batch(0)], on_step=steps.append
-        )
-    assert [result.step for result in steps] == list(range(1, 21))
-    assert len(evaluations) == 2
-    assert evaluations[1].accuracy == 1.0
-    assert evaluations[1].loss < evaluations[0].loss
-
-
 def test_an_empty_test_set_is_an_error():
     with Trainer(make_model()) as trainer, pytest.raises(UsageError, match="the test set is empty"):
         trainer.evaluate([])
