@@ -58,17 +58,6 @@ def database(place: Path, *batches: int, layout: Layout = Layout.CHANNELS_LAST) 
     return str(place)
 
 
-def test_a_run_with_kernels_learns_the_same(tmp_path, kernels, monkeypatch):
-    train(tmp_path / "plain", "separable", memory_format="channels_last")
-    assert train(tmp_path / "tuned", "separable", kernels=database(tmp_path / "k.jsonl", 16)) == 0
-    summary = check_run(tmp_path / "tuned", steps=12)
-    assert summary["kernels"] == {"tuned": 6, "stock": 2, "saved_ms": 6.0}, "two norms are small"
-    assert min(kernels.calls.values()) >= 24
-    losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("plain", "tuned")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert check_run(tmp_path / "plain")["kernels"] is None
-
-
 def test_the_plan_says_what_ran_and_why(tmp_path, kernels, capsys):
     train(tmp_path / "run", "separable", kernels=database(tmp_path / "k.jsonl", 4), epochs=1)
     plan = read_plan(tmp_path / "run" / "plan.json")

@@ -63,16 +63,6 @@ def test_unequal_workers_come_to_the_best_division(costs):
     assert longest_time(world.costs, tuner.counts) <= 1.03 * best
 
 
-def test_a_worker_whose_fixed_time_is_long_gets_nothing_until_it_is_faster():
-    world = Made([(0, 1), (500, 5)])
-    world.tuner()
-    world.steps(400)
-    assert world.tuned.counts == [BATCH, 0]
-    world.costs[1] = WorkCost(0, 1)
-    world.steps(1500)
-    assert abs(world.tuned.counts[0] - BATCH // 2) <= 2
-
-
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
 def test_noise_does_not_move_the_shares_of_equal_workers(noise):
     world = Made([(5, 1), (5, 1), (5, 1)], noise)
