@@ -42,8 +42,8 @@ from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.trials import random_batch
-from hybridpar.run.recorded_plan import sync_of
-from hybridpar.train.trainer import MicroBatches, Trainer, open_trial
+from hybridpar.run.part import sync_of
+from hybridpar.train.trainer import Trainer, open_trial
 
 TARGET = 0.97
 #: Learning rates, and those of PowerSGD's hooks, which get to the target at none of the larger ones.
@@ -78,7 +78,7 @@ class _Hooked:
         self.part, self.parts = place.rank, place.ranks
         self._method = make_method(name, place)
 
-    def step(self, batch: MicroBatches) -> None:
+    def step(self, batch: Batch) -> None:
         """A step on this worker's part."""
         self._method.step(*batch.micro_batches[0])
 
@@ -126,7 +126,7 @@ class _Planned:
             example=torch.zeros(config.samples_per_step // (replicas * parts), 3, setting.side, setting.side),
         )
 
-    def step(self, batch: MicroBatches) -> None:
+    def step(self, batch: Batch) -> None:
         """See `_Hooked`."""
         self._trainer.step(batch)
         self._trainer.wait()

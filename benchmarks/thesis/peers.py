@@ -22,7 +22,7 @@ from benchmarks.thesis.task import Task, settle
 from hybridpar.comm.world import World
 from hybridpar.optim.build import Rates, build_optimizer
 from hybridpar.optim.schedule import rate_factor
-from hybridpar.train.evaluation import evaluate
+from hybridpar.train.results import evaluate
 
 #: DDP must have run so many eager steps before it may be captured (PyTorch's notes on CUDA semantics).
 EAGER_STEPS_BEFORE_CAPTURE = 11

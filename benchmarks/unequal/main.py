@@ -104,7 +104,7 @@ def measure(speed: int, group: str | None, batch_size: int, rounds: int, output:
     from hybridpar.machine.process import available_cores
     from hybridpar.models import build_model, seed_everything
     from hybridpar.run.shares import LEFT_OUT, WATCHED, ShareTuner
-    from hybridpar.train.step_result import StepResult
+    from hybridpar.train.results import StepResult
     from hybridpar.train.trainer import Trainer
 
     def build() -> nn.Module:

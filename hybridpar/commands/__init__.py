@@ -69,7 +69,9 @@ class Command:
         typed = tyro.cli(self.options, args=line, prog=f"hybridpar {name}", config=config, default=default)
         named = named_options(words, self.options)
         left = {option: value for option, value in values.items() if option not in named}
-        return replace(typed, given=named | left.keys(), **left)
+        made = replace(typed, **left)
+        # A run that is resumed has its own options, which files and presets were for when it began.
+        return replace(made, given=named if getattr(made, "resume", False) else named | left.keys())
 
 
 COMMANDS: Registry[Command] = Registry("command")

@@ -123,17 +123,18 @@ def _compare(what: CompareRuns) -> int:
 
 def _prune(what: PruneRuns) -> int:
     from hybridpar.observe.text import format_bytes
-    from hybridpar.run.runs import find_runs, prunable, prune
+    from hybridpar.run.runs import find_runs, prunable, size_of
+    from hybridpar.train.checkpoint_files import delete_checkpoint
 
-    found = [one for run in find_runs(what.runs) for one in prunable(run, what.keep)]
-    for one in found:
-        print(f"{format_bytes(one.bytes):>8}  {one.path}")
-    size = format_bytes(sum(one.bytes for one in found))
-    counted = f"{len(found):,} checkpoint{'' if len(found) == 1 else 's'}, {size}"
-    if not found:
+    sizes = {path: size_of(path) for run in find_runs(what.runs) for path in prunable(run, what.keep)}
+    for path, size in sizes.items():
+        print(f"{format_bytes(size):>8}  {path}")
+    counted = f"{len(sizes):,} checkpoint{'' if len(sizes) == 1 else 's'}, {format_bytes(sum(sizes.values()))}"
+    if not sizes:
         print("nothing to delete: the last and the best checkpoints are kept")
     elif what.delete:
-        prune(found)
+        for path in sizes:
+            delete_checkpoint(path)
         print(f"deleted  {counted}")
     else:
         print(f"{counted} would be deleted; nothing was. --delete deletes them")

@@ -84,11 +84,9 @@ class Local(Exchange):
 
     Attributes:
         every: H, the steps from one exchange to the next.
-        warm: First steps, of which all gradients are exchanged.
     """
 
     every: Annotated[int, AT_LEAST_1]
-    warm: Annotated[int, AT_LEAST_0] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class SyncConfig:
         sync = self.exchange
         if isinstance(sync, Outer):
             return sync
-        return Outer(every=sync.every, warm=sync.warm) if isinstance(sync, Local) else None
+        return Outer(every=sync.every) if isinstance(sync, Local) else None
 
     @property
     def parameter_servers(self) -> ParameterServers | None:

@@ -9,9 +9,7 @@ DDP, `DataParallel.adopt` does the same.
 
 from __future__ import annotations
 
-import inspect
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +22,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress import Policy, read_policy
 from hybridpar.compress.ddp import CodecState, ddp_hook
 from hybridpar.compress.policy import agree_on_policy, is_auto, read_for
-from hybridpar.errors import CheckpointError, UsageError, nearest
+from hybridpar.errors import CheckpointError, UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class DataParallel(DistributedDataParallel):
         compress: What gradients are sent as, as text; with `auto` what was chosen.
 
     Raises:
-        UsageError: There is no such codec or option, or the workers do not agree.
+        UsageError: There is no such codec, or the workers do not agree.
     """
 
     compression: CodecState | None = None
@@ -73,12 +71,8 @@ class DataParallel(DistributedDataParallel):
         fidelity: str = "exact",
         **options: Any,
     ) -> None:
-        check_options("DataParallel", options, (DataParallel.__init__, DistributedDataParallel.__init__))
         policy = read_for(compress, dict(module.named_parameters()))
-        with warnings.catch_warnings(record=True) as told:
-            super().__init__(module, *arguments, **options)
-        for one in told:  # of options that torch is about to drop: at the caller's line, not at this one
-            warnings.warn(one.message, one.category, stacklevel=2)
+        super().__init__(module, *arguments, **options)
         self._register(policy, seed, fidelity)
 
     @classmethod
@@ -201,15 +195,6 @@ class DataParallel(DistributedDataParallel):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state["compression"], state["compress"] = None, "none"
         return state
-
-
-def check_options(what: str, options: Mapping[str, Any], takers: Sequence[Any]) -> None:
-    """Refuse options that nobody takes."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = {one.name for taker in takers for one in inspect.signature(taker).parameters.values() if one.kind in kinds}
-    for name in options:
-        if name not in known:
-            raise UsageError(f"{what} has no option {name!r}", fix=nearest(name, known - {"self", "module"}))
 
 
 def _choose(module: nn.Module, world: World, fidelity: str) -> Policy:

@@ -12,12 +12,10 @@ import importlib
 import sys
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from hybridpar.compress import Policy
 from hybridpar.compress.policy import check_compression, is_auto
 from hybridpar.errors import UsageError
-from hybridpar.integrations.data_parallel import DataParallel, check_options
+from hybridpar.integrations.data_parallel import DataParallel
 
 #: Where a checkpoint holds the states of all workers.
 KEY = "hybridpar_compression"
@@ -45,10 +43,7 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         compress: How gradients are sent, as `hybridpar.DataParallel` takes it.
         seed: For what codecs draw at random; equal on all processes.
         fidelity: What `auto` may choose from: `exact`, `close` or `lossy`.
-        options: Those of `DDPStrategy`, among them those of DDP.
-
-    Raises:
-        UsageError: There is no such option, or there is another communication hook.
+        options: Those of `DDPStrategy`, among them those of DDP, but for another communication hook.
     """
 
     model: Any
@@ -56,13 +51,6 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
     def __init__(
         self, *, compress: str | Policy = "none", seed: int = 0, fidelity: str = "exact", **options: Any
     ) -> None:
-        takers = HybridparStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__
-        check_options("HybridparStrategy", options, takers)
-        for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
-            if str(compress) != "none" and options.get(name) is not None:
-                raise UsageError(
-                    f"compress={str(compress)!r} with {name}", "DDP has one hook.", "Leave out one of them."
-                )
         super().__init__(**options)
         self._compression: dict[str, Any] = {"compress": compress, "seed": seed, "fidelity": fidelity}
         self._restored: list[Any] = []

@@ -89,13 +89,6 @@ class Lanes(Family):
         self.others.append(lane)
         return lane
 
-    def free_names(self) -> None:
-        """Let names be taken again; lanes that have them stay open."""
-        self._lanes = {
-            name if lane is self.caller else f"{name} #{number}": lane
-            for number, (name, lane) in enumerate(self._lanes.items())
-        }
-
     def forgive(self) -> None:
         """Let lanes that a failure has stopped go on; threads must have skipped what was queued."""
         if not self.is_issuer():

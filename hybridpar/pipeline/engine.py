@@ -314,17 +314,6 @@ class PipelineEngine:
         finally:
             self._release()
 
-    def attach(self) -> None:
-        """Install hooks and take over BatchNorm layers again, after `detach`; codecs and orders begin anew."""
-        for stage in self.stages.values():
-            stage.attach()
-
-    def detach(self) -> None:
-        """Leave the model to others until `attach`: no hooks, and BatchNorm layers of their own class."""
-        self.wait()
-        for stage in self.stages.values():
-            stage.detach()
-
     def _release(self) -> None:
         for stage in self.stages.values():
             stage.detach()

@@ -96,7 +96,7 @@ def _refused(why: str) -> UsageError:
     )
 
 
-def require_room(build: Callable[[], nn.Module], config: TrainConfig, device: torch.device) -> None:
+def require_room(build: Callable[[], nn.Module], config: TrainConfig, device: torch.device, workers: int = 1) -> None:
     """Refuse a model of which a worker's memory holds no weights, gradients and optimizer state, before it is built."""
     try:
         with torch.device("meta"):
@@ -104,8 +104,8 @@ def require_room(build: Callable[[], nn.Module], config: TrainConfig, device: to
     except Exception:  # a builder that reads values of its tensors is built as it is
         return
     freeze(model, config.freeze)
-    copies = 2 + state_copies(config)
-    state = sum(param.nbytes * (copies if param.requires_grad else 1) for param in model.parameters())
+    copies = 2 + state_copies(config) / (workers if config.shard_optimizer else 1)
+    state = sum(int(param.nbytes * (copies if param.requires_grad else 1)) for param in model.parameters())
     if device.type == "cuda":
         limit = torch.cuda.mem_get_info(device)[1]
     else:

@@ -11,9 +11,9 @@ by the same collective, so all decide alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridpar.config import TrainConfig
@@ -35,34 +35,6 @@ LARGEST = 1 << 20
 PART, LEAST_STEPS, LEAST_AT_LARGEST = 1 / 32, 8, 4
 
 
-@dataclass(frozen=True)
-class TriedSize:
-    """One size that was tried.
-
-    Attributes:
-        batch_size: Samples of a step.
-        loss: Mean loss over the trial's samples; not finite where it went wrong.
-        good: Whether it learned as well as the first.
-    """
-
-    batch_size: int
-    loss: float
-    good: bool
-
-
-@dataclass(frozen=True)
-class BatchChoice:
-    """What a search found.
-
-    Attributes:
-        batch_size: The size to go on with.
-        trials: In the order in which they were made.
-    """
-
-    batch_size: int
-    trials: tuple[TriedSize, ...]
-
-
 def bounds(
     start: int, chosen: int | None = None, *, rate_fell: float = 1.0, multiple: int = 64, largest: int = LARGEST
 ) -> tuple[int, int]:
@@ -71,10 +43,6 @@ def bounds(
     A search begins at the run's first batch size, raised where the learning rate has fallen, and goes to no less than
     half and no more than twice of what was chosen before.
     """
-    if start < 1 or multiple < 1 or (chosen is not None and chosen < 1):
-        raise UsageError(f"batch sizes {start}, {chosen} in multiples of {multiple}", "They are at least 1.")
-    if not rate_fell > 0:
-        raise UsageError(f"a learning rate that fell to {rate_fell} of what it was", "It is greater than 0.")
     low, high = start / math.sqrt(min(1.0, rate_fell)), float(largest)
     if chosen is not None:
         low, high = max(low, chosen / 2), min(high, 2.0 * chosen)
@@ -84,21 +52,18 @@ def bounds(
 
 def search_batch_size(
     trial: Callable[[int], float], smallest: int, largest: int, *, margin: float = 0.01, multiple: int = 64
-) -> BatchChoice:
-    """The largest batch size that learns as well as the smallest."""
-    trials: list[TriedSize] = []
+) -> tuple[int, dict[int, float]]:
+    """The largest batch size that learns as well as the smallest, and the losses of those that were tried."""
+    losses: dict[int, float] = {}
     size, chosen = smallest, smallest
     while size <= largest:
-        loss = trial(size)
+        loss = losses[size] = trial(size)
         # A loss that is not finite fails, though every comparison with NaN is false; CNTK takes it for a success.
-        limit = trials[0].loss + margin * abs(trials[0].loss) if trials else math.inf
-        good = math.isfinite(loss) and loss <= limit
-        trials.append(TriedSize(size, loss, good))
-        if not good:
+        if not math.isfinite(loss) or loss > losses[smallest] + margin * abs(losses[smallest]):
             break
         chosen = size
         size = max(_rounded(size * FACTOR, multiple), size + multiple)
-    return BatchChoice(chosen, tuple(trials))
+    return chosen, losses
 
 
 def _rounded(size: float, multiple: int) -> int:
@@ -140,14 +105,15 @@ class BatchSelector(Part):
         high = min(high, seen // LEAST_AT_LARGEST)
         if seen < LEAST_STEPS * low or high <= low:
             return f"batch size {self.pace.batch_size}: {samples} samples are too few to try others"
-        found = self._search(epoch, low, high, multiple, seen, factor)
-        self._chosen = found.batch_size
-        if found.batch_size != self.pace.batch_size:
-            self._begin(self._trainer.steps_done, epoch, found.batch_size)
-        tried = ", ".join(f"{trial.batch_size}: {trial.loss:.4f}" for trial in found.trials)
-        return f"batch size {found.batch_size} from epoch {epoch + 1} on (loss at {tried})"
+        self._chosen, losses = self._search(epoch, low, high, multiple, seen, factor)
+        if self._chosen != self.pace.batch_size:
+            self._begin(self._trainer.steps_done, epoch, self._chosen)
+        tried = ", ".join(f"{size}: {loss:.4f}" for size, loss in losses.items())
+        return f"batch size {self._chosen} from epoch {epoch + 1} on (loss at {tried})"
 
-    def _search(self, epoch: int, low: int, high: int, multiple: int, seen: int, factor: float) -> BatchChoice:
+    def _search(
+        self, epoch: int, low: int, high: int, multiple: int, seen: int, factor: float
+    ) -> tuple[int, dict[int, float]]:
         engine = self._engine
 
         def trial(batch_size: int) -> float:
@@ -155,12 +121,10 @@ class BatchSelector(Part):
             samples = batch_size / self._config.samples_per_step
             engine.set_batch_scale(samples)
             losses, counted = 0.0, 0
-            for number, batch in enumerate(self._samples.make(batch_size).epoch(epoch)):
-                if number >= math.ceil(seen / batch_size):
-                    break
-                outcome = engine.step(
-                    StepRequest(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
-                )
+            batches = self._samples.make(batch_size).epoch(epoch)
+            for batch in itertools.islice(batches, math.ceil(seen / batch_size)):
+                request = StepRequest(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
+                outcome = engine.step(request)
                 losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
             return losses / counted
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.observe.records import EpochRecord, StepRecord
-from hybridpar.run.best import best_checkpoint, best_epochs, checkpoints_of_best
 from hybridpar.run.part import Part, Run
+from hybridpar.run.state import best_checkpoint, best_epochs, checkpoints_of_best
 from hybridpar.run.timings import Step
 from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints
 

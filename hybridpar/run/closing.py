@@ -18,8 +18,7 @@ from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary, step_without_data_ms
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import Plan, StepFigures
-from hybridpar.run.part import Run
-from hybridpar.run.recorded_plan import sync_of
+from hybridpar.run.part import Run, sync_of
 from hybridpar.run.timings import Share, combine
 
 #: Figures of a plan, by the keys of the summary.

@@ -184,7 +184,10 @@ def open_model(
     if config.batch_size == "auto" and ":" not in name:  # a user's factory is called once
         from hybridpar.planner.batch import require_room
 
-        world.on_all(lambda: require_room(lambda: configured_model(config, name, data.classes), config, world.device))
+        def build() -> nn.Module:
+            return configured_model(config, name, data.classes)
+
+        world.on_all(lambda: require_room(build, config, world.device, world.size))
     torch.manual_seed(config.seed)
     with world.patient():  # others may be loading data still
         deferred, said = world.on_all(lambda: make_deferred(config, name, data, world))

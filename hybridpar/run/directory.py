@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import os
@@ -33,9 +32,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.data import data_name, images_over, read_images, samples_of
+from hybridpar.config.data import data_name, images_over, samples_of
 from hybridpar.config.files import config_text
-from hybridpar.config.optimizer import read_optimizer
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.observe.files import replace_file, run_directory_error
@@ -43,28 +41,19 @@ from hybridpar.train.checkpoint_files import latest_checkpoint, read_manifest, r
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
-_OWN_FILES = (
-    *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "metrics.jsonl", "summary.json", "loss.png"),
-    *("staleness.png", "wandb.id", "mlflow.id"),
+#: Files and folders that a run writes.
+_WRITTEN = (
+    *(RUN_FILE, CONFIG_FILE, "plan.json", "plan-[0-9]*-workers.json", "compress.csv", "metrics.jsonl", "summary.json"),
+    *("loss.png", "staleness.png", "wandb.id", "mlflow.id", "events.out.tfevents.*"),
+    *("checkpoints", "tensorboard", "wandb", "flight", "profile"),
 )
-_OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "flight", "profile")
 
-#: Options that decide which samples a step sees.
-_POSITION = ("data", "batch_size", "seed")
-#: Options that a resumed run must have as it began, and why.
-_FIXED = {
-    **dict.fromkeys(_POSITION, "A resumed run goes on at the same place in the same order of samples."),
-    "image_size": "The model has seen images of this size, and of these statistics.",
-    "optimizer": "The checkpoint holds the state of the other optimizer.",
-    "weights": "The run has weights of its own by now; those that it started from are not read again.",
-    "model_arg": "The checkpoint holds the weights of a model built with these.",
-}
+#: Options that built the model of a run; the checkpoint itself says which others cannot change.
+_FIXED = {"weights", "model_arg"}
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
-OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "hosts", "device"}
+OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "hosts", "device", "timeout"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
-_NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline", "profile"}
-#: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
-_AS_GIVEN = {"timeout"}
+_NOT_RECALLED = {"plan", "timeline", "profile"}
 
 _Config = TypeVar("_Config", bound=TrainConfig)
 
@@ -108,7 +97,6 @@ def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = Non
     if again and (mine := _folder_of_job(base, job)) is not None:
         checkpoint = latest_checkpoint(mine / "checkpoints") or _start(config)
         return RunFolder(mine, checkpoint, restarted=True)
-    _check_writable(base)
     if (start := _start(config)) is not None:
         read_manifest(start)
     if config.resume:
@@ -164,7 +152,10 @@ def expected_directory(folder: RunFolder) -> Path:
 
 
 def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...]]:
-    """With `--resume`: the options that the run began with, but for those that are named now."""
+    """With `--resume`: the options that the run began with, but for those that are typed now, and lines on both.
+
+    What files and presets say was for the run when it began.
+    """
     if not config.resume:
         return config, ()
     directory = resumed_directory(config, model)
@@ -179,45 +170,31 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
             "A resumed run goes on with the weights of its own model.",
             "Name that model, or another --run-dir.",
         )
-    named, hints = config.named, get_type_hints(type(config))
-    taken: dict[str, Any] = {}
-    changed, recalled = [], []
-    for field in dataclasses.fields(TrainConfig):
-        name, now = field.name, getattr(config, field.name)
-        if name not in began or _plain(now) == began[name]:
+    hints, taken = get_type_hints(type(config)), dict[str, Any]()
+    recalled, changed = [], []
+    for name in (field.name for field in dataclasses.fields(TrainConfig)):
+        now, before = getattr(config, name), began.get(name)
+        if name in OPTIONS_OF_THE_COMMAND or name not in began or _plain(now) == before:
             continue
-        if name == "data" and samples_of(str(now)) == samples_of(str(began[name])):
-            continue
-        option, before = f"--{name.replace('_', '-')}", _text(began[name])
-        is_left = config.given is not None and name not in named and name not in _AS_GIVEN
-        if is_left or (name == "batch_size" and now == "auto"):  # which the run has chosen
+        option, is_typed = name.replace("_", "-"), config.given is None or name in config.given
+        if not is_typed or (name == "batch_size" and now == "auto"):  # which the run has chosen
             # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
-            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
-                taken[name] = _typed(began[name], hints[name])
-                recalled.append(f"{option[2:]} {before}")
+            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in (config.given or ())):
+                taken[name] = _typed(before, hints[name])
+                recalled.append(f"{option} {_text(before)}")
             continue
-        is_fixed = name in _FIXED
         if name == "image_size":  # what is not named of it is as it was
-            now = taken[name] = images_over(began[name], now)
-            is_fixed = _seen(now) != _seen(began[name])
-        elif name == "optimizer":  # its arguments are not state
-            is_fixed = read_optimizer(str(now)).name != read_optimizer(str(began[name])).name
-        if is_fixed:
+            now = taken[name] = images_over(before, now)
+        if name in _FIXED:
             raise UsageError(
-                f"{option} is {_text(now)}, and the run in {directory} began with {before}",
-                _FIXED[name],
-                f"Leave {option} away, or start a new run.",
+                f"--{option} is {_text(now)}, and the run in {directory} began with {_text(before)}",
+                "A resumed run goes on with its own model.",
+                f"Leave --{option} away, or start a new run.",
             )
-        if name not in OPTIONS_OF_THE_COMMAND and _text(now) != before:
-            changed.append(f"resumed  {option[2:]}: {before} -> {_text(now)} after step {step_of(checkpoint)}")
+        if _text(now) != _text(before):
+            changed.append(f"resumed  {option}: {_text(before)} -> {_text(now)} after step {step_of(checkpoint)}")
     lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
     return dataclasses.replace(config, **taken), (*lines, *changed)
-
-
-def _seen(image_size: int | str | None) -> tuple[Any, ...]:
-    """What the images of a run cannot change."""
-    images = read_images(image_size)
-    return images.size, images.mean, images.std, images.channels
 
 
 def recorded_batch(folder: RunFolder) -> int | None:
@@ -228,8 +205,7 @@ def recorded_batch(folder: RunFolder) -> int | None:
         directory = folder.checkpoint.parents[1]
     else:
         return None
-    began = read_facts(directory).get("options")
-    batch = began.get("batch_size") if isinstance(began, dict) else None
+    batch = (read_facts(directory).get("options") or {}).get("batch_size")
     return batch if isinstance(batch, int) else None
 
 
@@ -296,18 +272,6 @@ def resumed_directory(config: TrainConfig, model: str) -> Path:
 def was_restarted() -> bool:
     """Whether the launcher of this process has started the workers again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def _check_writable(directory: Path) -> None:
-    """Find out before anything is measured what making the directory would find out."""
-    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
-        problem = errno.ENOTDIR
-    elif not os.access(there, os.W_OK | os.X_OK):
-        problem = errno.EACCES
-    else:
-        return
-    raise run_directory_error(directory, OSError(problem, os.strerror(problem)))
 
 
 def _folder_of_job(base: Path, job: str | None) -> Path | None:
@@ -396,13 +360,11 @@ def _numbered(base: Path) -> Iterator[Path]:
 
 
 def _clear(directory: Path) -> None:
-    for name in _OWN_FILES:
-        (directory / name).unlink(missing_ok=True)
-    for numbered in (*directory.glob("events.out.tfevents.*"), *directory.glob("plan-[0-9]*-workers.json")):
-        numbered.unlink()
-    for name in _OWN_FOLDERS:
-        if (directory / name).is_dir():
-            shutil.rmtree(directory / name)
+    for path in itertools.chain.from_iterable(map(directory.glob, _WRITTEN)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _slug(name: str) -> str:
@@ -424,10 +386,6 @@ def _typed(value: Any, hint: Any) -> Any:
 
 def _text(value: object) -> str:
     """A value for a message."""
-    return (
-        " ".join(map(str, value))
-        if isinstance(value, (list, tuple))
-        else "the default"
-        if value is None
-        else str(value)
-    )
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return "the default" if value is None else str(value)

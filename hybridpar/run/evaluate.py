@@ -1,6 +1,6 @@
 """`hybridpar evaluate` on one worker: tests a trained model on its share of the test set, and puts the shares together.
 
-Accuracy and loss are those of `hybridpar.train.evaluation`, as in a run; what else a test tells is noted image by image
+Accuracy and loss are those of `hybridpar.train.results`, as in a run; what else a test tells is noted image by image
 and gathered on worker 0, so that nothing depends on the number of workers.
 """
 
@@ -29,7 +29,7 @@ from hybridpar.run.directory import before_the_start
 from hybridpar.run.trained import Trained, build_trained, images_of_model, load_trained
 from hybridpar.run.worker import tune_worker
 from hybridpar.train.checkpoint_files import digest_of
-from hybridpar.train.evaluation import Evaluation, evaluate
+from hybridpar.train.results import Evaluation, evaluate
 
 #: How many classes the second accuracy looks at.
 _TOP = 5

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from hybridpar.plan import KernelChoice, Kernels, ResolvedPlan
 from hybridpar.planner.resolve import lane_threads
 from hybridpar.run.part import Part, Run
 from hybridpar.sync.batchnorm import without_replicas
-from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices, use_choices
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import LIMIT, confirm_kernels
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
@@ -26,11 +26,21 @@ from hybridpar.tvm_kernels.norm_swap import why_stock
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import Layout
 
-#: Reasons, and layers for each of them, that are shown at the start.
-_SHOWN = 4
 
-_OPERATIONS = "depthwise operations run on tuned kernels"
-_NORMS = "norms run fused with their activations"
+class Operation(NamedTuple):
+    """An operation of a training step of one micro-batch: a direction of a convolution, or a norm with its activation.
+
+    Attributes:
+        layer: Name of the layer.
+        direction: Which direction; `batch_norm_act` for a norm.
+        why: Why it runs on torch; empty where it runs on a kernel.
+        key: Of a convolution, by which kernels are looked up.
+    """
+
+    layer: str
+    direction: str
+    why: str
+    key: KernelKey | None = None
 
 
 @dataclass(frozen=True)
@@ -38,70 +48,56 @@ class KernelUse(Part):
     """What the depthwise convolutions and the norms of a run run on.
 
     Attributes:
-        micro_batches: Of a replica and step.
-        choices: What decided.
-        operations: Layer and decision of each direction of each convolution in a training step of one micro-batch.
-        norms: Each norm of one micro-batch, and why it runs on torch; empty where it runs on kernels.
+        database: Name of the database that decided.
+        operations: All of them.
+        saved_ms: What the records of this worker's kernels promise to save in a step; None where it uses none.
         confirmed: A line on the kernels that were timed before that; empty where none were.
     """
 
-    micro_batches: int
-    choices: Choices
-    operations: Sequence[tuple[DepthwiseLayer, Decision]]
-    norms: Sequence[tuple[NormLayer, str]] = ()
+    database: str
+    operations: Sequence[Operation]
+    saved_ms: float | None
     confirmed: str = ""
 
     @property
     def tuned(self) -> int:
-        """Operations on kernels, where a norm with its activation is one."""
-        convolutions = sum(decision.kernel is not None for _, decision in self.operations)
-        return convolutions + sum(not why for _, why in self.norms)
+        """Operations on kernels."""
+        return sum(not operation.why for operation in self.operations)
 
     def notes(self) -> list[str]:
         """Lines for the start of the run."""
-        if not self.operations and not self.norms:
+        if not self.operations:
             return ["kernels  the model has no depthwise convolution and no norm for which there are kernels"]
         lines = [f"kernels  {self.confirmed}"] if self.confirmed else []
-        decided = [(f"{layer.name} {one.key.direction}", one.why) for layer, one in self.operations]
-        for own, said in ((decided, _OPERATIONS), ([(layer.name, why) for layer, why in self.norms], _NORMS)):
-            on_torch = [(why, name) for name, why in own if why]
-            if own:
-                lines.append(f"kernels  {len(own) - len(on_torch)} of {len(own)} {said}")
-                lines += _reasons(on_torch)
+        for is_norm, said in (
+            (False, "depthwise operations run on tuned kernels"),
+            (True, "norms run fused with their activations"),
+        ):
+            some = [operation for operation in self.operations if (operation.key is None) is is_norm]
+            on_torch: dict[str, list[str]] = {}
+            for layer, direction, why, _ in some:
+                if why:
+                    on_torch.setdefault(why, []).append(layer if is_norm else f"{layer} {direction}")
+            if some:
+                lines.append(f"kernels  {len(some) - sum(map(len, on_torch.values()))} of {len(some)} {said}")
+            for why, names in on_torch.items():
+                more = f" and {len(names) - 1} more: all are in plan.json" if len(names) > 1 else ""
+                lines.append(f"         torch, as {why}: {names[0]}{more}")
         return lines
 
     def section(self) -> Kernels:
         """The section of the plan."""
-        decided = [(layer.name, one.key.direction, one.why) for layer, one in self.operations]
-        decided += [(layer.name, "batch_norm_act", why) for layer, why in self.norms]
         choices = [
-            KernelChoice(layer=name, direction=str(direction), kernel=f"stock: {why}" if why else "tuned")
-            for name, direction, why in decided
+            KernelChoice(layer=layer, direction=direction, kernel=f"stock: {why}" if why else "tuned")
+            for layer, direction, why, _ in self.operations
         ]
-        return Kernels(database=self.choices.database.name, choices=tuple(choices))
+        return Kernels(database=self.database, choices=tuple(choices))
 
     def summary(self, run: Run) -> dict[str, Any]:
         """How many operations run on kernels, and the time that their records promise to save."""
-        won = [one.record.saved_ms for _, one in self.operations if one.kernel is not None and one.record is not None]
-        everyone = [float(one) for one in run.world.gather(sum(won) * self.micro_batches)]  # type: ignore[arg-type]
-        saved_ms = round(fmean(everyone), 3) if won else None
-        stock = len(self.operations) + len(self.norms) - self.tuned
-        return {"kernels": {"tuned": self.tuned, "stock": stock, "saved_ms": saved_ms}}
-
-
-def _reasons(on_torch: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines that say why things run on torch, by reason, the most frequent first."""
-    reasons: dict[str, list[str]] = {}
-    for why, name in on_torch:
-        reasons.setdefault(why, []).append(name)
-    ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
-    lines = []
-    for why, names in ordered[:_SHOWN]:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        lines.append(f"         torch, as {why}: {', '.join(names[:_SHOWN])}{more}")
-    if len(ordered) > _SHOWN:
-        lines.append(f"         torch, for {len(ordered) - _SHOWN} other reasons: all are in plan.json")
-    return lines
+        saved: list[Any] = run.world.gather(self.saved_ms or 0.0)
+        saved_ms = None if self.saved_ms is None else round(fmean(saved), 3)
+        return {"kernels": {"tuned": self.tuned, "stock": len(self.operations) - self.tuned, "saved_ms": saved_ms}}
 
 
 def prepare_kernels(
@@ -126,30 +122,28 @@ def prepare_kernels(
     if len(sample_shape) == 3:
         with without_replicas(model):  # looking must leave no trace in a step's statistics
             layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
-    threads = lane_threads(plan.layout, world.device)
-    device = cpu_fingerprint()
-    if world.device.type == "cuda":
-        threads, device = 1, gpu_at(world.device.index or 0).fingerprint
     dtype = "float32" if plan.compute.amp == "none" else "bfloat16"
-    where = threads, device
-    operations = [
-        (layer, KernelKey(direction, layer.shape, layer.layout, *where, dtype))
+    where = lane_threads(plan.layout, world.device), cpu_fingerprint()
+    if world.device.type == "cuda":
+        where = 1, gpu_at(world.device.index or 0).fingerprint
+    keys = [
+        (layer.name, KernelKey(direction, layer.shape, layer.layout, *where, dtype))
         for layer in layers
         for direction in layer.needs
     ]
-    keys = Counter(key for _, key in operations)
-    confirmed = ""
+    counts, confirmed = Counter(key for _, key in keys), ""
     if confirm and plan.kernels.database == "auto" and world.device.type == "cpu" and dtype == "float32":
-        confirmed = _confirm(keys, choices, world)
+        confirmed = _confirm(counts, choices, world)
         choices = active_choices() or choices
-    choices.prepare(keys)
-    return KernelUse(
-        plan.pipeline.micro_batches,
-        choices,
-        [(layer, choices.decide(key)) for layer, key in operations],
-        [(norm, why_stock(norm.shape, norm.layout, world.device, dtype)) for norm in norms],
-        confirmed,
-    )
+    choices.prepare(counts)
+    decisions = [(name, key, choices.decide(key)) for name, key in keys]
+    operations = [Operation(name, str(key.direction), decision.why, key) for name, key, decision in decisions]
+    for norm in norms:
+        why = why_stock(norm.shape, norm.layout, world.device, dtype)
+        operations.append(Operation(norm.name, "batch_norm_act", why))
+    records = [decision.record for *_, decision in decisions if decision.kernel is not None]
+    saved = sum(record.saved_ms for record in records if record is not None) * plan.pipeline.micro_batches
+    return KernelUse(choices.database.name, operations, saved if records else None, confirmed)
 
 
 def _confirm(keys: Mapping[KernelKey, int], choices: Choices, world: World) -> str:

@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from hybridpar.comm.replicate import broadcast_state
+from hybridpar.compress import format_codec
+from hybridpar.config import TrainConfig
 from hybridpar.config.data import without_download
+from hybridpar.config.sync import Exchange
 from hybridpar.data import ImageData, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import CheckpointError
@@ -24,26 +27,20 @@ from hybridpar.models.deferred import DeferredModel
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import read_summary
+from hybridpar.plan import ResolvedPlan, SyncRule
 from hybridpar.planner.fixed import decided_options
 from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.run.checkpoints import Checkpoints
 from hybridpar.run.closing import expected_lines
-from hybridpar.run.data import (
-    check_batch,
-    example_batch,
-    load_data,
-    open_model,
-    start_from_weights,
-    steps_of,
-)
+from hybridpar.run.data import check_batch, example_batch, load_data, open_model, start_from_weights, steps_of
 from hybridpar.run.directory import RunFolder, claim_folder, find_folder, recorded_batch, was_restarted
 from hybridpar.run.memory import MemoryMeter
-from hybridpar.run.part import Job, Part, Run
-from hybridpar.run.recorded_plan import as_asked, plan_of_run
+from hybridpar.run.part import Job, Part, Run, RunTrainer, sync_of
 from hybridpar.run.recorder import Recorder
-from hybridpar.run.run_trainer import RunTrainer
 from hybridpar.run.samples import Samples
 from hybridpar.run.worker import device_name
+from hybridpar.spec import with_options
+from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import digest_of
 from hybridpar.train.trainer import open_trial
@@ -148,18 +145,16 @@ def read_weights(job: Job, model: Model) -> list[str]:
 def open_plan(job: Job, model: Model, data: ImageData, folder: RunFolder) -> PlannedRun:
     """Find the plan of a run."""
     config, world = job.config, job.world
-    asked, decided = config, None
-    if config.parameter_servers is not None:  # no plan is searched for, and one worker has something to send, too
-        asked, decided = replace(config, plan="none"), decided_options(config)
+    serves = config.parameter_servers is not None  # no plan is searched for, and one worker has something to send, too
     planned = plan_run(
         _module(model),
-        asked,
+        replace(config, plan="none") if serves else config,
         world,
         sample_shape=data.sample_shape,
         steps=steps_of(config, len(data.train)),
         name=job.model_name,
         stored=folder.directory / "plan.json" if folder.continues else None,
-        decided=decided,
+        decided=decided_options(config) if serves else None,
         announce=job.progress.prepare,
         open_trial=None if isinstance(model, DeferredModel) else open_trial,
     )
@@ -245,13 +240,17 @@ def open_parts(run: Run) -> list[Part]:
     if config.shares.strip() == "auto" and run.samples.replicas > 1:
         from hybridpar.run.shares import ShareTuner
 
-        micro_batches = config.parts_per_step(plan.pipeline.micro_batches)
-        rules: dict[str, Any] = {
-            "idle": plan.sync.batch_norm != "sync",
-            "in_pairs": config.mixing.is_on,
-            "wait": trainer.wait,
-        }
-        parts.append(ShareTuner(run.world, plan.layout.ranks, config.samples_per_step, micro_batches, **rules))
+        parts.append(
+            ShareTuner(
+                run.world,
+                plan.layout.ranks,
+                config.samples_per_step,
+                config.parts_per_step(plan.pipeline.micro_batches),
+                idle=plan.sync.batch_norm != "sync",
+                in_pairs=config.mixing.is_on,
+                wait=trainer.wait,
+            )
+        )
     return [*parts, Checkpoints(config)]  # a checkpoint has what the other parts made of the step
 
 
@@ -343,4 +342,34 @@ def describe(run: Run, kernels: KernelUse | None) -> None:
         micro_batches=plan.pipeline.micro_batches,
         schedule=plan.pipeline.schedule,
         **trainer.facts(wire_format),
+    )
+
+
+def plan_of_run(trainer: RunTrainer, device: str, wire_format: WireFormat) -> ResolvedPlan:
+    """The plan of a run as it is written down."""
+    plan, rules = trainer.plan, wire_format.applied.rules
+    update: dict[str, object] = {}
+    if plan.inputs is None:  # a search has said of every parameter what it is sent as
+        policy = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in rules)
+        update["sync"] = plan.sync.model_copy(update={"policy": policy})
+    if plan.measured.profile is None:  # else it says what the times of stages are from, which may be another machine
+        here = {"device": device, "threads": torch.get_num_threads(), "versions": {"torch": torch.__version__}}
+        update["measured"] = plan.measured.model_copy(update=here)
+    return plan.model_copy(update=update)
+
+
+def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
+    """The options of a run as a resumed run is to recall them, which does not recall a plan's file.
+
+    Workers join by what the file says of the exchange, before they can read the run's own plan.
+    """
+    if config.plan_file is None:
+        return config
+    sync = plan.sync
+    return replace(
+        config,
+        sync=with_options(sync_of(config, plan), lanes=None if sync.lanes == Exchange().lanes else sync.lanes),
+        batch_norm=sync.batch_norm,
+        compress=sync.codec,
+        shard_optimizer=sync.shard_optimizer,
     )

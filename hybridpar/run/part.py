@@ -1,16 +1,17 @@
-"""A run, and the base class of its parts: what looks at the steps beside the training loop (`loop.py`).
+"""A run, its trainer, and the base class of its parts: what looks at the steps beside the training loop (`run.py`).
 
 Records, timeline, profile, the search for a batch size, shares, kernels and checkpoints are parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridpar.comm.flight import outside
+from hybridpar.comm.flight import FLIGHT, outside
+from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.observe.logger import Ending
@@ -18,13 +19,13 @@ from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
-from hybridpar.run.best import why_over
 from hybridpar.run.directory import RunFolder
 from hybridpar.run.memory import MemoryMeter
-from hybridpar.run.run_trainer import RunTrainer
 from hybridpar.run.samples import Samples
-from hybridpar.run.state import RunState
+from hybridpar.run.state import RunState, why_over
 from hybridpar.run.timings import Step, StepClock, Timings
+from hybridpar.sync.compression_table import WireFormat
+from hybridpar.train.trainer import Trainer
 
 
 class Part:
@@ -73,6 +74,63 @@ class Part:
 
     def restore(self, run: Run, state: dict[str, Any] | None) -> None:
         """Go on from what `state` returned; None where the checkpoint was made without this part."""
+
+
+class RunTrainer(Trainer):
+    """A trainer whose workers make every step together. `ServedTrainer` answers the same for parameter servers."""
+
+    #: Whether each worker goes at its pace, so that it goes through the data for itself, and worker 0 tests and saves.
+    independent = False
+    #: What is shown of a step that did not count.
+    skipped = "was skipped on all workers: a gradient was not finite"
+
+    @property
+    def lookahead(self) -> int:
+        """Steps that are queued before the figures of one are read, so that reading does not keep a device waiting."""
+        return int(self.world.device.type == "cuda" or self.engine.late)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker tests and saves; where workers go together all do, each its part."""
+        return not self.independent or self.world.is_main
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker replaces another that died, and goes on from where the others are."""
+        return False
+
+    def facts(self, wire_format: WireFormat) -> dict[str, Any]:
+        """Fields of `RunInfo` on how gradients are exchanged."""
+        return {"workers": self.world.size, "codec": str(wire_format.applied)}
+
+    @property
+    def notes(self) -> list[str]:
+        """The same in lines for the start."""
+        return []
+
+    def enter(self, folder: RunFolder, state: RunState, load: Callable[[], int]) -> bool:
+        """Come to the others before the first step; False where the run turns out to be over."""
+        FLIGHT.open(folder.directory / FLIGHT_FOLDER, self.world.rank, self.world.size)
+        return True
+
+    def dismiss(self) -> None:
+        """Let go those who wait for this run, which has nothing to do."""
+
+    def records(self, record: StepRecord, warn: Callable[[str], None]) -> list[StepRecord]:
+        """The steps of the run that are over, now that this worker has made the step of a record."""
+        return [record]
+
+    def fetch(self) -> list[StepRecord]:
+        """Have here what a checkpoint holds; the steps of the run that were not known before. A collective."""
+        return []
+
+    def gather_in_the_end(self, item: object) -> list[object]:
+        """An item of each worker that is there still."""
+        return self.world.gather(item)
+
+    def summary(self, directory: Path) -> tuple[dict[str, Any], list[Path]]:
+        """What it adds to the summary, and the pictures of that; on the worker that writes files."""
+        return {}, []
 
 
 @dataclass(eq=False, kw_only=True)
@@ -192,3 +250,9 @@ class Run(Job):
         for part in self.parts:
             part.saved(self)
         self.progress.message(f"checkpoint saved at step {self.trainer.steps_done}")
+
+
+def sync_of(config: TrainConfig, plan: ResolvedPlan) -> str:
+    """How replicas are kept in step, as `--sync` takes it."""
+    outer = plan.sync.outer is not None and config.outer is None
+    return f"outer:{plan.sync.outer}" if outer else config.sync.strip()

@@ -19,9 +19,9 @@ from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.records import LISTED_FIGURES
 from hybridpar.observe.summary import read_summary
 from hybridpar.observe.text import UNITS
-from hybridpar.run.best import checkpoints_of_best
 from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config, run_facts
-from hybridpar.train.checkpoint_files import delete_checkpoint, list_checkpoints
+from hybridpar.run.state import checkpoints_of_best
+from hybridpar.train.checkpoint_files import list_checkpoints
 
 
 @dataclass(frozen=True)
@@ -142,41 +142,22 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-@dataclass(frozen=True)
-class Prunable:
-    """A checkpoint that may be deleted.
+def prunable(run: PastRun, keep: int = 1) -> list[Path]:
+    """The checkpoints of a run that may be deleted.
 
-    Attributes:
-        path: Its directory.
-        bytes: Size of its files.
-    """
-
-    path: Path
-    bytes: int
-
-
-def prunable(run: PastRun, keep: int = 1) -> list[Prunable]:
-    """The checkpoints of a run that are neither among the last nor among the best.
-
-    The best are those of the epochs that `--checkpoints` of the run ranks first, and the one that its summary names.
+    Those are all but the last, and those of the epochs that the run ranks first, and the one that its summary names.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}", "It must be at least 1: the last checkpoint is never deleted.")
-    checkpoints, tested = run.checkpoints, run.table.epochs
+    checkpoints = run.checkpoints
     try:
         rule = recorded_config(run.facts, run.directory).saving
     except (CheckpointError, UsageError):  # options of another version
         rule = TrainConfig().saving
-    stays = {*checkpoints[-keep:], *checkpoints_of_best(rule, tested, checkpoints)}
+    stays = {*checkpoints[-keep:], *checkpoints_of_best(rule, run.table.epochs, checkpoints)}
     if run.summary is not None and run.summary["best"] is not None:
         stays.add(run.directory / run.summary["best"]["checkpoint"])
-    return [Prunable(path, size_of(path)) for path in checkpoints if path not in stays]
-
-
-def prune(checkpoints: Iterable[Prunable]) -> None:
-    """Delete checkpoints."""
-    for checkpoint in checkpoints:
-        delete_checkpoint(checkpoint.path)
+    return [path for path in checkpoints if path not in stays]
 
 
 def size_of(path: Path) -> int:

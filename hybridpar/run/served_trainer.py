@@ -33,7 +33,7 @@ from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.directory import RunFolder
-from hybridpar.run.run_trainer import RunTrainer
+from hybridpar.run.part import RunTrainer
 from hybridpar.run.state import RunState
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.engine import ServedEngine
@@ -47,7 +47,7 @@ from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.checkpoint import load_checkpoint, usable
 from hybridpar.train.checkpoint_files import latest_checkpoint
 from hybridpar.train.engine import EngineParts
-from hybridpar.train.step_result import StepResult
+from hybridpar.train.results import StepResult
 
 
 def join_servers(config: TrainConfig, job: contextlib.ExitStack) -> ServerWorld | None:

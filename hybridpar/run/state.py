@@ -1,21 +1,46 @@
-"""How far a run is, as its checkpoints say it: the position in the data, and the results of epochs."""
+"""How far a run is, as its checkpoints say it: the position in the data, and the results of epochs.
+
+Which epochs are the best, and for how long none was better, follows from `best`, `by` and `stop` of `--checkpoints`.
+Torch is not imported: commands that only read runs use this, too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hybridpar.config import TrainConfig
+from hybridpar.config.checkpoints import Checkpoints
 from hybridpar.config.data import samples_of
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.records import EpochRecord
-from hybridpar.run.timings import RunningMean
+from hybridpar.train.checkpoint_files import list_checkpoints, step_of
 
 #: Keys of `RunState.to_extra`.
-_POSITION_KEYS = {"epoch", "epoch_step", "losses", "tested", "options"}
+_POSITION_KEYS = {"epoch", "epoch_step", "losses", "seconds", "tested", "options"}
+
+
+@dataclass
+class RunningMean:
+    """Mean of a value over samples; non-finite values are left out."""
+
+    sum: float = 0.0
+    weight: int = 0
+
+    def add(self, value: float, weight: int) -> None:
+        """Take a value for `weight` samples into account."""
+        if math.isfinite(value):
+            self.sum += value * weight
+            self.weight += weight
+
+    @property
+    def value(self) -> float:
+        """The mean so far; NaN before the first finite value."""
+        return self.sum / self.weight if self.weight else math.nan
 
 
 @dataclass
@@ -26,6 +51,8 @@ class RunState:
         epoch: The epoch that comes next, or is under way.
         epoch_step: Steps of it that are done.
         losses: The mean loss of these.
+        seconds: What these took before the run went on.
+        began: When this process began with them; None before it has.
         tested: The ends of epochs.
         resumed_from: Step that the run last went on from; None for a new one.
     """
@@ -33,8 +60,15 @@ class RunState:
     epoch: int = 0
     epoch_step: int = 0
     losses: RunningMean = field(default_factory=RunningMean)
+    seconds: float = 0.0
+    began: float | None = None
     tested: list[EpochRecord] = field(default_factory=list)
     resumed_from: int | None = None
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the epoch that is under way."""
+        return self.seconds + (0.0 if self.began is None else time.monotonic() - self.began)
 
     def to_extra(self, config: TrainConfig) -> dict[str, Any]:
         """What a checkpoint of a run holds besides the trainer's own state."""
@@ -42,7 +76,8 @@ class RunState:
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
             "losses": astuple(self.losses),
-            "tested": plain_tests(self.tested),
+            "seconds": self.elapsed,
+            "tested": [[_plain(value) for value in astuple(end)] for end in self.tested],
             "options": _decisive(config),
         }
 
@@ -63,8 +98,9 @@ class RunState:
                     "A resumed run goes on at the same place in the same order of samples.",
                     f"Resume with {name} {saved}; for another start, name the checkpoint with --weights.",
                 )
-        self.epoch, self.epoch_step = int(extra["epoch"]), int(extra["epoch_step"])
-        self.losses, self.tested = RunningMean(*extra["losses"]), read_tests(extra["tested"])
+        self.epoch, self.epoch_step, self.seconds = int(extra["epoch"]), int(extra["epoch_step"]), extra["seconds"]
+        self.losses, ends = RunningMean(*extra["losses"]), [EpochRecord(*row) for row in extra["tested"]]
+        self.tested = [replace(end, train_loss=math.nan) if end.train_loss is None else end for end in ends]
 
 
 def _decisive(config: TrainConfig) -> dict[str, Any]:
@@ -77,14 +113,59 @@ def _decisive(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def plain_tests(tested: Iterable[EpochRecord]) -> list[list[float | None]]:
-    """The ends of epochs as plain values, a row for each; numbers that are not finite are None."""
-    return [[None if value is None or not math.isfinite(value) else value for value in astuple(end)] for end in tested]
+def _plain(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
 
 
-def read_tests(rows: Iterable[Iterable[Any]]) -> list[EpochRecord]:
-    """What `plain_tests` returned."""
-    tested = []
-    for epoch, step, accuracy, loss, train_loss, *rest in rows:
-        tested.append(EpochRecord(epoch, step, accuracy, loss, math.nan if train_loss is None else train_loss, *rest))
-    return tested
+# ------------------------------------------------------------------------------------------------- the best epochs
+
+
+def ranked(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
+    """Epochs from the best to the worst, of equal ones the earlier first; those without the figure are left out."""
+    sign = -1.0 if rule.by.endswith("accuracy") else 1.0
+    known = [end for end in tested if (value := figure(rule, end)) is not None and math.isfinite(value)]
+    return sorted(known, key=lambda end: sign * float(figure(rule, end) or 0.0))  # a stable sort
+
+
+def best_epochs(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
+    """The epochs whose checkpoints stay for being the best."""
+    return ranked(rule, tested)[: rule.best]
+
+
+def best_checkpoint(run: Path, tested: Sequence[EpochRecord], rule: Checkpoints) -> tuple[EpochRecord, Path] | None:
+    """The best epoch of a run of which there is a checkpoint."""
+    checkpoints = list_checkpoints(run / "checkpoints")
+    for end in ranked(rule, tested):
+        if (path := checkpoint_of(end, tested, checkpoints)) is not None:
+            return end, path
+    return None
+
+
+def checkpoints_of_best(rule: Checkpoints, tested: Sequence[EpochRecord], checkpoints: Sequence[Path]) -> list[Path]:
+    """Those of the checkpoints that stay for being of the best epochs."""
+    paths = (checkpoint_of(end, tested, checkpoints) for end in best_epochs(rule, tested))
+    return [path for path in paths if path is not None]
+
+
+def checkpoint_of(end: EpochRecord, tested: Sequence[EpochRecord], checkpoints: Sequence[Path]) -> Path | None:
+    """The checkpoint of an epoch's end; with parameter servers it may come some steps after the test."""
+    next_step = min((other.step for other in tested if other.step > end.step), default=math.inf)
+    return next((path for path in checkpoints if end.step <= step_of(path) < next_step), None)
+
+
+def why_over(rule: Checkpoints, tested: Sequence[EpochRecord]) -> str | None:
+    """Why training should end, where the last epochs were no better than one before; else None."""
+    known = [end for end in tested if figure(rule, end) is not None]
+    best = next(iter(ranked(rule, known)), None)
+    if rule.stop is None or best is None or (since := len(known) - 1 - known.index(best)) < rule.stop:
+        return None
+    epochs = f"the {since:,} epochs" if since > 1 else "the epoch"
+    return (
+        f"stopped early: no better {rule.by} than {figure(rule, best):.4f} of epoch {best.epoch + 1} in {epochs} since"
+    )
+
+
+def figure(rule: Checkpoints, end: EpochRecord) -> float | None:
+    """The figure of an epoch that a rule follows."""
+    value: float | None = getattr(end, rule.by)
+    return value

@@ -6,7 +6,6 @@ data: that is the time in which this worker's lanes had nothing to do between tw
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from array import array
@@ -20,7 +19,7 @@ from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.observe.summary import divided_step, reduced, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
 from hybridpar.sync.figures import SyncFigures
-from hybridpar.train.step_result import StepResult
+from hybridpar.train.results import StepResult
 
 _Values = TypeVar("_Values", list[Computed], "array[float]")
 
@@ -249,22 +248,3 @@ def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms:
     if total > 0:
         result["overlap"] = round(max(0.0, 1 - sum(share.exposed_ms for share in shares) / total), 4)
     return result
-
-
-@dataclass
-class RunningMean:
-    """Mean of a value over samples; non-finite values are left out."""
-
-    sum: float = 0.0
-    weight: int = 0
-
-    def add(self, value: float, weight: int) -> None:
-        """Take a value for `weight` samples into account."""
-        if math.isfinite(value):
-            self.sum += value * weight
-            self.weight += weight
-
-    @property
-    def value(self) -> float:
-        """The mean so far; NaN before the first finite value."""
-        return self.sum / self.weight if self.weight else math.nan

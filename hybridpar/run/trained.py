@@ -17,8 +17,8 @@ from hybridpar.models.weight_files import check_file, is_file
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.summary import SUMMARY_FILE
 from hybridpar.plan import read_plan
-from hybridpar.run.best import best_checkpoint
 from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
+from hybridpar.run.state import best_checkpoint
 from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, step_of
 
 if TYPE_CHECKING:

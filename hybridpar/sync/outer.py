@@ -104,14 +104,12 @@ class Timetable(NamedTuple):
 
     Attributes:
         every: H, steps of a round; of the shortest with `ratio`.
-        first: Step after which the first round begins.
         total: Steps of the run; None where that is not known, and no round is the last.
         ratio: Of the quadratic rule; None keeps H.
         warmup: First steps of the run, in which the learning rate rises and H stays.
     """
 
     every: int
-    first: int = 0
     total: int | None = None
     ratio: float | None = None
     warmup: int = 0
@@ -135,9 +133,9 @@ class Timetable(NamedTuple):
         """The round of fixed length that a step is in, where nothing else is known.
 
         Args:
-            step: Steps done, at least `first`.
+            step: Steps done.
         """
-        return self.next_round(step - (step - self.first) % self.every, math.inf)
+        return self.next_round(step - step % self.every, math.inf)
 
 
 @dataclass

@@ -21,11 +21,9 @@ dropped, a new worker's start from the seed, and on another number of workers wh
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -200,13 +198,10 @@ def _explained(final: Path, rank: int) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system says; torch has it in the context of its own error, safetensors as a number in the text."""
-    causes = [cause.errno for cause in (error, error.__cause__, error.__context__) if isinstance(cause, OSError)]
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    code = next(filter(None, causes), None) or (int(number[1]) if number else None)
-    if code is None:
-        return str(error).partition("\n")[0]
-    return "the disk is full" if code == errno.ENOSPC else os.strerror(code)
+    """What the system says, which torch has in the context of its own error."""
+    causes = (error, error.__cause__, error.__context__)
+    system = next((cause for cause in causes if isinstance(cause, OSError) and cause.strerror), None)
+    return str(error).partition("\n")[0] if system is None else str(system.strerror)
 
 
 # ---------------------------------------------------------------------------------------------------------------- load
@@ -324,12 +319,8 @@ def require_model(path: Path, fingerprint: str, model: nn.Module) -> None:
 
 def _difference(saved: Mapping[str, tuple[int, ...]], model: nn.Module) -> str:
     here = {name: tuple(value.shape) for name, value in model.state_dict().items() if can_hold(value)}
-    for name, shape in sorted(saved.items()):
-        if name not in here:
-            return f"it has {name}, this model has not"
-        if here[name] != shape:
-            return f"{name} is {shape} there and {here[name]} here"
-    for name in here:
-        if name not in saved:
-            return f"this model has {name}, it has not"
+    for name in sorted(saved.keys() | here.keys()):
+        there, now = saved.get(name, "missing"), here.get(name, "missing")
+        if there != now:
+            return f"{name} is {there} there and {now} here"
     return "dtypes differ"

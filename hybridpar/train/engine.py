@@ -48,7 +48,7 @@ from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import StepOutcome, StepRequest, whole_options
-from hybridpar.plan import ResolvedPlan, Sync
+from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
@@ -102,15 +102,10 @@ class Engine:
         self.model = model
         self.own_only = parts.own_only
         self.plan = plan
-        self._stages = parts.stages
         self._modes = modes_of_graphs(model, parts.stages or ())
-        self._loss = parts.loss
-        self._config = config
-        self._world = world
-        self._lanes = parts.lanes
+        self._config, self._world, self._lanes = config, world, parts.lanes
         self._factory = parts.optimizer
         self._given: torch.optim.Optimizer | None = None  # what the factory made
-        self._example = parts.example
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
         self.loss_scales: list[LossScale] = []
@@ -118,7 +113,7 @@ class Engine:
         self._rates: list[Rates] = []
         # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
         self._momentum_power, self._decay_factor = 1.0, 1.0
-        self.pipeline = self._open_pipeline(world)
+        self.pipeline = self._open_pipeline(parts)
         self._shares_first = self.pipeline.replicas > 1
         # The host cannot do a first forward pass meanwhile where that needs others, who may have refused the step.
         self._counts_first = plan.is_staged or plan.sync.batch_norm == "sync"
@@ -138,31 +133,28 @@ class Engine:
         on_gpu = world.device.type == "cuda" and (fused or not config.guard)
         self.late = plan.is_staged or config.cuda_graph or on_gpu
 
-    def _open_pipeline(self, world: World) -> PipelineEngine:
-        config, plan, example = self._config, self.plan, self._example
-        stages: Sequence[StageModule]
-        sync = self._sync_options()
+    def _open_pipeline(self, parts: EngineParts) -> PipelineEngine:
+        config, plan, world = parts.config, parts.plan, parts.world
         micro_batches = plan.pipeline.micro_batches
         if plan.layout.replicas == 1:
             micro_batches = config.parts_per_step(micro_batches)  # one step of both halves
-        if self._stages is not None:
-            assert example is not None
-            stages = self._stages
+        stages: Sequence[StageModule] = [WholeModel(parts.model)] if parts.stages is None else parts.stages
+        if parts.example is not None:
             with self.autocast():
-                device, own_only = self._lanes.device, self.own_only
-                options = pipeline_options(plan, example, config, sync, world, device, micro_batches, own_only)
+                options = pipeline_options(
+                    *(plan, parts.example, config, self._sync_options(), world, self._lanes.device, micro_batches),
+                    own_only=parts.own_only,
+                )
         else:
-            stages = [WholeModel(self.model)]
             options = whole_options(
                 world.size,
                 compile=config.compile,
                 capture=config.cuda_graph,
                 record=config.timeline is not None or config.shares.strip() == "auto",
-                sync=sync,
+                sync=self._sync_options(),
             )
-
         return PipelineEngine(
-            *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
+            *(parts.model, stages, world, self._lanes, parts.loss, self._step_of, options, micro_batches),
             context=nullcontext if config.amp == "none" else self.autocast,
             after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
             make_reducer=self._make_reducer,
@@ -173,7 +165,24 @@ class Engine:
         return Reducer(*given, **options)
 
     def _sync_options(self) -> SyncOptions:
-        return sync_options(self._config, self.plan.sync, self.model)
+        """How gradients are synchronised."""
+        config, sync, clipping = self._config, self.plan.sync, self._config.clipping
+        limit, mode = (None, "norm") if clipping is None else (clipping.limit, clipping.mode)
+        last = tuple(name for name, _ in self.model.named_parameters())[-2:]
+        return SyncOptions(
+            bucket_bytes=sync.bucket_bytes,
+            guard=config.guard,
+            clip_norm=limit,
+            clip_mode=mode,
+            not_clipped=last if mode == "agc" else (),
+            pool_batch_norm=sync.batch_norm != "local",
+            sync_batch_norm=sync.batch_norm == "sync",
+            codec=sync.codec,
+            seed=config.seed,
+            hierarchy=config.exchange.hierarchy,
+            delayed=config.late != "off",
+            shard_optimizer=sync.shard_optimizer,
+        )
 
     def _make_graph(self) -> StepGraph:
         from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
@@ -291,9 +300,9 @@ class Engine:
 
     def _refuse_joined(self) -> None:
         """Refuse parameters that were added to an optimizer: it may not be that of their stage, on this worker."""
-        added = [one for rates in self._rates for group in rates.added for one in group["params"]]
+        added = [param for rates in self._rates for group in rates.added for param in group["params"]]
         if added:
-            names = [name for name, one in self.model.named_parameters() if any(one is other for other in added)]
+            names = [name for name, param in self.model.named_parameters() if any(param is other for other in added)]
             raise UsageError(
                 f"the optimizer was given more parameters while training: {shortened(', '.join(names))}",
                 "Stages, workers and the schedule of rates divide what the optimizer was made with.",
@@ -416,8 +425,11 @@ class Engine:
     @property
     def stepped(self) -> set[str]:
         """Names of the parameters that this worker steps."""
-        own = {id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]}
-        return {name for name, one in self.model.named_parameters() if id(one) in own}
+        return {name for optimizer in self.optimizers for name in self._stepped_by(optimizer)}
+
+    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> set[str]:
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return {name for name, param in self.model.named_parameters() if id(param) in params}
 
     def held_state(self) -> dict[str, Any]:
         """What this worker holds of the model's state: all of it, or that of its stages."""
@@ -428,22 +440,11 @@ class Engine:
         """The moving average of the whole model, on the CPU, as a checkpoint has it; a collective."""
         if self._config.model_ema is None:
             return None
-        if self.own_only and self.plan.sync.batch_norm != "local":
-            self.pipeline.wait()
-            kept = self.kept_averages()
-            return {
-                name: kept.get(name, own) if is_extra(name) else kept.get(name, own).to(own.dtype)
-                for name, own in self.held_state().items()
-            }
         with self.averaged():
             self.synchronize_buffers()
             state = copy_of(self.held_state(), "cpu")
         self.load_average_state(state)  # buffers of BatchNorm may now be the mean over replicas
         return state
-
-    def kept_averages(self) -> dict[str, Tensor]:
-        """The moving average of the stages that this worker trains; the tensors themselves."""
-        return {name: tensor for average in self.averages for name, tensor in average.state_dict().items()}
 
     def load_average_state(self, state: Mapping[str, Tensor]) -> None:
         """Put a saved average back, where this worker keeps it."""
@@ -451,16 +452,21 @@ class Engine:
         for average in self.averages:
             average.load_state_dict(state)
 
-    def loss_scale_state(self) -> dict[str, float] | None:
-        """The loss scale, which is the same everywhere; None without one."""
+    def training_state(self) -> dict[str, Any]:
+        """State of optimizers and loss scale, which is of use on any layout; a collective."""
         self.pipeline.wait()
-        return self.loss_scales[0].state_dict() if self.loss_scales else None
+        state: dict[str, Any] = {"optimizer": self.optimizer_state()}
+        if self.loss_scales:  # the same everywhere
+            state["loss_scale"] = self.loss_scales[0].state_dict()
+        return state
 
-    def load_loss_scale_state(self, state: Mapping[str, float]) -> None:
-        """Put a saved loss scale back."""
+    def load_training_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Restore what `training_state` returned after a step."""
         self.pipeline.wait()
-        for scale in self.loss_scales:
-            scale.load_state_dict(state)
+        self.load_optimizer_state(state["optimizer"])
+        for scale in self.loss_scales if "loss_scale" in state else ():
+            scale.load_state_dict(state["loss_scale"])
+        self.go_on_from(step)
 
     def optimizer_state(self) -> dict[str, Any]:
         """State of this worker's optimizers by parameter name."""
@@ -478,17 +484,9 @@ class Engine:
         if self.graph is not None:
             self.graph.forget()
         for optimizer in self.optimizers:
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            names = {name for name, parameter in self.model.named_parameters() if id(parameter) in own}
+            names = self._stepped_by(optimizer)
             state = {name: values for name, values in saved["state"].items() if name in names}
             load_optimizer_state(optimizer, self.model, {**saved, "state": state}, take=True)
-
-    def common_state(self) -> dict[str, Any] | None:
-        """What a run on any layout needs beyond model and optimizers, on rank 0; None where there is nothing."""
-        return None
-
-    def load_common_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `common_state` returned, after `go_on_from` and before `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs beyond model and optimizers; a collective."""
@@ -525,26 +523,6 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self.pipeline.close()
-
-
-def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptions:
-    """How gradients are synchronised."""
-    names = [name for name, _ in model.named_parameters()]
-    limit, mode = (None, "norm") if (asked := config.clipping) is None else (asked.limit, asked.mode)
-    return SyncOptions(
-        bucket_bytes=sync.bucket_bytes,
-        guard=config.guard,
-        clip_norm=limit,
-        clip_mode=mode,
-        not_clipped=tuple(names[-2:]) if mode == "agc" else (),
-        pool_batch_norm=sync.batch_norm != "local",
-        sync_batch_norm=sync.batch_norm == "sync",
-        codec=sync.codec,
-        seed=config.seed,
-        hierarchy=config.exchange.hierarchy,
-        delayed=config.late != "off",
-        shard_optimizer=sync.shard_optimizer,
-    )
 
 
 def _check_complex(model: nn.Module, plan: ResolvedPlan, config: TrainConfig) -> None:

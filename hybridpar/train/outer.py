@@ -1,7 +1,6 @@
 """Training in an outer loop: workers train on their own for many steps, and exchange what they learned.
 
-`hybridpar.sync.outer` has the exchange and the outer step, and says when. With `warm` the first steps
-exchange all gradients (post-local SGD, Lin et al., ICLR 2020); then workers part.
+`hybridpar.sync.outer` has the exchange and the outer step, and says when.
 
 A **party** trains on its own: a worker, a replica of a pipeline, or, where there are several nodes of several workers,
 all workers of a node, which add their gradients in every step. Between two exchanges parties agree on nothing: loss and
@@ -18,7 +17,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from hybridpar.config.sync import Outer
 from hybridpar.errors import UsageError
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
-from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
@@ -97,25 +95,20 @@ class OuterEngine(Engine):
 
     def __init__(self, parts: EngineParts, *, total_steps: int | None = None, warmup_steps: int = 0) -> None:
         config, world = parts.config, parts.world
-        assert config.outer is not None
-        loop, every = config.outer, config.outer.every
+        loop = config.outer
+        assert loop is not None
         self._delay = loop.delay
-        self._together = config.outer.warm if config.outer is not None else 0
         self._job = world
         self._steps = 0
         self._flags = [False, False]
-        self._equal = False  # parties on their own have the same weights for the moment
-        self._trained = 0  # samples since parties parted, in steps that counted
+        self._holds_average = False  # the model is the mean of the parties' moving averages for the moment
+        self._trained = 0  # samples since the start, in steps that counted
         self._marks = [0] * loop.fragments  # those at the last exchange of each fragment
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
-        # The optimizer, moving average and loss scale of a stage are the same in steps together and alone.
-        self._step_of = cache(super()._step_of)  # type: ignore[method-assign]
-        self._after_step_of = cache(super()._after_step_of)  # type: ignore[method-assign]
-        check_length(config, every, total_steps)
-        self._timetable = Timetable(every, self._together, total_steps, loop.qsr, warmup_steps)
+        check_length(config, loop.every, total_steps)
+        self._timetable = Timetable(loop.every, total_steps, loop.qsr, warmup_steps)
         self._round: OuterRound | None = None
         self._worlds: list[World | NodeWorlds] = []
-        self._pipelines: dict[bool, PipelineEngine] = {}  # of steps together, and of steps of this party alone
         try:
             self._open(parts, loop)
         except BaseException:
@@ -139,54 +132,44 @@ class OuterEngine(Engine):
             columns, parties = plan.layout.columns, plan.layout.ranks
         self._party = world.split(parties, len(world.lane_groups) or 1)
         self._team = world if len(columns) == 1 else world.split(columns, 1)
-        self._worlds = [one for one in (nodes, self._party, self._team) if one is not None and one is not world]
-        super().__init__(replace(parts, world=world if self._together else self._party))
+        self._worlds = [made for made in (nodes, self._party, self._team) if made is not None and made is not world]
+        if parts.stages is not None:  # random operations of stages know their place in the party only
+            config = replace(config, seed=config.seed + 1_000_003 * self._team.rank)
+        super().__init__(replace(parts, world=self._party, config=config))
         names = dict(model.named_parameters())
         policy = agree_on_policy(plan.sync.codec, names, world.gather)
         assert isinstance(policy, Policy)
         self._policy = policy
         modules = [stage.module for stage in self.pipeline.stages.values()]
-        parameters = {id(one) for module in modules for one in module.parameters()}
-        held = {id(one) for module in modules for one in module.buffers()}
-        own = {name for name, one in model.named_buffers() if id(one) in held}
+        params = {id(param) for module in modules for param in module.parameters()}
+        buffers = {id(buffer) for module in modules for buffer in module.buffers()}
+        buffer_names = {name for name, buffer in model.named_buffers() if id(buffer) in buffers}
         total = self._timetable.total
-        steps = None if total is None else max(0, total - self._together) // self._timetable.every
-        lr, momentum = loop.rates(steps)
+        lr, momentum = loop.rates(None if total is None else total // loop.every)
         optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
         self.outer = OuterLoop(
-            {name: one for name, one in names.items() if id(one) in parameters},
-            lambda: {name: one for name, one in model.named_buffers() if name in own},
+            {name: param for name, param in names.items() if id(param) in params},
+            lambda: {name: buffer for name, buffer in model.named_buffers() if name in buffer_names},
             self._team,
             parts.lanes,
             policy,
             None if (lr, momentum) == (1, 0) else optimizer,
             fragments=loop.fragments,
             delayed=loop.delay > 0,
-            seed=config.seed,
+            seed=parts.config.seed,
             nodes=nodes,
             bucket_bytes=plan.sync.bucket_bytes,
         )
         agree = plan.pipeline.micro_batches, self._timetable, lr, momentum, loop.delay, self.outer.layout
         replicate(model, self._team, agree=agree)
         #: Integers have no mean: those of the first party count where a model is tested or saved.
-        self._buffers = [ReplicaBuffers(one, self._team, None) for one in modules]
-        self._pipelines[bool(self._together)] = self.pipeline
-        if not self._together:
-            self.outer.begin()
-
-    @property
-    def parted(self) -> bool:
-        """Whether parties train on their own by now."""
-        return self._steps >= self._together
+        self._buffers = [ReplicaBuffers(module, self._team, None) for module in modules]
+        self.outer.begin()
 
     # ------------------------------------------------------------------ a step
 
     def step(self, given: StepRequest) -> StepOutcome:
         """Train on this worker's share of a batch; requests to stop or save are agreed on at the next exchange."""
-        if not self.parted:
-            outcome = super().step(given)
-            self._go_to(self._steps + 1)
-            return outcome
         if self._round is None or self._steps >= self._round.stop:
             self._round = self._timetable.next_round(self._steps, given.rate_factor)
         own = super().step(replace(given, global_samples=None))
@@ -243,7 +226,7 @@ class OuterEngine(Engine):
     @property
     def _differs(self) -> bool:
         """Whether workers have, or may have, different weights."""
-        return self.parted and not self._equal and (self._team.size > 1 or not self.outer.is_mean)
+        return not self._holds_average and (self._team.size > 1 or not self.outer.is_mean)
 
     @contextmanager
     def _at_last_exchange(self) -> Iterator[None]:
@@ -288,6 +271,19 @@ class OuterEngine(Engine):
         parts: list[Any] = self._job.gather(mine)
         return WireFormat(self._policy, layer_bytes(self.model, ChainMap(*parts)))
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the whole model is the mean of the parties' moving averages; a collective."""
+        with super().averaged():
+            if differs := self._differs:
+                self.pipeline.collect()
+                load_values(self.model, average_model(self.model, self._team))
+            self._holds_average = differs
+            try:
+                yield
+            finally:
+                self._holds_average = False
+
     # ------------------------------------------------------------------- state
 
     def model_state(self) -> dict[str, Tensor]:
@@ -304,39 +300,23 @@ class OuterEngine(Engine):
         with self.averaged():
             return copy_of(self.model.state_dict(), "cpu")
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Inside, the whole model is the mean of the parties' moving averages; a collective."""
-        with super().averaged():
-            if differs := self._differs:
-                self.pipeline.collect()
-                load_values(self.model, average_model(self.model, self._team))
-            self._equal = differs
-            try:
-                yield
-            finally:
-                self._equal = False
-
-    def common_state(self) -> dict[str, Any] | None:
-        """Round, weights of the last exchange and outer momentum, on rank 0; a collective. None before parties part."""
-        if not self.parted:
-            return None
-        mine = self.outer.common_state()
+    def training_state(self) -> dict[str, Any]:
+        """Also the round, the weights of the last exchange and outer momentum, on rank 0; a collective."""
+        state, mine = super().training_state(), self.outer.common_state()
         parts: list[dict[str, Any]] = self.pipeline.gather_on_main(mine) or [mine]
         merged = {key: {name: value for part in parts for name, value in part[key].items()} for key in mine}
-        return {"round": self._round and [*self._round], **merged}
+        return {**state, "outer": {"round": self._round and [*self._round], **merged}}
 
-    def load_common_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `common_state` returned."""
-        if self.parted and "round" in state:
-            self._round = None if state["round"] is None else OuterRound(*state["round"])
-            self.outer.load_common_state(state)
+    def load_training_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Restore what `training_state` returned after a step."""
+        super().load_training_state(state, step)
+        if (outer := state.get("outer")) is not None:
+            self._round = None if outer["round"] is None else OuterRound(*outer["round"])
+            self.outer.load_common_state(outer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beyond model and optimizer; of a party on its own, all that it has."""
+        """What a resumed run on the same layout needs: all that this party has."""
         state = super().state_dict()
-        if not self.parted:
-            return state
         self._read(0)
         own: dict[str, Any] = {
             "model": copy_of(self.model.state_dict()),
@@ -344,20 +324,20 @@ class OuterEngine(Engine):
             "flags": list(self._flags),
             "samples": [self._trained, *self._marks],
             "averages": [copy_of(one.state_dict()) for one in self.averages],
-            "loss_scale": self.loss_scale_state(),
+            "loss_scales": [scale.state_dict() for scale in self.loss_scales],
             "outer": self.outer.state_dict(),
         }
         return {**state, "local": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; `go_on_from` and `load_common_state` are called before.
+        """Restore what `state_dict` returned; `load_training_state` is called before.
 
         On another number of workers, each begins with the weights of the last exchange; outer momentum stays.
         """
         super().load_state_dict(state)
         self._unread = []
         self._flags, self._trained, self._marks = [False, False], 0, [0] * len(self._marks)
-        own = state.get("local", {}) if self.parted else {}
+        own = state.get("local", {})
         self.outer.load_state_dict(own.get("outer", {}))
         if not own:  # all are at the weights of the last exchange
             return
@@ -365,19 +345,19 @@ class OuterEngine(Engine):
         for optimizer, saved in zip(self.optimizers, own["optimizers"], strict=False):
             load_optimizer_state(optimizer, self.model, saved)
         self._flags = list(own["flags"])
-        if len(samples := own.get("samples", ())) == 1 + len(self._marks):
-            self._trained, *self._marks = samples
-        for average, saved in zip(self.averages, own.get("averages", ()), strict=False):
+        if len(own["samples"]) == 1 + len(self._marks):
+            self._trained, *self._marks = own["samples"]
+        for average, saved in zip(self.averages, own["averages"], strict=False):
             average.load_state_dict(saved)
-        if own.get("loss_scale") is not None and self.loss_scales:
-            self.load_loss_scale_state(own["loss_scale"])
+        for scale, saved in zip(self.loss_scales, own["loss_scales"], strict=False):
+            scale.load_state_dict(saved)
 
     def go_on_from(self, step: int) -> None:
-        """Number of the last step, which says whether parties are on their own and when they exchange."""
-        self._go_to(step)
+        """Number of the last step, which says when parties exchange next."""
+        super().go_on_from(step)
+        self._steps = step
         self.outer.begin()
-        self._round = self._timetable.round_at(step) if self.parted else None
-        self.pipeline.executor.start_at(step)
+        self._round = self._timetable.round_at(step)
 
     def close(self) -> None:
         """Remove all hooks and leave the parties. The model stays as trained."""
@@ -387,58 +367,21 @@ class OuterEngine(Engine):
             self._leave()
 
     def _leave(self) -> None:
-        for pipeline in self._pipelines.values():
-            if pipeline is not self.pipeline:
-                pipeline.close()
         for world in self._worlds:
             world.close()
-
-    # ----------------------------------------------------------------- parting
-
-    def _go_to(self, step: int) -> None:
-        """Set the number of the last step; parties part, or take steps together again where that one was earlier."""
-        before, self._steps = self.parted, step
-        if self.parted == before:
-            return
-        if self.parted:
-            self.pipeline.collect()
-        self.pipeline.detach()
-        together, self._world = not self.parted, self._party if self.parted else self._job
-        if together in self._pipelines:
-            self.pipeline = self._pipelines[together]
-            self.pipeline.attach()
-        else:
-            self._lanes.free_names()
-            self.pipeline = self._pipelines[together] = self._open_pipeline(self._world)
-        self.pipeline.executor.start_at(step)
-        if self.parted:
-            self.outer.begin()
 
     def _sync_options(self) -> SyncOptions:
         # The codec is for outer gradients.
         return replace(super()._sync_options(), codec="none")
 
-    def _open_pipeline(self, world: World) -> PipelineEngine:
-        config = self._config
-        if self.plan.is_staged and world is self._party:  # its random operations know the place in the party only
-            self._config = replace(config, seed=config.seed + 1_000_003 * self._team.rank)
-        try:
-            pipeline = super()._open_pipeline(world)
-        finally:
-            self._config = config
-        for stage, scale in zip(pipeline.stages.values(), self.loss_scales, strict=False):
-            stage.run.loss_scale = scale.value
-        return pipeline
-
 
 def check_length(config: TrainConfig, every: int, total: int | None) -> None:
     """Refuse a loop that a run would never come to the end of."""
-    together = config.outer.warm if config.outer is not None else 0
-    if total is None or together + every <= total:
+    if total is None or every <= total:
         return
     given = f"--sync {config.sync}"
     raise UsageError(
         f"{given} in a run of {total} step{'' if total == 1 else 's'}",
         "The run would end before the first exchange is due.",
-        f"Use --sync {config.sync.replace(f':{every}', f':{max(1, (total - together) // 4)}', 1)}, or a longer run.",
+        f"Use --sync {config.sync.replace(f':{every}', f':{max(1, total // 4)}', 1)}, or a longer run.",
     )

@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.random_state import random_state, restore_random_state
-from hybridpar.models.state_dicts import copy_of, load_values
+from hybridpar.models.state_dicts import load_values
 from hybridpar.models.user_models import article
 from hybridpar.optim.build import expand, make_optimizer
 from hybridpar.optim.loss_scale import FALLS
@@ -49,34 +50,18 @@ from hybridpar.sync.compression import settle_codecs
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint, usable
 from hybridpar.train.checkpoint_files import resolve_checkpoint
 from hybridpar.train.engine import Engine, EngineParts
-from hybridpar.train.evaluation import Evaluation as Evaluation
-from hybridpar.train.evaluation import evaluate
+from hybridpar.train.results import BadSteps, evaluate
+from hybridpar.train.results import Evaluation as Evaluation
+from hybridpar.train.results import StepResult as StepResult
 from hybridpar.train.stages import cut_model
-from hybridpar.train.step_result import BadSteps
-from hybridpar.train.step_result import StepResult as StepResult
 
 if TYPE_CHECKING:
+    from hybridpar.data import Batch
     from hybridpar.train.trial import Trial
 
 _log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Tensor], Tensor]
-
-
-class MicroBatches(Protocol):
-    """A step's samples on one worker, already divided into micro-batches."""
-
-    @property
-    def micro_batches(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Inputs and targets per micro-batch."""
-
-    @property
-    def samples(self) -> int:
-        """Samples of this worker in the step."""
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all workers in the step."""
 
 
 class Trainer:
@@ -163,19 +148,19 @@ class Trainer:
                 "Give it: Trainer(..., classes=10).",
             )
         self._classes, self._single_label = classes, False
-        #: Threads of the process before the plan's; None where they are the same.
-        self._threads_before: int | None = None
-        self._owns_world = world is None
-        self.world = world or join_workers(self.config, plan=given)
-        self._owns_lanes = lanes is None
-        self.lanes = lanes or Lanes(self.world.device)
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
         #: Says what the learning rate is, where batches change their size on the way.
         self.pace: Pace | None = None
         self._deferred = model if isinstance(model, DeferredModel) else None
         model = model.module if isinstance(model, DeferredModel) else model
-        try:
+        self._owns_world = world is None
+        with contextlib.ExitStack() as opened:
+            self.world = world or join_workers(self.config, plan=given)
+            if self._owns_world:
+                opened.callback(self.world.close)
+            after_lanes = opened.enter_context(contextlib.ExitStack())  # lanes end first: they may still work
+            self.lanes = lanes or opened.enter_context(Lanes(self.world.device))
             check_rules(self.config)
             self.config.check_gradients()
             if self._deferred is not None and (option := self.config.needs_whole):
@@ -190,7 +175,7 @@ class Trainer:
             )
             threads, before = self.planned.plan.compute.threads, torch.get_num_threads()
             if threads is not None and threads < before:
-                self._threads_before = before
+                after_lanes.callback(torch.set_num_threads, before)
                 torch.set_num_threads(threads)
             if self._deferred is not None and self.planned.plan.layout.positions == 1:
                 self._deferred.fill({name for name, _, _ in places(model)})
@@ -207,15 +192,10 @@ class Trainer:
             schedule = self.config.rate_schedule
             self._plateau = Plateau(self.config.peak_lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
-            self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
-            self._mixes, self._is_staged = self.config.mixing.is_on, self.plan.is_staged
-        except BaseException as error:
-            self._put_back_threads()
-            if self._owns_lanes:
-                self.lanes.__exit__(type(error), error, error.__traceback__)
-            if self._owns_world:
-                self.world.close()
-            raise
+            after_lanes.callback(self.engine.close)
+            self._opened = opened.pop_all()
+        self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
+        self._mixes, self._is_staged = self.config.mixing.is_on, self.plan.is_staged
         self.steps_done = 0
         self._left = ""  # how this worker came to take part in no further step
         self._bad_steps = BadSteps(
@@ -262,12 +242,14 @@ class Trainer:
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
         parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
         kind: Callable[[EngineParts], Engine] = Engine
-        if options.late != "off":
+        if options.outer is not None:
+            from hybridpar.train.outer import OuterEngine
+
+            kind = partial(OuterEngine, total_steps=self.total_steps, warmup_steps=self._warmup_steps)
+        elif options.late != "off":
             from hybridpar.train.delayed import DoubleBufferEngine
 
             kind = DoubleBufferEngine
-        if options.outer is not None:
-            kind = self._open_outer_engine
         if not plan.is_staged:
             return kind(parts)
         if example is None:
@@ -281,11 +263,6 @@ class Trainer:
             plan, stages = cut_model(self.model, placed, plan, asked, self.world, self._deferred)
         own_only = self._deferred is not None
         return kind(replace(parts, plan=plan, stages=stages, example=placed, own_only=own_only))
-
-    def _open_outer_engine(self, parts: EngineParts) -> Engine:
-        from hybridpar.train.outer import OuterEngine
-
-        return OuterEngine(parts, total_steps=self.total_steps, warmup_steps=self._warmup_steps)
 
     @property
     def _warmup_steps(self) -> int:
@@ -308,9 +285,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ a step
 
-    def step(
-        self, batch: tuple[Tensor, Tensor] | MicroBatches, *, stop: bool = False, save: bool = False
-    ) -> StepResult:
+    def step(self, batch: tuple[Tensor, Tensor] | Batch, *, stop: bool = False, save: bool = False) -> StepResult:
         """Train on this worker's share of one global batch.
 
         Args:
@@ -370,9 +345,7 @@ class Trainer:
             self.world.leave(how)
         return how
 
-    def _divide(
-        self, batch: tuple[Tensor, Tensor] | MicroBatches
-    ) -> tuple[Sequence[tuple[Tensor, Tensor]], int, int | None]:
+    def _divide(self, batch: tuple[Tensor, Tensor] | Batch) -> tuple[Sequence[tuple[Tensor, Tensor]], int, int | None]:
         if not isinstance(batch, (tuple, list)) and hasattr(batch, "micro_batches"):
             return batch.micro_batches, batch.samples, batch.global_samples
         parts = self._parts
@@ -450,22 +423,12 @@ class Trainer:
         Yields:
             Undoes them earlier, any number of times; a collective.
         """
-        engine, device, step = self.engine, self.world.device, self.steps_done
-        engine.wait()
-        engine.wire_format()
-        model, average = copy_of(self.model.state_dict()), engine.average_state()
-        training, sync = copy.deepcopy(self._training_state()), copy.deepcopy(engine.state_dict())
-        random = random_state(device)
+        self.engine.wire_format()
+        before = copy.deepcopy(self._state())
 
         def undo() -> None:
-            engine.wait()
-            load_values(self.model, model)
-            self._load_training_state(copy.deepcopy(training), model if average is None else average, step)
-            engine.load_state_dict(copy.deepcopy(sync))
-            restore_random_state(random, device)
-            if self.steps_done != step:
-                self.steps_done = step
-                self._bad_steps.forget()
+            self.engine.wait()
+            self._restore(copy.deepcopy(before))
 
         try:
             yield undo
@@ -531,35 +494,6 @@ class Trainer:
             loss = self._loss.of_scores if isinstance(self._loss, OutputLoss) else self._loss
             return evaluate(forward, loss, placed, self.world, count=self._count)
 
-    def fit(
-        self,
-        batches: Callable[[int], Iterable[tuple[Tensor, Tensor] | MicroBatches]],
-        epochs: int,
-        test: Callable[[], Iterable[tuple[Tensor, Tensor]]] | None = None,
-        on_step: Callable[[StepResult], None] | None = None,
-    ) -> list[Evaluation]:
-        """Train for some epochs.
-
-        Args:
-            batches: Called with the epoch's number, returns this worker's batches of that epoch.
-            epochs: Number of epochs.
-            test: Returns this worker's share of the test set, once per epoch.
-            on_step: Called after every step.
-
-        Returns:
-            The evaluation after each epoch; empty without a test set.
-        """
-        evaluations = []
-        for epoch in range(epochs):
-            for batch in batches(epoch):
-                result = self.step(batch)
-                if on_step is not None:
-                    on_step(result)
-            if test is not None:
-                evaluations.append(self.evaluate(test()))
-                self.note_metric(evaluations[-1].accuracy)
-        return evaluations
-
     # ------------------------------------------------------------- checkpoints
 
     def save(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
@@ -575,35 +509,45 @@ class Trainer:
         Raises:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
+        engine, is_main, data = self.engine, self.world.is_main, self._state()
+        training = data.training | {"extra": dict(extra or {})}
+        if not is_main:
+            training = {"optimizer": training["optimizer"]} if engine.is_saved and training["optimizer"] else {}
+        if not (engine.is_saved if engine.own_only else is_main):
+            data = replace(data, model={}, average=None)
+        return save_checkpoint(Path(directory), replace(data, training=training), self.world)
+
+    def _state(self) -> CheckpointData:
+        """What a checkpoint holds, as far as this worker has it; a collective."""
         engine = self.engine
         engine.synchronize_buffers()
-        training = self._training_state() | {"extra": dict(extra or {})}
+        training = engine.training_state()
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
         local = {"random": random_state(self.world.device), "sync": engine.state_dict()}
-        model, average = engine.model_state(), engine.average_state()
-        if not self.world.is_main:
-            training = {"optimizer": training["optimizer"]} if engine.is_saved and training["optimizer"] else {}
-        if not (engine.is_saved if engine.own_only else self.world.is_main):
-            model, average = {}, None
-        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
-        return save_checkpoint(Path(directory), data, self.world)
+        state = engine.model_state(), training, local, self.world.size, engine.average_state()
+        return CheckpointData(self.steps_done, self.fingerprint, *state)
 
-    def _training_state(self) -> dict[str, Any]:
-        training = {"optimizer": self.engine.optimizer_state()}
-        if (scale := self.engine.loss_scale_state()) is not None:
-            training["loss_scale"] = scale
-        if (common := self.engine.common_state()) is not None:
-            training["outer"] = common
-        return training
-
-    def _load_training_state(self, training: Mapping[str, Any], average: Mapping[str, Tensor], step: int) -> None:
-        self.engine.load_average_state(average)
-        self.engine.load_optimizer_state(training["optimizer"])
-        if "loss_scale" in training:
-            self.engine.load_loss_scale_state(training["loss_scale"])
-        self.engine.go_on_from(step)
-        self.engine.load_common_state(training.get("outer", {}))
+    def _restore(self, data: CheckpointData) -> None:
+        """Go on from what `_state` returned; a collective."""
+        load_values(self.model, data.model)
+        if not self.engine.own_only:
+            self.model.load_state_dict(data.model)  # which modules may have hooks for
+        self.engine.load_training_state(data.training, data.step)
+        self.engine.load_average_state(data.model if data.average is None else data.average)
+        if self._plateau is not None and "plateau" in data.training:
+            self._plateau.load_state_dict(data.training["plateau"])
+        self.steps_done = data.step
+        self._bad_steps.forget()
+        if data.local is not None and data.workers == self.world.size:
+            restore_random_state(data.local["random"], self.world.device)
+            sync = data.local["sync"]
+        else:
+            # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
+            torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
+            sync = {}
+        self.engine.load_state_dict(sync)
+        settle_codecs(self.engine.codecs, self.world, data.local)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint written by any number of workers.
@@ -625,24 +569,7 @@ class Trainer:
         stepped = engine.stepped if engine.in_parts else None
         data = load_checkpoint(path, self.world.rank, held=held, stepped=stepped)
         with usable(path):
-            load_values(self.model, data.model)
-            if not engine.own_only:
-                self.model.load_state_dict(data.model)  # which modules may have hooks for
-            average = data.model if data.average is None else data.average
-            self._load_training_state(data.training, average, data.step)
-            if self._plateau is not None and "plateau" in data.training:
-                self._plateau.load_state_dict(data.training["plateau"])
-            self.steps_done = data.step
-            self._bad_steps.forget()
-            if data.local is not None and data.workers == self.world.size:
-                restore_random_state(data.local["random"], self.world.device)
-                own = data.local["sync"]
-            else:
-                # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
-                torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
-                own = {}
-            self.engine.load_state_dict(own)
-            settle_codecs(engine.codecs, self.world, data.local)
+            self._restore(data)
             extra: dict[str, Any] = dict(data.training["extra"])
         return extra
 
@@ -666,28 +593,21 @@ class Trainer:
     ) -> None:
         self._end(error, whole=error is None)
 
-    def _put_back_threads(self) -> None:
-        if self._threads_before is not None:
-            torch.set_num_threads(self._threads_before)
-            self._threads_before = None
-
     def _end(self, error: BaseException | None, *, whole: bool) -> None:
-        with contextlib.ExitStack() as rest:
+        try:
             if self._owns_world:
                 met = error or sys.exc_info()[1]
                 self._leave(f"{GOOD_ORDER if met is None else 'left'} after step {self.steps_done}", met)
-                rest.callback(self.world.close)
-            rest.callback(self._put_back_threads)
-            rest.callback(self.engine.close)
-            if self._owns_lanes:
-                rest.push(self.lanes)
             if whole:
                 self.engine.bring_back()
             else:  # others may be gone
                 self.engine.leave_out()
-            if self._owns_lanes and error is not None:
-                # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
-                self.lanes.__exit__(type(error), error, error.__traceback__)
+        except BaseException as problem:
+            error = error or problem
+            raise
+        finally:
+            # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
+            self._opened.__exit__(type(error) if error is not None else None, error, None)
 
 
 def open_trial(model: nn.Module, config: TrainConfig, world: World, example: Tensor, plan: Plan | None = None) -> Trial:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,32 +36,16 @@ _LEFT_OUT = (
 )
 
 
-class Stepper(Protocol):
-    """What a trial needs of `hybridpar.train.trainer.Trainer`."""
-
-    model: nn.Module
-    world: World
-
-    def step(self, batch: Batch) -> Any:
-        """Take a step."""
-
-    def wait(self) -> None:
-        """Wait for its end."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
 class Trial:
     """Steps of a copy of a model that can be taken; opening it is a collective of the world's workers.
 
     Of the options those that say how work is divided do not count: `plan` says it, by default plain data parallelism.
-    `example` is the inputs of the whole batch, the same on all workers.
+    `example` is the inputs of the whole batch, the same on all workers. `open_trainer` makes the `Trainer`.
     """
 
     def __init__(
         self,
-        open_trainer: Callable[..., Stepper],
+        open_trainer: Callable[..., Any],
         model: nn.Module,
         config: TrainConfig,
         world: World,
@@ -69,7 +53,7 @@ class Trial:
         plan: Plan | None = None,
     ) -> None:
         self._stack = ExitStack()
-        self.trainer: Stepper | None = None
+        self.trainer: Any = None
         workers = world.size if plan is None else plan.workers or 1
         if plan is not None and 1 < workers < world.size and len(plan.partition.stages) > 1:
             raise UsageError(

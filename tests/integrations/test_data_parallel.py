@@ -102,7 +102,6 @@ def refused(world: World) -> list[str]:
     wrong: list[dict[str, Any]] = [
         {"compress": "onebitt"},
         {"compress": "layer9.* -> onebit"},
-        {"bucket_cap": 3},
         {"compress": "auto", "fidelity": "loose"},
         {"compress": ["onebit", "fp16"][world.rank]},
     ]
@@ -119,24 +118,12 @@ def refused(world: World) -> list[str]:
     return texts
 
 
-def warned(world: World) -> str:
-    with pytest.warns(FutureWarning, match="check_reduction") as told:
-        hybridpar.DataParallel(net(), check_reduction=True)
-    return told[0].filename
-
-
-def test_warnings_of_torch_are_about_the_callers_line() -> None:
-    assert run_ranks(warned, 2) == [__file__] * 2
-
-
 def test_wrong_names_are_refused() -> None:
     for texts in run_ranks(refused, 2):
-        codec, pattern, option, fidelity, unlike, hooked, adopted = texts
+        codec, pattern, fidelity, unlike, hooked, adopted = texts
         assert "onebitt" in codec
         assert "Did you mean onebit" in codec
         assert "matches no parameter" in pattern
-        assert "DataParallel has no option 'bucket_cap'" in option
-        assert "bucket_cap_mb" in option
         assert "'loose'" in fidelity
         assert "was given another compression policy" in unlike
         assert "has a communication hook already" in hooked

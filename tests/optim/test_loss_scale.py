@@ -68,7 +68,7 @@ def trained(world: World, steps: int, options: dict[str, Any]) -> tuple[dict[str
             inputs, targets = share(step, world, config.stages)
             skipped.append(trainer.step((inputs * (500 if step == 3 else 1), targets)).skipped)
         trainer.engine.synchronize_buffers()
-        scale = trainer.engine.loss_scale_state()
+        scale = trainer.engine.training_state()["loss_scale"]
         assert scale is not None
         return {name: value.clone() for name, value in trainer.model.state_dict().items()}, scale["scale"], skipped
 
@@ -106,12 +106,12 @@ def test_it_follows_float32_and_a_resumed_run_is_equal_to_the_bit(tmp_path):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
         with Trainer(net(), config=config) as resumed:
             resumed.load(saved)
-            assert resumed.engine.loss_scale_state() == {"scale": 2.0**15, "steps": 0.0}
+            assert resumed.engine.training_state()["loss_scale"] == {"scale": 2.0**15, "steps": 0.0}
             for step in range(3, 6):
                 resumed.step(batch(step))
             for one, other in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
                 assert torch.equal(one, other)
-            assert resumed.engine.loss_scale_state() == trainer.engine.loss_scale_state()
+            assert resumed.engine.training_state()["loss_scale"] == trainer.engine.training_state()["loss_scale"]
 
 
 def test_a_parameter_that_is_thawed_while_training_gets_its_unscaled_gradient():

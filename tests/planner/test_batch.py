@@ -227,6 +227,8 @@ def test_a_model_that_no_worker_can_hold_is_refused_before_it_is_built(monkeypat
     require_room(build, config, torch.device("cpu"))
     with pytest.raises(UsageError, match="weights, gradients and optimizer state alone need"):
         require_room(build, replace(config, optimizer="adamw"), torch.device("cpu"))
+    sharded = replace(config, optimizer="adamw", shard_optimizer=True)
+    require_room(build, sharded, torch.device("cpu"), workers=4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="alone need"):
         require_room(build, config, torch.device("cpu"))

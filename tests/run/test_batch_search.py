@@ -1,14 +1,22 @@
-"""Which batch size is selected, by CNTK's procedure, and what a step means when it changes."""
+"""Which batch size is selected, by CNTK's procedure, what a step means when it changes, and runs in which it does."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+import torch
 
 from hybridpar.config import OptimizerConfig
+from hybridpar.errors import UsageError
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.schedule import Leg, Pace, rate_factor
+from hybridpar.run import batch_search
 from hybridpar.run.batch_search import bounds, search_batch_size
+from hybridpar.train.checkpoint_files import list_checkpoints
+from tests.ranks import run_ranks
+from tests.runs import assert_same_state, saved_state, train, train_rank
 
 
 def search(losses: dict[int, float], **options) -> tuple[int, list[int]]:
@@ -18,9 +26,9 @@ def search(losses: dict[int, float], **options) -> tuple[int, list[int]]:
         tried.append(size)
         return losses.get(size, losses[max(losses)])
 
-    choice = search_batch_size(trial, min(losses), **{"largest": 1 << 20, **options})
-    assert [one.batch_size for one in choice.trials] == tried
-    return choice.batch_size, tried
+    chosen, seen = search_batch_size(trial, min(losses), **{"largest": 1 << 20, **options})
+    assert list(seen) == tried
+    return chosen, tried
 
 
 def test_sizes_grow_by_the_root_of_two_in_multiples():
@@ -77,3 +85,80 @@ def test_rates_follow_samples():
     assert again == pace
     pace.begin(Leg(20, 2, 96, 7))
     assert pace.legs == [Leg(0, 0, 64, 10), Leg(20, 2, 96, 7)]
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+#: Twelve steps an epoch of batches of 8.
+SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoints": "epoch,keep=9", "lr": 0.02}
+
+
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
+    """Dropout, BatchNorm, momentum and the order of samples are as if nothing had been tried."""
+    tried = []
+
+    def search(trial, smallest, largest, **options):
+        losses = [trial(size) for size in (8, 16, 8)]
+        assert losses[0] == losses[2], "a trial depends on the one before"
+        tried.append((smallest, largest))
+        return 8, {8: losses[0]}
+
+    monkeypatch.setattr(batch_search, "search_batch_size", search)
+    train(tmp_path / "searched", "dropping", select_batch=1, stages=stages, **SEARCHING)
+    train(tmp_path / "plain", "dropping", stages=stages, **SEARCHING)
+    assert tried == [(8, 16), (12, 16)]  # the rate has fallen before the second search
+    assert_same_state(tmp_path / "searched", tmp_path / "plain")
+
+
+def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(batch_search, "search_batch_size", lambda *_, **__: (16, {16: 1.0}))
+    train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant:warmup=0"})
+    summary = summary_of(tmp_path / "run")
+    assert (summary["batch_size"], summary["final_batch_size"], summary["epochs"]) == (8, 16, 3)
+    steps = read_metrics(tmp_path / "run").steps
+    assert steps["samples"].tolist() == [8] * 12 + [16] * 12
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines.index("trying batch sizes ...") == lines.index("batch size 16 from epoch 2 on (loss at 16: 1.0000)") - 1
+    )
+    assert steps["lr"].tolist() == pytest.approx([0.02] * 12 + [0.04] * 12)
+
+
+def test_a_resumed_run_goes_on_with_what_was_selected(tmp_path):
+    options = {**SEARCHING, "select_batch": 1}
+    train(tmp_path / "run", **options)
+    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    for step in steps[:2]:
+        start = tmp_path / "run" / "checkpoints" / f"step-{step}"
+        train(tmp_path / f"from-{step}", resume_from=start, **options)
+        assert_same_state(tmp_path / "run", tmp_path / f"from-{step}")
+        assert (
+            summary_of(tmp_path / f"from-{step}")["final_batch_size"]
+            == summary_of(tmp_path / "run")["final_batch_size"]
+        )
+    train(tmp_path / "plain", **SEARCHING)
+    with pytest.raises(UsageError, match="without --select-batch"):
+        train(tmp_path / "not", resume_from=tmp_path / "plain" / "checkpoints", **options)
+
+
+def test_the_whole_recipe_over_stages(tmp_path):
+    """1-bit SGD as in the paper, where every replica is a pipeline; and its resumption."""
+    options = {**SEARCHING, "select_batch": 1, "sync": "onebit-sgd:late=half", "tune_process": False}
+    options |= {"stages": 2, "replicas": 2, "lr": 0.001}
+    assert run_ranks(train_rank, 4, tmp_path / "run", "dropping", None, options, shared_memory=False) == [0] * 4
+    summary = summary_of(tmp_path / "run")
+    assert (summary["sync"], summary["stages"]) == ("onebit-sgd:late=half", 2)
+    assert summary["final_batch_size"] > summary["batch_size"]
+    assert summary["staleness"]["most"] == 1
+    assert summary["compression_ratio"] > 1
+    assert summary["predicted_step_ms"] is None
+    options["resume_from"] = list_checkpoints(tmp_path / "run" / "checkpoints")[-2]
+    assert run_ranks(train_rank, 4, tmp_path / "again", "dropping", None, options, shared_memory=False) == [0] * 4
+    whole, resumed = saved_state(tmp_path / "run"), saved_state(tmp_path / "again")
+    assert whole.keys() == resumed.keys()
+    assert not [name for name in whole if not torch.equal(whole[name], resumed[name])]

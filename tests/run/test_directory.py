@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridpar.comm.world import World
+from hybridpar.commands import find_command
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.run.directory import (
@@ -48,12 +49,6 @@ def test_two_runs_that_start_at_once_get_directories_of_their_own():
     first, second = find_folder(config, "resnet18"), find_folder(config, "resnet18")
     assert claim_folder(first, config, "resnet18", {}).directory == BASE
     assert claim_folder(second, config, "resnet18", {}).directory == Path(f"{BASE}-2")
-
-
-def test_the_users_directory_is_never_taken_for_an_unused_one():
-    BASE.mkdir(parents=True)
-    (BASE / "thesis.tex").write_text("years of work")
-    assert start().directory == Path(f"{BASE}-2")
 
 
 @pytest.mark.parametrize("run_dir", [Path("mine"), None])
@@ -123,11 +118,16 @@ def test_a_resumed_run_takes_the_options_that_it_began_with():
     assert "steps 9" in line
 
 
-def test_how_long_is_waited_is_as_the_command_says_and_not_as_it_began():
-    began(timeout=99.0)
-    config, lines = recall()
-    assert config.timeout == TrainConfig.timeout
-    assert lines == ("resumed  timeout: 99.0 -> 120.0 after step 7",)
+def test_what_a_file_says_was_for_the_beginning(tmp_path):
+    began(lr=0.5, epochs=3)
+    file = tmp_path / "more.toml"
+    file.write_text("[optimisation]\nlr = 0.1\nepochs = 9\n")
+    words = ["resnet18", "--run-dir", "mine", "--config", str(file), "--epochs", "4"]
+    for resume, lr in (((), 0.1), (("--resume",), 0.5)):
+        asked = find_command("train").parse("train", [*words, *resume])
+        assert isinstance(asked, TrainConfig)
+        config, _ = recall_options(asked, "resnet18")
+        assert (config.lr, config.epochs) == (lr, 4)
 
 
 def test_a_longer_run_is_not_ended_by_the_limit_of_the_one_before():
@@ -138,14 +138,13 @@ def test_a_longer_run_is_not_ended_by_the_limit_of_the_one_before():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batch_size": 32}, "--batch-size is 32, and the run in mine began with 64"),
         ({"model_arg": ("stem=cifar",)}, "--model-arg is stem=cifar"),
-        ({"image_size": 48}, "--image-size is 48,crop=0.9, and the run in mine began with 64,crop=0.9"),
+        ({"weights": "default"}, "--weights is default, and the run in mine began with the default"),
         ({"model": "resnet34"}, "is of resnet18, not of resnet34"),
     ],
 )
 def test_what_a_resumed_run_cannot_change_is_refused(options, said):
-    began(image_size="64,crop=0.9")
+    began()
     with pytest.raises(UsageError, match=said):
         recall(set(options), **options)
 
@@ -155,7 +154,8 @@ def test_what_a_resumed_run_cannot_change_is_refused(options, said):
     [
         ({"image_size": "64,crop=0.9"}, {"image_size": 64}, "64,crop=0.9", 0),
         ({"image_size": "64,crop=0.9"}, {"image_size": "test=96"}, "64,test=96,crop=0.9", 1),
-        ({"data": "cifar10"}, {"data": "cifar10,download"}, "cifar10,download", 0),
+        ({"data": "cifar10"}, {"data": "cifar10,download"}, "cifar10,download", 1),
+        ({"optimizer": "sgd:momentum=0.9"}, {"optimizer": "sgd:momentum=0.8"}, "sgd:momentum=0.8", 1),
     ],
 )
 def test_what_is_left_out_of_a_named_option_is_as_the_run_began(began_with, now, then, lines):
@@ -195,13 +195,6 @@ def test_a_damaged_run_beside_it_does_not_hide_a_jobs_own(text, monkeypatch):
     assert start() == RunFolder(mine.directory, None, restarted=True)
 
 
-def test_a_job_that_died_before_its_first_checkpoint_starts_again_in_its_directory(monkeypatch):
-    restarted_as(monkeypatch, "job-a", 0)
-    mine = start(run_dir=Path("mine"))
-    restarted_as(monkeypatch, "job-a", 1)
-    assert start(run_dir=Path("mine")) == RunFolder(mine.directory, None, restarted=True)
-
-
 def test_who_replaces_a_worker_that_died_as_it_made_the_directory_uses_that(monkeypatch):
     restarted_as(monkeypatch, "job-a", 0)
     config = TrainConfig()
@@ -224,14 +217,3 @@ def test_a_job_that_died_before_it_claimed_a_directory_does_not_take_a_foreign_o
     restarted_as(monkeypatch, "job-a", 1)
     with pytest.raises(UsageError, match="already holds a run"):
         start(run_dir=Path("mine"))
-
-
-def test_arguments_of_the_optimizer_may_change_and_channels_may_not():
-    began(optimizer="sgd:momentum=0.9", image_size=32)
-    config, lines = recall(["optimizer"], optimizer="sgd:momentum=0.8")
-    assert config.optimizer == "sgd:momentum=0.8"
-    assert any("optimizer: sgd:momentum=0.9 -> sgd:momentum=0.8" in line for line in lines)
-    with pytest.raises(UsageError, match="--optimizer is adamw"):
-        recall(["optimizer"], optimizer="adamw")
-    with pytest.raises(UsageError, match="--image-size is"):
-        recall(["image_size"], image_size="channels=1")

@@ -18,7 +18,7 @@ from hybridpar.observe.metrics import read_metrics
 from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
 from hybridpar.run.trained import find_trained, load_trained
 from hybridpar.train.checkpoint_files import latest_checkpoint
-from hybridpar.train.evaluation import Evaluation
+from hybridpar.train.results import Evaluation
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, restored_modes, train, train_rank
 

@@ -72,8 +72,8 @@ def test_the_last_and_the_best_are_never_deleted(runs, monkeypatch):
     (run,) = find_runs([runs / "deep"])
     best = min(run.table.epochs, key=lambda one: one.train_loss).step
     left = {f"step-{best}", "step-24"}
-    assert {one.path.name for one in prunable(run)} == {"step-6", "step-12", "step-18", "step-24"} - left
-    assert {one.path.name for one in prunable(run, keep=9)} == set()
+    assert {path.name for path in prunable(run)} == {"step-6", "step-12", "step-18", "step-24"} - left
+    assert {path.name for path in prunable(run, keep=9)} == set()
     with pytest.raises(UsageError, match="at least 1"):
         prunable(run, keep=0)
     # By accuracy the first of all is the best: the summary names it, too.
@@ -81,7 +81,7 @@ def test_the_last_and_the_best_are_never_deleted(runs, monkeypatch):
     rows = [json.loads(line) for line in text]
     lines = [json.dumps(row | {"train_loss": row["epoch"]} if "event" in row else row) for row in rows]
     (runs / "deep/b/metrics.jsonl").write_text("\n".join(lines) + "\n")
-    told = {one.path.name for one in prunable(read_run(runs / "deep/b"))}
+    told = {path.name for path in prunable(read_run(runs / "deep/b"))}
     assert "step-6" not in told
     assert f"step-{best}" not in told  # as the summary says it
 
@@ -93,8 +93,7 @@ def test_pruning_says_what_it_would_do_and_does_it_when_asked(runs, capsys):
     said = capsys.readouterr().out
     assert "would be deleted; nothing was" in said
     assert saved(runs / "deep/b") == before
-    expected = sum(one.bytes for run in find_runs([runs]) for one in prunable(run))
-    assert expected > 0
+    assert all(prunable(run) for run in find_runs([runs / "deep"]))
     assert main(["runs", "prune", str(runs), "--delete"]) == 0
     assert "deleted  " in capsys.readouterr().out
     assert len(saved(runs / "deep/b")) <= 2

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import read_plan
@@ -62,16 +61,6 @@ def test_unequal_workers_come_to_the_best_division(costs):
     assert sum(tuner.counts) == BATCH
     best = longest_time(world.costs, best_division(world.costs, BATCH))
     assert longest_time(world.costs, tuner.counts) <= 1.03 * best
-
-
-def test_a_worker_whose_fixed_time_is_long_gets_nothing_until_it_is_faster():
-    world = Made([(0, 1), (500, 5)])
-    world.tuner()
-    world.steps(400)
-    assert world.tuned.counts == [BATCH, 0]
-    world.costs[1] = WorkCost(0, 1)
-    world.steps(1500)
-    assert abs(world.tuned.counts[0] - BATCH // 2) <= 2
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
@@ -196,22 +185,6 @@ def test_codecs_of_unequal_replicas_keep_what_they_have_not_sent(tmp_path):
     run_ranks(stopped_rank, 3, tmp_path / "parts", None, {**options, "resume": True})
     whole, parts = saved_state(tmp_path / "whole"), saved_state(tmp_path / "parts")
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"placement": "0,0;1,3"}, "--placement 0,0;1,3 with --stages 2"),
-        ({"placement": "0,1;1,2"}, "--placement 0,1;1,2 with --stages 2"),
-        ({"replicas": 3}, "--placement 0,0;1,2 with --replicas 3"),
-        ({"batch_norm": "sync"}, "--batch-norm sync with replicas of different numbers of workers"),
-        ({"compress": "auto"}, "--compress auto with replicas of different numbers of workers"),
-    ],
-)
-def test_placements_that_cannot_be(options, what):
-    with pytest.raises(UsageError) as raised:
-        TrainConfig(**{"stages": 2, "placement": "0,0;1,2", **options}).check()
-    assert raised.value.what == what
 
 
 def refused(world, directory):

@@ -14,7 +14,7 @@ from hybridpar.machine.launch import StopRequest
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.timeline_file import read_timeline
 from hybridpar.plan import read_plan
-from hybridpar.run import loop
+from hybridpar.run import run as run_module
 from hybridpar.run.step_timeline import check_timeline
 from hybridpar.schedule.actions import COMPUTE, Kind
 from tests.observe.test_timeline import check_events
@@ -119,7 +119,7 @@ class StopsBeforeStep4(StopRequest):
 
 
 def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "StopRequest", StopsBeforeStep4)
+    monkeypatch.setattr(run_module, "StopRequest", StopsBeforeStep4)
     assert train(tmp_path / "run", timeline=tmp_path / "trace.json", **PIPELINE) == 143
     summary = check_run(tmp_path / "run", ended="interrupted")
     assert 4 <= summary["steps"] < 6

@@ -23,7 +23,7 @@ from hybridpar.run.served_trainer import ServedTrainer
 from hybridpar.server.process import find_process
 from hybridpar.server.serve import ShardServer
 from hybridpar.train.checkpoint import load_checkpoint
-from hybridpar.train.step_result import StepResult
+from hybridpar.train.results import StepResult
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
 from tests.server.jobs import ends, job, pids, replacement, store, train_process

@@ -20,9 +20,9 @@ def test_rounds_grow_as_the_quadratic_rule_says(rate, steps):
 
 @pytest.mark.parametrize("ratio", [None, 2.0])
 def test_rounds_make_up_the_run_and_end_with_it(ratio):
-    timetable, rounds, at = Timetable(4, first=3, total=101, ratio=ratio, warmup=10), list[OuterRound](), 3
-    while at < 101:
-        rounds.append(timetable.next_round(at, max(0.0, 1 - at / 101)))
+    timetable, rounds, at = Timetable(4, total=98, ratio=ratio, warmup=10), list[OuterRound](), 0
+    while at < 98:
+        rounds.append(timetable.next_round(at, max(0.0, 1 - at / 98)))
         at = rounds[-1].stop
     lengths = [one.stop - one.start for one in rounds]
     assert sum(lengths) == 98
@@ -37,8 +37,8 @@ def test_a_rate_of_zero_makes_one_round_of_what_is_left():
 
 
 def test_where_nothing_else_is_known_rounds_begin_at_multiples():
-    assert Timetable(4, first=3).round_at(9) == OuterRound(7, 11)
-    assert Timetable(4, first=3, total=10, ratio=2.0).round_at(9) == OuterRound(7, 10, is_last=True)
+    assert Timetable(4).round_at(9) == OuterRound(8, 12)
+    assert Timetable(4, total=10, ratio=2.0).round_at(9) == OuterRound(8, 10, is_last=True)
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 4])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from hybridpar.errors import UsageError
-from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import images
 from tests.ranks import RankError, run_ranks
-from tests.train.test_engine import blocks, make_trainer, normless, state_of
+from tests.train.test_engine import make_trainer, normless, state_of
 from tests.train.training import close, config, delayed_oracle, make_net, same, share, train_rank, weights
 
 STEPS = 5
@@ -47,12 +44,6 @@ def test_the_loss_is_that_of_the_whole_batch():
     assert late["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert halves["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert plain["staleness"] == [None, None]
-
-
-def test_uneven_shares_and_micro_batches():
-    options = {"sync": "allreduce:late=delay", "micro_batches": 2}
-    for cut in ([8, 4], [0, 12]):
-        close(run(options, cut=cut)[1]["weights"], delayed_oracle(STEPS))
 
 
 def _freezing(world, frozen):
@@ -144,34 +135,3 @@ def test_stages_are_late_as_the_uncut_model_is(form, options, placed):
             assert [one[1] for one in also_said] == pytest.approx([one[1] for one in said], rel=1e-6)
             for name, tensor in uncut.items():
                 close([cut[name]], [tensor], rtol=0.0 if exact else 1e-6, atol=0.0 if exact else 1e-6)
-
-
-def test_a_bad_step_of_stages_costs_its_gradient_and_the_one_that_waited():
-    options = {"sync": "allreduce:late=delay", "compress": "onebit"}
-    ranks = run_ranks(_over_stages, 4, 2, 2, options, blocks, 3, 7, shared_memory=False)
-    for state, said in ranks:
-        assert [skipped for *_, skipped in said] == [False] * 3 + [True, True] + [False] * 2
-        assert all(one.isfinite().all() for one in state.values())
-        assert same(list(state.values()), list(ranks[0][0].values()))
-
-
-def _groups(world, path):
-    def plain(groups):
-        return [{key: value for key, value in group.items() if key not in ("params", "names")} for group in groups]
-
-    def make(net):
-        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-    with Trainer(make_net(), make, config=config(sync="allreduce:late=half"), world=world) as trainer:
-        seen = [plain(trainer.optimizer.param_groups)]
-        trainer.engine.set_batch_scale(2.0)
-        trainer.step(share(world, 0))
-        trainer.save(path)
-        training = load_checkpoint(Path(path), world.rank).training
-        seen += [plain(trainer.optimizer.param_groups), plain(training["optimizer"]["groups"])]
-    return plain(make(make_net()).param_groups), seen
-
-
-def test_the_users_options_of_the_optimizer_stay_as_they_are(tmp_path):
-    for made, seen in run_ranks(_groups, 2, str(tmp_path), shared_memory=False):
-        assert seen == [made, made, made]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 from torch.nn.functional import cross_entropy
 
 from hybridpar import TrainConfig, Trainer
@@ -19,13 +17,9 @@ from hybridpar.errors import UsageError
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.models.state_dicts import copy_of
 from hybridpar.optim.ema import ModelAverage
-from hybridpar.planner.measure import profile_model
-from hybridpar.planner.space import Space
 from hybridpar.train.checkpoint import load_model_state
-from tests.planner.small import inputs
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization", "ignore:Please use quant_min")
 X, Y = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [(1, {}), (1, {"stages": 2}), (2, {}), (2, {"stages": 2})]
 
@@ -70,13 +64,7 @@ def make_net(kind: str = "filter", high: float = 3.0) -> nn.Sequential:
     torch.manual_seed(0)
     if kind == "limits":
         return nn.Sequential(nn.Flatten(), nn.Linear(48, 96), Limits(high), nn.Linear(96, 96), nn.ReLU(), Limits(high))
-    if kind == "filter":
-        return nn.Sequential(nn.Conv2d(3, 3, 1), Filter(), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3))
-    net = nn.Sequential(
-        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
-    )
-    net.qconfig = get_default_qat_qconfig("x86")  # its observers are for each channel: their buffers grow
-    return prepare_qat(net, inplace=True)  # type: ignore[no-any-return]
+    return nn.Sequential(nn.Conv2d(3, 3, 1), Filter(), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3))
 
 
 def trainer_of(net: nn.Module | DeferredModel, world: World | None = None, **options: Any) -> Trainer:
@@ -125,27 +113,6 @@ def test_an_extra_state_that_no_checkpoint_can_hold_is_refused():
         trainer_of(net)
     with pytest.raises(UsageError, match="Limits has an extra state"):
         trainer_of(Limits(), stages=2)
-
-
-class Tally(nn.Module):
-    """Counts in an object that is not put back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = [[0]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.numbers[0][0] += 1
-        return x * self.numbers[0][0]
-
-
-def test_the_planner_recomputes_no_stage_whose_state_is_not_put_back():
-    assert not profile_model(make_net("limits"), [X[:2]], measure=False).counts
-    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), Tally(), nn.Linear(8, 3))
-    assert profile_model(net, [X[:2]], measure=False).counts
-    for counts in (False, True):
-        space = Space(inputs(replace(inputs().profile, counts=counts)))
-        assert any(one.cut.recompute for one in space.candidates(saving=True)) != counts
 
 
 def plain_loop(net: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> ModelAverage:
@@ -210,34 +177,6 @@ def test_complex_parameters_are_refused_where_numbers_are_real(options):
         trainer_of(make_net(), **options)
 
 
-def train_observed(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
-    net, results = make_net("observed"), []
-    with trainer_of(net, world, **options) as trainer:
-        x, y = share(world, trainer)
-        before = copy_of(dict(net.named_buffers()))
-        assert trainer.step((x * math.nan, y)).skipped
-        trainer.wait()
-        for name, one in net.named_buffers():
-            assert torch.equal(one, before[name]), name
-        trainer.step((x, y))
-        path = trainer.save(directory)
-        for _ in range(2):
-            trainer.step((x, y))
-            trainer.collect()
-            with trainer.averaged():
-                results.append(copy_of(net.state_dict()))
-            trainer.load(path)
-    return results
-
-
-@pytest.mark.parametrize(("workers", "options"), LAYOUTS)
-def test_observers_whose_buffers_grow_are_trained_saved_and_averaged(workers, options, tmp_path):
-    results = [state for rank in run_ranks(train_observed, workers, str(tmp_path), options) for state in rank]
-    assert results[0]["0.weight_fake_quant.scale"].shape == (8,)
-    for state in results[1:]:
-        assert [name for name, one in state.items() if not torch.equal(one, results[0][name])] == []
-
-
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), nn.DataParallel])
@@ -257,20 +196,6 @@ def test_parameters_that_join_an_optimizer_are_refused():
         trainer.optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.01})
         with pytest.raises(UsageError, match=r"more parameters while training: 0\.weight, 0\.bias"):
             trainer.step((X, Y))
-
-
-def groups_of(world: World) -> int:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
-
-    config = TrainConfig(plan="none", stages=2, micro_batches=2, freeze="0,1")
-    with Trainer(make_net(), make, config=config, example=X[:2], world=world) as trainer:
-        trainer.step((X, Y))
-        return len(trainer.optimizer.param_groups)
-
-
-def test_a_worker_that_trains_nothing_has_an_optimizer_without_groups():
-    assert run_ranks(groups_of, 2) == [0, 1]
 
 
 class Late(nn.Module):

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model
 from hybridpar.models.deferred import DeferredModel
 from tests.ranks import run_ranks
 
@@ -37,21 +36,6 @@ class Kept(nn.Sequential):
         return self
 
 
-class KeepsStem(nn.Module):
-    def __init__(self, stem: nn.Sequential) -> None:
-        super().__init__()
-        self.stem, self.body = stem, nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.body(self.stem(x))
-        return scores
-
-    def train(self, mode: bool = True) -> KeepsStem:
-        super().train(mode)
-        self.stem.eval()
-        return self
-
-
 def stem() -> list[nn.Module]:
     return [nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), Scaled(), nn.ReLU()]
 
@@ -72,14 +56,6 @@ def all_in_evaluation() -> nn.Module:
 
 def container() -> nn.Module:
     return nn.Sequential(Kept(*stem()), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)).train()
-
-
-def frozen_by_hand() -> nn.Module:
-    net = nn.Sequential(
-        nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)
-    )
-    net[1].requires_grad_(False)
-    return net
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -108,10 +84,7 @@ def assert_same(net: nn.Module, other: nn.Module) -> None:
     [
         part_in_evaluation,
         all_in_evaluation,
-        lambda: KeepsStem(nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU())),  # nobody calls train()
-        lambda: KeepsStem(nn.Sequential(*stem())).train(),
         container,
-        frozen_by_hand,
     ],
 )
 def test_modes_stay_the_users_before_and_after_a_test(make: Callable[[], nn.Module], stages: int) -> None:
@@ -158,11 +131,6 @@ def test_thawing_is_as_in_plain_pytorch(stages: int) -> None:
     assert facts(net) == facts(twin)
 
 
-def test_a_factory_says_what_is_in_evaluation_mode_but_not_that_everything_is() -> None:
-    assert all(module.training for module in build_model(f"{__name__}:all_in_evaluation", 5).modules())
-    assert facts(build_model(f"{__name__}:part_in_evaluation", 5)) == facts(part_in_evaluation())
-
-
 def test_a_mode_that_the_stages_are_not_cut_for_is_refused() -> None:
     net = plain()
     with Trainer(net, config=TrainConfig(plan="none", stages=2), example=X) as trainer:
@@ -175,15 +143,6 @@ def test_a_mode_that_the_stages_are_not_cut_for_is_refused() -> None:
         trainer.step((X, Y))
         net.eval()
         with pytest.raises(UsageError, match=r"Sequential is in evaluation mode, and the stages"):
-            trainer.step((X, Y))
-
-
-def test_what_was_in_evaluation_mode_when_it_was_cut_is_not_in_training_mode_later_without_a_word() -> None:
-    net = plain()
-    net[0].eval()
-    with Trainer(net, config=TrainConfig(plan="none", stages=2), example=X) as trainer:
-        net[0][3].train()
-        with pytest.raises(UsageError, match=r"0\.3 is in training mode, and the stages are cut for evaluation mode"):
             trainer.step((X, Y))
 
 

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -17,7 +16,8 @@ from hybridpar.errors import UsageError
 from hybridpar.optim.build import build_optimizer
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
-from hybridpar.run.recorded_plan import as_asked, sync_of
+from hybridpar.run.opening import as_asked
+from hybridpar.run.part import sync_of
 from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.outer import OuterEngine
@@ -45,32 +45,25 @@ def run(options, steps=7, size=2, shared_memory=True, **more):
     return run_ranks(_train, size, options, steps, more, shared_memory=shared_memory)
 
 
-def _torchs(world, every, together, steps):
-    """Torch's optimizer; gradients are exchanged by hand where DistributedDataParallel's hook would."""
+def _torchs(world, every, steps):
     net = make_net()
-    # It counts steps from 0 and averages at the first after its warm-up, so H is added to ours.
-    averager = PeriodicModelAverager(period=every, warmup_steps=together + every - 1)
+    # It counts steps from 0 and averages at the first after its warm-up.
+    averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
     optimizer = PostLocalSGDOptimizer(build_optimizer(net, config()), averager)
     for step in range(steps):
         x, y = share(world, step)
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
-        if step < together:
-            for parameter in net.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world.size
         optimizer.step()
     return weights(net)
 
 
-@pytest.mark.parametrize(("every", "together"), [(2, 0), (3, 2)])
-def test_it_is_torchs_post_local_sgd(every, together):
-    ours = run({"sync": f"local:{every},warm={together}"})
-    theirs = run_ranks(_torchs, 2, every, together, 7)
+@pytest.mark.parametrize("every", [2, 3])
+def test_it_is_torchs_post_local_sgd(every):
+    ours = run({"sync": f"local:{every}"})
+    theirs = run_ranks(_torchs, 2, every, 7)
     for mine, other in zip(ours, theirs, strict=True):
         close(mine["weights"], other, rtol=1e-6, atol=1e-7)
-    met = (7 - together) % every == 0
-    assert same(ours[0]["weights"], ours[1]["weights"]) is met
 
 
 def test_meeting_every_step_without_momentum_is_exchanging_gradients():
@@ -83,12 +76,9 @@ def test_meeting_every_step_without_momentum_is_exchanging_gradients():
 
 
 def test_nothing_travels_between_two_averages():
-    sent = run({"sync": "local:3,warm=1"})[0]["sent"]
-    assert sent[0] > 0
-    assert sent[1:3] == [0, 0]
-    assert sent[3] > 0
-    assert sent[4:6] == [0, 0]
-    assert sent[6] == sent[3]
+    sent = run({"sync": "local:3"})[0]["sent"]
+    assert [bool(count) for count in sent] == [False, False, True] * 2 + [False]
+    assert sent[2] == sent[5]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -109,15 +99,6 @@ def test_a_plan_that_says_it_is_followed():
         assert sync_of(trainer.config, trainer.plan) == "outer:3"
         assert as_asked(config(plan="plan.json"), trainer.plan).sync == "outer:3"
     assert sync_of(config(sync="local:3"), plan) == "local:3"
-
-
-def test_local_is_the_plainest_outer_loop():
-    local = run({"sync": "local:3,warm=1"}, norm=True)
-    outer = run({"sync": "outer:3,lr=1,warm=1"}, norm=True)
-    still = run({"sync": "outer:3,opt=nesterov,lr=1,momentum=0,warm=1"}, norm=True)
-    stream = run({"sync": "outer:3,fragments=1,delay=0,warm=1"}, norm=True)
-    for one, *others in zip(local, outer, still, stream, strict=True):
-        assert all(same(one["weights"], other["weights"]) for other in others)
 
 
 def _on_its_own(world, cut, steps):
@@ -158,7 +139,7 @@ def test_kill_9_in_mid_interval_and_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     [
         {"sync": "outer:4"},
         {"sync": "outer:4,opt=nesterov", "compress": "onebit"},
-        {"sync": "outer:4,opt=nesterov,warm=3", "compress": "topk:rate=0.1"},
+        {"sync": "outer:4,opt=nesterov", "compress": "topk:rate=0.1"},
         {"sync": "outer:2,qsr=1", "compress": "qsgd_mn:bits=4"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -186,10 +167,10 @@ def _compare(world, options):
 
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
-    _resume({"sync": "local:3,warm=2"}, at, tmp_path)
+    _resume({"sync": "local:3"}, at, tmp_path)
     model = load_file(tmp_path / f"step-{at}" / "model.safetensors")
-    if at == 4:  # on their own since step 2, so the file has what both had then
-        last = run({"sync": "local:3,warm=2"}, 2, norm=True)[0]
+    if at == 4:  # on their own since step 3, so the file has what both had then
+        last = run({"sync": "local:3"}, 3, norm=True)[0]
         assert same([model[name] for name, _ in make_net(True).named_parameters()], last["weights"])
         assert same([model[name] for name, _ in make_net(True).named_buffers()], last["buffers"])
 
@@ -197,11 +178,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
 def test_a_streamed_run_goes_on_bit_for_bit(at, tmp_path):
     _resume(STREAMED, at, tmp_path)
-
-
-def test_momentum_and_growing_rounds_go_on_bit_for_bit(tmp_path):
-    options = {"sync": "outer:2,opt=nesterov,momentum=0.5,qsr=2"}
-    _resume({**options, "model_ema": "0.5"}, 5, tmp_path, steps=9)
 
 
 def _resume(options, at, tmp_path, steps=7):
@@ -231,26 +207,8 @@ def test_on_another_number_of_workers_momentum_stays_and_they_begin_at_the_last_
 def _loaded(world, options, folder):
     with Trainer(make_net(), config=config(**options), world=world) as trainer:
         trainer.load(folder)
-        state = trainer.engine.common_state()
+        state = trainer.engine.training_state()["outer"]
         return state["weights"], state["momentum"]
-
-
-def _back(world, folder):
-    options = {"sync": "outer:3,warm=3"}
-    with Trainer(make_net(), config=config(**options), world=world) as trainer:
-        for step in range(5):
-            if step == 1:
-                trainer.save(folder)
-            trainer.step(share(world, step))
-        trainer.load(folder)
-        return [trainer.step(share(world, step)).outcome.bytes_sent for step in range(1, 6)], weights(trainer.model)
-
-
-def test_a_step_before_the_end_of_the_warm_start_is_exchanged_again_after_it_was_loaded(tmp_path):
-    """Also by a trainer whose workers had parted before, which would go on alone, silently."""
-    (sent, one), (_, other) = run_ranks(_back, 2, tmp_path)
-    assert [bool(count) for count in sent] == [True, True, False, False, True]
-    assert same(one, other)
 
 
 def _evaluate(world, options):
@@ -277,17 +235,6 @@ def test_what_is_tested_and_saved_is_the_model_of_the_last_exchange_and_that_sen
         assert same([state[name] for name in last], list(last.values()))
     assert not same(ranks[0][2], ranks[1][2])
     assert same(list(ranks[0][1].values()), list(ranks[1][1].values()))
-
-
-def test_one_worker_with_momentum_tests_the_statistics_of_its_last_exchange():
-    with Trainer(make_net(True), config=config(sync="outer:2,opt=nesterov"), world=World()) as trainer:
-        for step in range(2):
-            trainer.step(batch(step))
-        buffers = [one.clone() for one in trainer.model.buffers()]
-        trainer.step(batch(2))
-        state = trainer.engine.model_state()
-        assert same([state[name] for name, _ in trainer.model.named_buffers()], buffers)
-        assert not same(list(trainer.model.buffers()), buffers)
 
 
 def _flags(world):
@@ -347,7 +294,7 @@ def _features(world, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"clip_grad": 0.5, "micro_batches": 2, "model_ema": "0.5", "sync": "outer:3,warm=2"},
+        {"clip_grad": 0.5, "micro_batches": 2, "model_ema": "0.5", "sync": "outer:3"},
         {"amp": "fp16", "batch_norm": "frozen", "sync": "outer:3,opt=nesterov"},
         {"batch_norm": "local", "sync": "outer:3,fragments=3,delay=0", "optimizer": "adamw", "lr": 0.01},
     ],
@@ -396,10 +343,10 @@ def whole(trainer):
     "options",
     [
         {"sync": "outer:3"},
-        {"sync": "outer:3,opt=nesterov,warm=1", "compress": "onebit"},
+        {"sync": "outer:3,opt=nesterov", "compress": "onebit"},
         {"sync": "outer:3,fragments=2", "model_ema": "0.5"},
     ],
-    ids=["mean", "warm start, Nesterov, 1 bit", "fragments, EMA"],
+    ids=["mean", "Nesterov, 1 bit", "fragments, EMA"],
 )
 def test_replicas_of_a_pipeline_are_parties(options, tmp_path):
     ranks = run_ranks(_pipelines, 4, options, tmp_path, shared_memory="compress" not in options)
@@ -409,7 +356,7 @@ def test_replicas_of_a_pipeline_are_parties(options, tmp_path):
         assert other[2], "a resumed run goes on bit for bit"
         assert other[3] == loss
     assert resumed
-    met = "warm=" not in options["sync"] and "fragments" not in options["sync"]
+    met = "fragments" not in options["sync"]
     assert same(weights_, ranks[1][1]) is met, "two replicas, after an exchange of all"
     assert same(weights_, ranks[2][1])  # two stages of one replica
     assert any(flags)
@@ -430,14 +377,12 @@ def _on_nodes(world, options):
         return found
 
 
-@pytest.mark.parametrize("options", [{}, {"compress": "onebit"}, {"sync": "outer:3,opt=nesterov,warm=3"}])
+@pytest.mark.parametrize("options", [{}, {"compress": "onebit"}, {"sync": "outer:3,opt=nesterov"}])
 def test_workers_of_a_node_are_equal_in_every_step_and_nodes_after_an_exchange(options):
     first, second, third = run_ranks(_on_nodes, 3, {"sync": "outer:3", **options}, shared_memory=False)
     for step in range(6):
         assert same(first[step], second[step])
-        assert same(first[step], third[step]) == (
-            step in (2, 5) or (step < 3 and "warm=3" in options.get("sync", ""))
-        ), step
+        assert same(first[step], third[step]) == (step in (2, 5)), step
 
 
 def _checked(world):
@@ -459,7 +404,6 @@ def test_streams_are_ordered_by_waits():
     ("options", "said"),
     [
         ({"sync": "outer:9"}, "--sync outer:9 in a run of 8 steps"),
-        ({"sync": "local:4,warm=5"}, "--sync local:4,warm=5 in a run of 8 steps"),
         ({"sync": "outer:8,fragments=8"}, "fragments=8 of 4 parameters"),
         (
             {"sync": "outer:8", "compress": "onebit_sgd", "optimizer": "sgd:momentum=0"},

@@ -14,12 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
-from hybridpar.errors import RunDirectoryError
 from hybridpar.models import load_weights
 from hybridpar.models.deferred import DeferredModel, places
-from hybridpar.train import checkpoint
 from hybridpar.train.checkpoint import load_checkpoint
-from hybridpar.train.checkpoint_files import latest_checkpoint, resolve_checkpoint
+from hybridpar.train.checkpoint_files import resolve_checkpoint
 from tests.ranks import run_ranks
 
 
@@ -90,34 +88,6 @@ def test_workers_that_hold_their_stages_only(tmp_path: Path) -> None:
     assert [one[:3] for one in run_ranks(train, 3, False, str(other), str(whole))] == [further[0][:3]] * 3
     assert contents(other) == contents(after)
     assert further[0][4]["more"].tolist() == [0, 1, 2]
-
-
-def fill_the_disk(world: World, directory: str) -> str:
-    config = TrainConfig(stages=2, micro_batches=2, batch_size=8, plan="none")
-    with Trainer(DeferredModel(build), config=config, world=world, example=batch(0, 4)[0]) as trainer:
-        trainer.step(batch(0))
-        trainer.save(directory)
-        trainer.step(batch(1))
-        write, checkpoint._write = checkpoint._write, _full
-        try:
-            trainer.save(directory)
-        except RunDirectoryError as error:
-            return error.what
-        finally:
-            checkpoint._write = write
-    return "saved"
-
-
-def _full(file: Path, content: Any) -> Any:
-    raise OSError(28, "No space left on device")
-
-
-def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    told = run_ranks(fill_the_disk, 2, str(tmp_path))
-    assert all("the disk is full" in one for one in told)
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == "step-1"
 
 
 def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:

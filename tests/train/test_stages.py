@@ -7,23 +7,19 @@ import torch
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError
 from hybridpar.models import model_fingerprint
 from hybridpar.partition.stage import Stage
-from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ModelInfo, Plan, ResolvedPlan
 from hybridpar.planner.resolve import resolve
 from hybridpar.schedule.actions import Schedule
 from hybridpar.schedule.schedules import SCHEDULES
-from hybridpar.sync.options import SyncOptions
-from hybridpar.train.stages import cut_model, pipeline_options
+from hybridpar.train.stages import cut_model
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import Residuals, images, seeded
 from tests.planner.test_resolve import placed
 from tests.ranks import run_ranks
 
 EXAMPLE = images(2)[0]
-CPU = torch.device("cpu")
 
 
 def cut(
@@ -31,10 +27,6 @@ def cut(
 ) -> tuple[ResolvedPlan, list[Stage]]:
     info = ModelInfo(name="net", fingerprint=model_fingerprint(model), parameters=1)
     return cut_model(model, example, resolve(config, world.size, model=info), config, world)
-
-
-def options_of(plan: ResolvedPlan, example: torch.Tensor, config: TrainConfig) -> PipelineOptions:
-    return pipeline_options(plan, example, config, SyncOptions(), World(), CPU, plan.pipeline.micro_batches)
 
 
 def test_the_stages_are_the_models_own() -> None:
@@ -45,21 +37,6 @@ def test_the_stages_are_the_models_own() -> None:
     assert sorted(names) == sorted(dict(model.named_parameters()))
     own = {id(parameter) for parameter in model.parameters()}
     assert all(id(parameter) in own for stage in stages for parameter in stage.parameters())
-
-
-def test_times_of_the_plan_reach_the_schedule() -> None:
-    config = TrainConfig(stages=2, seed=5, recompute=(1,), sync="allreduce:lanes=3", schedule="gpipe")
-    plan, _ = cut(seeded(Residuals), config, World())
-    options = options_of(plan, EXAMPLE, config)
-    assert options.costs is not None
-    assert options.costs.forward_ms == tuple(stage.forward_ms for stage in plan.partition.stages)
-    backward = [stage.backward_ms or 0.0 for stage in plan.partition.stages]
-    assert options.costs.backward_ms == (backward[0], backward[1] + options.costs.forward_ms[1]), "computed again"
-    twice = options_of(plan, torch.cat([EXAMPLE, EXAMPLE]), config)
-    assert twice.costs is not None
-    doubled = tuple(2 * time for time in options.costs.backward_ms)
-    assert twice.costs.backward_ms == doubled, "times are those of the plan's batch"
-    assert (options.orders[0].name, options.seed, options.recompute, options.sync_lanes) == ("gpipe", 5, (1,), 3)
 
 
 def passes_of(config: TrainConfig, plan: Plan | None = None) -> tuple[ResolvedPlan, Schedule]:
@@ -98,20 +75,6 @@ def cut_by_main(world: World) -> tuple[str, list[list[str]]]:
 def test_all_workers_follow_what_rank_0_measured() -> None:
     first, second = run_ranks(cut_by_main, 2)
     assert first == second
-
-
-def cannot_be_cut(world: World) -> str:
-    try:
-        cut(torch.nn.Linear(3, 3), TrainConfig(stages=world.size), world, torch.zeros(2, 3))
-    except HybridparError as error:
-        return f"{type(error).__name__}: {error}"
-    return "passed"
-
-
-def test_a_problem_of_rank_0_is_everybodys() -> None:
-    first, second = run_ranks(cannot_be_cut, 2)
-    assert first == second
-    assert "passed" not in first
 
 
 def trained_by(world: World, plan: Plan) -> tuple[list[int], dict[str, torch.Tensor]]:

@@ -26,8 +26,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "codec with a warm-up": {"compress": "onebit_sgd:warm=2", "optimizer": "sgd:momentum=0"},
     "delay": {"sync": "allreduce:late=delay", "compress": "onebit"},
     "half": {"sync": "allreduce:late=half", "compress": "onebit"},
-    "local": {"sync": "local:2"},
-    "local with a warm start": {"sync": "local:2,warm=2", "micro_batches": 2},
+    "local": {"sync": "local:2", "micro_batches": 2},
     "stages on workers": {"stages": 2},
     "stages on replicas": {"stages": 2, "replicas": 2, "compress": "onebit"},
     "stages, delay": {"stages": 2, "replicas": 2, "compress": "onebit", "sync": "allreduce:late=delay", "dropout": 0.2},
@@ -99,7 +98,7 @@ def after_another_training(world: World, options: dict[str, Any], folder: Path) 
     return differing(*ends)
 
 
-@pytest.mark.parametrize("engine", ["codec", "delay", "half", "local with a warm start", "stages on replicas"])
+@pytest.mark.parametrize("engine", ["codec", "delay", "half", "local", "stages on replicas"])
 def test_nothing_is_left_of_the_steps_before_where_the_layout_is_another(engine: str, tmp_path: Path) -> None:
     options = ENGINES[engine]
     with open_trainer(World(), {**options, "replicas": 1} if "stages" in options else options) as alone:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.models.deferred import DeferredModel
-from hybridpar.optim.build import part_of
 from tests.ranks import run_ranks
 
 Factory = Callable[[nn.Module], Optimizer]
@@ -146,40 +144,6 @@ def test_workers_divide_the_optimizer(frozen: str) -> None:
             assert_equal(mine, right)
 
 
-def test_replicas_divide_an_optimizer_that_they_share() -> None:
-    """Of the one trained parameter of a stage one replica is the owner, and the other steps nothing."""
-    options = {"stages": 2, "replicas": 2, "shard_optimizer": True, "clip_grad": 1e3}
-    expected = [plain(make("ab"), factory) for factory in FACTORIES]
-    for found in run_ranks(by_each_worker, 2, "ab", options):
-        for mine, right in zip(found, expected, strict=True):
-            assert_equal(mine, right)
-
-
-def with_meta(world: World, built_in: bool) -> list[tuple[list[str], float]]:
-    found = []
-    for deferred in (False, True):
-        torch.manual_seed(0)
-        model = DeferredModel(lambda: Net(96)) if deferred else Net(96)
-        factory = None if built_in else by_name
-        with trainer_of(model, factory, world=world, lr=0.1, optimizer="adamw", weight_decay=0.5) as trainer:
-            losses = [trainer.step(batch()).loss for _ in range(3)]
-            found.append((sorted(trainer.engine.stepped), losses[-1]))
-    return found
-
-
-@pytest.mark.parametrize("built_in", [True, False])
-def test_what_other_workers_hold_is_on_the_meta_device(built_in: bool) -> None:
-    first, second = run_ranks(with_meta, 2, built_in)
-    assert first[0] == first[1]
-    assert second[0] == second[1]
-    assert sorted(first[0][0] + second[0][0]) == sorted(dict(Net().named_parameters()))
-
-
-def test_an_optimizer_of_other_parameters() -> None:
-    with pytest.raises(UsageError, match="the optimizer holds parameters that the model does not"):
-        trainer_of(make(), lambda _: SGD(make().parameters(), lr=0.1))
-
-
 def test_an_optimizer_that_looks_at_all_parameters_is_not_divided() -> None:
     pytest.importorskip("timm")
     with pytest.raises(UsageError, match="a pipeline with Lamb, which clips by the norm of all gradients"):
@@ -223,25 +187,6 @@ def test_a_part_of_an_optimizer_of_any_kind(name: str) -> None:
         for _ in range(4):
             trainer.step(batch())
     assert_equal(dict(net.state_dict()), plain(make(), factory, 4))
-
-
-def test_a_part_keeps_options_state_and_hooks() -> None:
-    net, told = make(), []
-    whole = SGD(net.named_parameters(), lr=0.1, momentum=0.9)
-    whole.register_step_post_hook(lambda optimizer, *_: told.append(optimizer))
-    whole.state[net.a.weight]["momentum_buffer"] = kept = torch.ones_like(net.a.weight)
-    whole.state[net.head.weight]["momentum_buffer"] = torch.ones_like(net.head.weight)
-    whole.draws = random.Random(1)  # type: ignore[attr-defined]  # as Kron of timm has
-    part = part_of(whole, {id(net.a.weight), id(net.a.bias)})
-    part.step()
-    assert told == [part]
-    assert list(part.state) == [net.a.weight]
-    assert part.state[net.a.weight]["momentum_buffer"] is kept
-    assert part.draws.random() == whole.draws.random()  # type: ignore[attr-defined]
-    assert part.param_groups[0]["param_names"] == ["a.weight", "a.bias"]
-    assert len(whole.param_groups[0]["params"]) == 8
-    part.param_groups[0]["lr"] = 0.5
-    assert whole.param_groups[0]["lr"] == 0.1
 
 
 # --------------------------------------------------------- the model comes back
@@ -311,21 +256,3 @@ def closed_by_hand(world: World) -> list[str]:
 def test_a_close_that_handles_an_error_waits_for_nobody() -> None:
     first, second = run_ranks(closed_by_hand, 2)
     assert sorted(first + second) == sorted(dict(make().named_parameters()))
-
-
-def parties(world: World) -> dict[str, Tensor]:
-    net = make()
-    with trainer_of(net, trained_only, world=world, stages=2, replicas=2, sync="outer:8") as trainer:
-        inputs, targets = batch()
-        party = world.rank % 2
-        for _ in range(3):
-            trainer.step((inputs + party, targets))
-    return dict(net.state_dict())
-
-
-def test_parties_on_their_own_have_the_model_that_they_train() -> None:
-    found = run_ranks(parties, 4)
-    for first, second in ((0, 2), (1, 3)):  # the workers of a replica
-        assert_equal(found[first], found[second])
-    assert_equal(found[0], plain(make(), trained_only))
-    assert not torch.equal(found[0]["a.weight"], found[1]["a.weight"])

@@ -96,7 +96,6 @@ def train_rank(
             results.append(trainer.step((x, y)))
             if save is not None and step + 1 == save[1]:
                 trainer.save(Path(save[0]))
-        engine: Any = trainer.engine
         return {
             "weights": weights(trainer.model),
             "buffers": [buffer.clone() for buffer in trainer.model.buffers()],
@@ -104,9 +103,7 @@ def train_rank(
             "staleness": [result.staleness for result in results],
             "skipped": [result.skipped for result in results],
             "sent": [result.outcome.bytes_sent for result in results],
-            "delayed": getattr(engine, "delayed", None),
             "optimizer": type(trainer.optimizer).__name__,
-            "codec": str(engine.pipeline.options.sync.policy),
         }
 
 

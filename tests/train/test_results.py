@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.train.evaluation import evaluate
+from hybridpar.train.results import evaluate
 
 
 def test_a_target_per_pixel_counts_as_parts_of_its_sample() -> None:
