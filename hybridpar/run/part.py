@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from hybridpar.comm.flight import outside
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.observe.logger import Ending
+from hybridpar.observe.loggers import Ending
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.plan import ResolvedPlan

@@ -13,9 +13,8 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.machine.launch import in_job, record_failure
-from hybridpar.observe.live import open_progress
-from hybridpar.observe.logger import logger_names
-from hybridpar.observe.progress import Progress
+from hybridpar.observe.loggers import logger_names
+from hybridpar.observe.progress import Progress, open_progress
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.closing import say_finished
 from hybridpar.run.data import with_images_of_model

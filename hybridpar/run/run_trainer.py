@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hybridpar.comm.flight import FLIGHT
@@ -67,6 +66,6 @@ class RunTrainer(Trainer):
         """An item of each worker that is there still."""
         return self.world.gather(item)
 
-    def summary(self, directory: Path) -> tuple[dict[str, Any], list[Path]]:
-        """What it adds to the summary, and the pictures of that; on the worker that writes files."""
-        return {}, []
+    def summary(self) -> dict[str, Any]:
+        """What it adds to the summary; on the worker that writes files."""
+        return {}

@@ -60,7 +60,7 @@ def test_the_users_directory_is_never_taken_for_an_unused_one():
 def test_overwrite_deletes_the_run_and_nothing_else(run_dir):
     place = start(run_dir=run_dir)
     save(place, 5)
-    for name in ("metrics.jsonl", "summary.json", "loss.png", "plan.json", "plan-2-workers.json", "notes.txt"):
+    for name in ("metrics.jsonl", "summary.json", "plan.json", "plan-2-workers.json", "notes.txt"):
         (place.directory / name).write_text("old")
     (place.directory / "tensorboard").mkdir()
     again = start(run_dir=run_dir, overwrite=True)

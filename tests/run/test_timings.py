@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hybridpar.observe.records import StepRecord
 from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
-from hybridpar.run.timings import StepClock, StepTimes, Timings, combine
+from hybridpar.run.timings import StepClock, StepTimes, Timings, combine, steps_to_show
 from hybridpar.schedule.actions import parse_action
 from hybridpar.schedule.costs import BucketCost, Costs, Link
 from hybridpar.schedule.layout import Layout
@@ -104,7 +104,7 @@ def recorded(times, bytes_sent=0):
 
 
 def combined(found, replicas, step_ms=None):
-    return combine(found, [range(replica, len(found), replicas) for replica in range(replicas)], step_ms)
+    return combine(dict(enumerate(found)), [range(i, len(found), replicas) for i in range(replicas)], step_ms)
 
 
 def shares(positions, micro_batches, replicas):
@@ -174,10 +174,17 @@ def _accumulate():
 
 def test_a_mean_step_counts_the_few_that_exchange():
     timings = Timings()
-    assert timings.mean_step() == {}
+    assert timings.mean_step() == {"step_ms_mean": 0}
     for number in range(12):
         timings.add(recorded(StepTimes(10.0, 90.0 if number % 3 == 2 else 0.0, 1.0)))
     found = timings.mean_step()
     assert found == {"compute_ms": 10.0, "exposed_sync_ms": 30.0, "data_ms": 1.0, "step_ms_mean": 41.0}
     assert step_without_data_ms({"step_ms_median": 11.0, **found}) == 40.0
     assert step_without_data_ms({"step_ms_median": 11.0, "data_ms": 1.0}) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "shown"), [(0, 100, [4, 5, 6]), (0, 5, [4, 5]), (0, 1, [1]), (0, 2, [2]), (10, 12, [12])]
+)
+def test_timelines_leave_out_the_first_steps_where_there_are_others(done, total, shown):
+    assert list(steps_to_show(done, total)) == shown
