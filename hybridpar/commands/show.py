@@ -118,7 +118,7 @@ def _show_json(path: Path, console: Console) -> Plan | Timeline:
     plan = read_plan(path) if path.is_file() else parse_plan(data, str(path))
     print_partition(plan, console)
     for line in plan_lines(plan):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     return plan
 
 

@@ -128,11 +128,14 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
             seconds.append(times)
             figure.add_trace(trace, row, 1)
     steps = [trace.x for trace in figure.data]
-    buttons = [("by step", [{"x": steps}]), ("by training time in seconds", [{"x": seconds}])]
+    buttons: list[tuple[str, list[Any]]] = [
+        ("by step", [{"x": steps}]),
+        ("by training time in seconds", [{"x": seconds}]),
+    ]
     buttons += [(f"{scale} loss", [{}, {"yaxis.type": scale}]) for scale in ("linear", "log")]
-    menu = {"type": "buttons", "direction": "right", "x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom"}
-    menu |= {"pad": {"b": 30}, "showactive": False}
-    menu["buttons"] = [{"label": label, "method": "update", "args": args} for label, args in buttons]
+    place: dict[str, Any] = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
+    drawn_buttons = [{"label": label, "method": "update", "args": args} for label, args in buttons]
+    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": drawn_buttons, **place}
     layout = {"template": "plotly_white", "height": 120 + 250 * len(drawn), "updatemenus": [menu]}
     return figure.update_layout(**layout, hovermode="x unified", hoverlabel={"namelength": -1})
 

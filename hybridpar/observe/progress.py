@@ -16,10 +16,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-from rich.table import Column
+from rich.live import Live
 from rich.text import Text
 
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
@@ -27,6 +24,9 @@ from hybridpar.observe.text import counted, format_accuracy, format_bytes, forma
 
 #: Seconds between two paints of the bar, and between two lines within an epoch.
 _PAINT_SECONDS, _LINE_SECONDS = 0.25, 10.0
+
+#: Columns of the bar.
+_BAR = 10
 
 #: Decay of the running means: a single step is too noisy to read.
 _DECAY = 0.95
@@ -130,12 +130,12 @@ class Progress:
             return "waiting for the first step"
         parts = [
             f"epoch {record.epoch + 1}/{self._epochs}  step {record.step:,}/{self.steps_total:,}",
+            "" if left is None else f"ETA {format_duration(left)}",
             f"loss {self._loss:.4f}",
             "" if math.isnan(self._accuracy) else f"accuracy {format_accuracy(self._accuracy)}",
             format_rate(self._rate),
             f"{format_bytes(self._sent)} sent" if self._sent else "",
             f"{self._skipped:,} skipped" if self._skipped else "",
-            "" if left is None else f"ETA {format_duration(left)}",
         ]
         return "  ".join(filter(None, parts))
 
@@ -170,13 +170,11 @@ class LiveProgress(Progress):
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
-        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-        self._bar = Bar(text, BarColumn(20), console=console, auto_refresh=False, transient=True)
-        self._task = self._bar.add_task("", total=None)
+        self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def prepare(self, text: str) -> None:
         """Show a line that the next one takes the place of."""
-        self._paint(f"{text} ...")
+        self._paint(Text(f"{text} ...", style="dim"))
 
     def epoch(self, record: EpochRecord) -> None:
         """Print a line about the epoch above the bar."""
@@ -187,22 +185,25 @@ class LiveProgress(Progress):
         """Print a line above the bar."""
         style = "yellow" if text.startswith("warning") else ""
         with contextlib.suppress(OSError):  # as Text: brackets, as in `hybridpar[plots]`, are no markup
-            self._bar.console.print(Text(text, style=style), soft_wrap=True)
+            self._live.console.print(Text(text, style=style), soft_wrap=True)
 
     def show(self) -> None:
         """Repaint the bar."""
         step = 0 if self._latest is None else self._latest.step
-        self._paint(self.line(), total=self.steps_total, completed=step)
+        done = int(_BAR * min(1.0, step / max(1, self.steps_total)))
+        # By hand: a progress bar of rich takes several times as long to paint, and training waits for it.
+        self._paint(Text.assemble(("#" * done, "green"), ("." * (_BAR - done), "dim"), f" {self.line()}"))
 
     def close(self) -> None:
         """Give the terminal back."""
         with contextlib.suppress(OSError):
-            self._bar.stop()
+            self._live.stop()
 
-    def _paint(self, text: str, **done: float) -> None:
+    def _paint(self, text: Text) -> None:
+        text.no_wrap, text.overflow = True, "ellipsis"
         with contextlib.suppress(OSError):
-            self._bar.start()
-            self._bar.update(self._task, description=escape(text), refresh=True, **done)
+            self._live.start()
+            self._live.update(text, refresh=True)
 
 
 def open_progress(console: Console | None = None) -> Progress:
@@ -218,6 +219,9 @@ def open_progress(console: Console | None = None) -> Progress:
 @contextmanager
 def counting(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
     """Show on a terminal how much of some work is done; yields the function that is told of more."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     disabled = not (shown and sys.stderr.isatty())
     with Bar(*columns, console=Console(stderr=True), transient=True, disable=disabled) as bar:

@@ -135,5 +135,5 @@ def test_a_step_has_its_prediction_above_it_and_every_action_in_place():
 
 def test_rows_of_the_confusion_matrix_are_classes():
     (matrix,) = confusion_matrix(np.array([[3, 1], [0, 4]]), ["a", "<b>"]).data
-    assert np.asarray(matrix.z).tolist() == pytest.approx([[math.sqrt(0.75), 0.5], [0.0, 1.0]])
+    np.testing.assert_allclose(matrix.z, [[math.sqrt(0.75), 0.5], [0.0, 1.0]])
     assert list(matrix.y) == ["a", "&lt;b&gt;"]

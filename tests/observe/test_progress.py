@@ -17,12 +17,12 @@ batch    64 samples per step
 steps    20 (2 epochs of 10)
 run dir  {run_dir}
 allocator: glibc [top_pad]
-epoch 1/2  step 4/20  loss 1.8211  3,200 images/s  4.00 MB sent  ETA 48 s
+epoch 1/2  step 4/20  ETA 48 s  loss 1.8165  3,200 images/s  4.00 MB sent
 warning: the loader is slow
-epoch 1/2  step 8/20  loss 1.5972  3,200 images/s  8.00 MB sent  1 skipped  ETA 36 s
+epoch 1/2  step 8/20  ETA 36 s  loss 1.5986  3,200 images/s  8.00 MB sent  1 skipped
 epoch 1/2 done  train loss 0.7500  test loss 0.5000  test accuracy 87.50%  30 s
-epoch 2/2  step 14/20  loss 1.2330  accuracy 87.50%  3,200 images/s  14.0 MB sent  1 skipped  ETA 18 s
-epoch 2/2  step 18/20  loss 1.0268  accuracy 87.50%  3,200 images/s  18.0 MB sent  1 skipped  ETA 6.0 s
+epoch 2/2  step 14/20  ETA 18 s  loss 1.2216  accuracy 87.50%  3,200 images/s  14.0 MB sent  1 skipped
+epoch 2/2  step 18/20  ETA 6.0 s  loss 1.0175  accuracy 87.50%  3,200 images/s  18.0 MB sent  1 skipped
 checkpoint saved at step 20
 epoch 2/2 done  train loss 0.7500  12 s
 """
@@ -57,13 +57,13 @@ def test_a_pause_is_announced_and_not_in_the_time_left(info, make_step, clock, c
                 clock.now += 1000
             progress.steps_total = 16
             assert progress.seconds_left == pytest.approx(33)
-    assert capsys.readouterr().out.endswith("ETA 30 s\n")
+    assert "step 6/16  ETA 30 s" in capsys.readouterr().out
 
 
 def test_an_output_that_went_away_does_not_end_the_run(info, make_step, make_epoch, clock, monkeypatch):
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
-            raise BrokenPipeError
+            raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(sys, "stdout", Broken())
     for progress in (PlainProgress(clock), LiveProgress(Console(file=Broken(), force_terminal=True), clock)):
@@ -107,14 +107,13 @@ def test_a_terminal_has_messages_above_one_line_with_a_bar(info, make_step, make
             progress.step(make_step(step, loss=0.25))
         progress.epoch(make_epoch(0, step=10))
         progress.warn("install hybridpar[plots]")
-        painted = stream.getvalue().split("\r")[-1].splitlines()
-        assert all(len(line) <= width for line in painted)
+        assert len(stream.getvalue().split("\x1b[2K")[-1].splitlines()[-1]) <= width
     text = stream.getvalue()
     assert "warning: install hybridpar[plots]\n" in text
     assert "epoch 1/2 done" in text
     if width == 200:
-        assert "epoch 1/2  step 10/20  loss 0.2500  3,200 images/s  10.0 MB sent  ETA 5.0 s" in text
-        assert "━━━━" in text
+        bar = "#####....."
+        assert f"{bar} epoch 1/2  step 10/20  ETA 5.0 s  loss 0.2500  3,200 images/s  10.0 MB sent" in text
 
 
 def test_counting_shows_nothing_where_there_is_no_terminal(capsys):

@@ -118,8 +118,3 @@ def test_a_single_worker_is_told_nothing_of_an_exchange():
     assert "compute" in text
     assert "predicted" in text
     assert not [word for word in ("sync", "sent", "gradients  ") if word in text]
-
-
-def test_a_path_is_in_one_piece_however_narrow_the_terminal():
-    path = Path("runs/a-run-with-a-name-that-is-longer-than-the-terminal/summary.json")
-    assert str(path) in printed(SUMMARY, width=40, files=[path])

@@ -4,7 +4,6 @@ Other programs rely on it.
 """
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -45,14 +44,6 @@ def test_a_whole_run_in_numbers(whole):
         **{"codec": "none", "shares": "equal", "final_batch_size": 64},
         **{"sync": "allreduce", "servers": 0},
     }
-
-
-def test_the_sync_of_gradients_in_numbers(info, record):
-    times = {"encode_ms": 2.0, "wire_ms": 5.0, "decode_ms": 1.0, "sync_ms": 6.5}
-    table = record([20.0] * 19, bytes_before=4000, bytes_after=125, **times)
-    summary = summarize(replace(info, codec="onebit"), table, seed=7, ended="finished")
-    assert {key: summary[key] for key in times} == times
-    assert (summary["codec"], summary["compression_ratio"]) == ("onebit", 32.0)
 
 
 def test_warm_up_is_left_out_where_there_are_enough_others(info, record):

@@ -37,7 +37,6 @@ def test_a_run_shows_its_result_its_prediction_and_where_its_time_went(tmp_path)
     assert ["state", "finished"] in rows
     assert ["test accuracy", "86.47%"] in rows
     assert ["memory", "2.00 GB"] in rows
-    assert ["--data", "digits"] in rows
     assert ["directory", str(run)] in rows
     assert re.search(r"predicted +25\.00 ms +measured +21\.00 ms +-16% +step, without data", text)
     assert "<strong>the machine was &lt;busy&gt;</strong>" in text

@@ -61,13 +61,6 @@ def test_what_differs_and_what_runs_came_to(runs):
         assert run.figures["exit"] == "finished"
 
 
-def test_a_run_without_a_summary_is_as_far_as_its_metrics(runs):
-    (runs / "a/summary.json").unlink()
-    figures = read_run(runs / "a").figures
-    assert (figures["exit"], figures["steps"], figures["images_per_second"]) == ("no report", 24, None)
-    assert figures["test_accuracy"] is not None
-
-
 def test_the_last_and_the_best_are_never_deleted(runs, monkeypatch):
     (run,) = find_runs([runs / "deep"])
     best = min(run.table.epochs, key=lambda one: one.train_loss).step

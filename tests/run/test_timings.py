@@ -28,14 +28,6 @@ def busy(start, end):
     return step(start, ("compute", "0F0", 0.0, 1e3 * (end - start)))
 
 
-def test_the_gap_between_steps_is_waiting_for_data():
-    clock = StepClock()
-    first, _ = clock.divide(busy(1.0, 1.5), 40.0)
-    assert (first.data_ms, first.compute_ms, first.step_ms) == pytest.approx((40.0, 500.0, 540.0))
-    second, _ = clock.divide(busy(1.7, 2.0), 9999.0)
-    assert (second.data_ms, second.compute_ms, second.step_ms) == pytest.approx((200.0, 300.0, 500.0))
-
-
 def test_an_exchange_after_a_step_is_exposed_and_no_waiting_for_data():
     clock = StepClock()
     first, _ = clock.divide(busy(1.0, 1.5), 0.0, 100.0)
