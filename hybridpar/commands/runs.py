@@ -135,12 +135,12 @@ def _prune(what: PruneRuns) -> None:
     sizes = [size_of(path) for path in paths]
     for path, size in zip(paths, sizes, strict=True):
         print(f"{format_bytes(size):>8}  {path}")
-    found = f"{counted(len(paths), 'checkpoint')}, {format_bytes(sum(sizes))}"
+    total = f"{counted(len(paths), 'checkpoint')}, {format_bytes(sum(sizes))}"
     if not paths:
         print("nothing to delete: the last and the best checkpoints are kept")
     elif what.delete:
         for path in paths:
             delete_checkpoint(path)
-        print(f"deleted  {found}")
+        print(f"deleted  {total}")
     else:
-        print(f"{found} would be deleted; nothing was. --delete deletes them")
+        print(f"{total} would be deleted; nothing was. --delete deletes them")

@@ -327,8 +327,8 @@ class MlflowLogger(Logger):
             self._client.update_run(self._id, status="RUNNING")
         else:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-            found = self._client.get_experiment_by_name(name)
-            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+            known_experiment = self._client.get_experiment_by_name(name)
+            experiment = known_experiment.experiment_id if known_experiment else self._client.create_experiment(name)
             self._id = self._client.create_run(experiment, run_name=run.directory.name).info.run_id
             run.remember("mlflow", self._id)
             params = [self._param(key, str(value)[:500]) for key, value in run.options.items()]

@@ -133,9 +133,9 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
         ("by training time in seconds", [{"x": seconds}]),
     ]
     buttons += [(f"{scale} loss", [{}, {"yaxis.type": scale}]) for scale in ("linear", "log")]
-    place: dict[str, Any] = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
+    above: dict[str, Any] = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
     drawn_buttons = [{"label": label, "method": "update", "args": args} for label, args in buttons]
-    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": drawn_buttons, **place}
+    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": drawn_buttons, **above}
     layout = {"template": "plotly_white", "height": 120 + 250 * len(drawn), "updatemenus": [menu]}
     return figure.update_layout(**layout, hovermode="x unified", hoverlabel={"namelength": -1})
 

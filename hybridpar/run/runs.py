@@ -97,13 +97,13 @@ def differing_options(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]
     """The options in which runs differ."""
     usual = vars(TrainConfig())
     names = dict.fromkeys(name for run in runs for name in run if name not in OPTIONS_OF_THE_COMMAND)
-    found = {}
+    differing = {}
     for name in names:
         default = usual.get(name)
         values = [run.get(name, list(default) if isinstance(default, tuple) else default) for run in runs]
         if any(value != values[0] for value in values):
-            found[name] = values
-    return found
+            differing[name] = values
+    return differing
 
 
 def comparison_rows(runs: Sequence[PastRun]) -> list[list[str]]:
