@@ -63,7 +63,7 @@ gpu-check: $(READY) ## Test, compare with the CPU, and time on this machine's GP
 	$(BIN)/python scripts/gpu_check.py
 
 images: $(READY) ## Make docs/images again from a real run of the demo
-	$(BIN)/python docs/make_images.py $(DEMO_DIR) "make demo" $(BIN)/hybridpar train $(DEMO_ARGS)
+	$(BIN)/python docs/make_images.py "make demo" $(BIN)/hybridpar train $(DEMO_ARGS)
 
 clean: ## Remove what was built; runs/ and data/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -42,7 +42,7 @@ CAPTIONS = {
     "server": ("parameter servers", "engine"),
     "integrations": ("in other people's trainers", "engine"),
     "data": ("data sets, loaders", "base"),
-    "observe": ("metrics, plots, timeline", "base"),
+    "observe": ("metrics, page, timeline", "base"),
     "planner": ("search for the fastest plan", "engine"),
     "train": ("Trainer, one step, checkpoints", "engine"),
     "run": ("what `train` adds: run directory", "command"),

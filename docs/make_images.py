@@ -3,7 +3,7 @@
     make images
 
 runs `make demo`'s command on a terminal of its own, reads what it prints as a terminal would, and draws the last screen
-as `docs/images/demo.png`. The run's own `loss.png` is copied beside it.
+as `docs/images/demo.png`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import pty
 import re
 import shlex
-import shutil
 import struct
 import subprocess
 import sys
@@ -154,9 +153,8 @@ def draw(screen: Screen, path: Path) -> None:
 
 
 def main() -> None:
-    """Run, draw, copy."""
+    """Run and draw."""
     parser = argparse.ArgumentParser(description="Draw docs/images from a run.")
-    parser.add_argument("run_dir", type=Path, help="where the command leaves its loss.png")
     parser.add_argument("title", help="what the picture shows as typed")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -165,7 +163,6 @@ def main() -> None:
     screen.feed(f"\x1b[1;32m$\x1b[0m {options.title}\r\n{output}")
     IMAGES.mkdir(exist_ok=True)
     draw(screen, IMAGES / "demo.png")
-    shutil.copyfile(options.run_dir / "loss.png", IMAGES / "loss.png")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from unittest import mock
 
 import torch
 from pydantic import TypeAdapter
-from rich.console import Console
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
@@ -38,14 +37,11 @@ from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
-from hybridpar.observe import plots
 from hybridpar.observe.metrics import MetricsTable, read_metrics
-from hybridpar.observe.page_figures import curves
+from hybridpar.observe.page import curves
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import summarize
-from hybridpar.observe.timeline import Timeline
-from hybridpar.observe.timeline_file import read_timeline, trace_of
-from hybridpar.observe.timeline_text import print_timeline
+from hybridpar.observe.timeline import Timeline, read_timeline, trace_of
 from hybridpar.partition import profile_cache
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
@@ -122,7 +118,7 @@ def _use_cluster(spec: ClusterSpec) -> None:
 
 
 def _use_timeline(timeline: Timeline) -> None:
-    print_timeline(timeline, Console(file=io.StringIO(), width=80))
+    list(timeline.lines())
 
 
 def _use_metrics(table: MetricsTable) -> None:
@@ -198,8 +194,7 @@ def _use_run(found: tuple[TrainConfig, ImageFacts | None]) -> None:
 
 
 def _show_summary(path: Path) -> None:
-    """The title of the picture, and the report page of the run."""
-    plots._title(path.parent, None).encode()
+    """The report page of the run."""
     (path.parent / "run.json").write_bytes(RUN)
     for part in page_parts(read_runs([path.parent])):
         assert part if isinstance(part, str) else part.to_json()

@@ -27,7 +27,7 @@ from hybridpar.commands import find_command
 from hybridpar.compress import CODECS
 from hybridpar.config.files import read_settings
 from hybridpar.data import DATA_SETS
-from hybridpar.observe.logger import LOGGERS, logger_names
+from hybridpar.observe.loggers import LOGGERS
 from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.tvm_kernels import operation
@@ -92,7 +92,6 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
-    logger_names(["none"])  # loads those of the package
     for registry in (CODECS, DATA_SETS, LOGGERS, SCHEDULES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
     monkeypatch.setattr(operation, "_OPERATIONS", dict(operation._OPERATIONS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from hybridpar.observe.results import TestResult
     from hybridpar.run.trained import Trained
 
-_FILES = ("classes.csv", "calibration.csv", "confusion.csv", "confusion.png", "evaluation.json")
+#: Classes of a confusion matrix that is drawn.
+_MOST_DRAWN = 500
+
+_FILES = ("evaluation.json", "confusion.html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Evaluate(TrainedOptions):
     json: bool = False
     """Print all figures as JSON, and nothing else, to standard output."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """Write classes.csv, calibration.csv, confusion.csv, confusion.png and evaluation.json into this folder."""
+    """Write evaluation.json and confusion.html into this folder."""
     force: bool = False
     """Replace such files that are there."""
 
@@ -128,20 +132,19 @@ def _report(command: Evaluate, trained: Trained, result: TestResult) -> None:
 
 
 def _write(folder: Path, trained: Trained, result: TestResult, text: str) -> list[Path]:
-    """Write tables, picture and figures; returns the files."""
-    from hybridpar.observe.files import replace_file
-    from hybridpar.observe.plots import draw_confusion
+    """Write figures and picture; returns the files."""
+    from hybridpar.formats.output_files import replace_file
 
-    files = {**result.tables(), "evaluation.json": f"{text}\n"}
-    for name, content in files.items():
-        replace_file(folder / name, [content.encode()])
-    written = [folder / name for name in files]
-    if result.confusion is not None:
-        title = f"{trained.name} on {trained.config.data}, {100 * result.accuracy:.2f} % of {result.images:,} images"
-        picture = draw_confusion(folder, result.confusion, result.classes, title, _say)
-        written += [picture] if picture is not None else []
-    return written
+    written = [folder / "evaluation.json"]
+    replace_file(written[0], [text.encode(), b"\n"])
+    if result.confusion is None or len(result.classes) > _MOST_DRAWN:
+        return written
+    if importlib.util.find_spec("plotly") is None:
+        print("confusion.html needs plotly: pip install 'hybridpar[report]'", file=sys.stderr)
+        return written
+    from hybridpar.observe.page import confusion_matrix, element, write_page
 
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    matrix = confusion_matrix(result.confusion, result.classes)
+    title = f"{trained.name} on {trained.config.data}"
+    write_page(folder / "confusion.html", title, [element("pre", result.text()), matrix])
+    return [*written, folder / "confusion.html"]

@@ -83,19 +83,19 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
     with leaving_at_once():
         import_torchvision()
         from hybridpar.data.image_facts import find_images
-        from hybridpar.observe.counter import Counter
+        from hybridpar.observe.progress import counting
         from hybridpar.run.predict import Predictor, Rows
     files = find_images(command.files)
     predictor = Predictor(trained, command.image_size)
     top = min(command.top, len(predictor.facts.class_names))
     _say(f"model     {predictor.trained}")
     done = 0
-    with _opened(command.output) as stream, Counter("images", len(files)) as counter:
+    with _opened(command.output) as stream, counting("images", len(files)) as count:
         rows = Rows(stream, command.format, top)
         for predictions in predictor(files, top):
             rows.write(predictions)
             done += len(predictions)
-            counter.add(len(predictions))
+            count(len(predictions))
     skipped = len(files) - done
     text = f"images    {done:,} classified"
     text += f", {skipped:,} cannot be read and {'is' if skipped == 1 else 'are'} left out" if skipped else ""

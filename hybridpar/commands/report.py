@@ -32,16 +32,10 @@ def run_report(command: Report, _: Sequence[str]) -> int:
     if importlib.util.find_spec("plotly") is None:
         raise not_installed("the report page needs plotly", "report")
     from hybridpar.observe.page import check_page_file, write_page
-    from hybridpar.observe.text import format_bytes
-    from hybridpar.run.report_page import check_runs, page_parts, read_runs
+    from hybridpar.run.report_page import page_parts, read_runs
 
-    check_runs(command.runs)
-    check_page_file(command.output)
+    check_page_file("--output", command.output)
     runs = read_runs(command.runs)
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    write_page(command.output, title, page_parts(runs))
-    for run in runs:
-        for note in run.notes:
-            print(f"{run.name}: {note}")
-    print(f"report written to {command.output}, {format_bytes(command.output.stat().st_size)}")
+    write_page(command.output, next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs", page_parts(runs))
+    print(f"report written to {command.output}")
     return 0

@@ -204,7 +204,7 @@ def check_names(command: TrainConfig, model: str) -> None:
             else "Name a table, as FILE.csv, or the directory that holds train.csv and test.csv.",
         )
     if command.log:
-        from hybridpar.observe.logger import logger_names
+        from hybridpar.observe.loggers import logger_names
 
         logger_names(command.log)
     codec = command.compress.strip()

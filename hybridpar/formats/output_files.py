@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridpar.errors import UsageError, cannot_write, not_installed
+from hybridpar.errors import RunDirectoryError, UsageError, cannot_write, not_installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,6 +35,27 @@ def written_aside(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file of a run directory as a whole, or leave the old one as it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as aside, open(aside, "wb") as file:
+            file.writelines(chunks)
+    except OSError as error:
+        raise run_directory_error(path, error) from error
+
+
+def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
+    """The error to raise when a file of the run directory cannot be written."""
+    what = cannot_write(path, error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = "The disk is full" if error.errno == errno.ENOSPC else "The disk quota is used up"
+        why, fix = f"{full}; what was written before is kept.", "Free some space, then go on with --resume."
+        return RunDirectoryError(what, why, fix)
+    why = "A run writes its metrics, checkpoints and summary there."
+    return RunDirectoryError(what, why, "Name a directory you can write with --run-dir.")
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.formats.file_reader import Unreadable, parse_json
-from hybridpar.observe.files import replace_file, run_directory_error
+from hybridpar.formats.output_files import replace_file, run_directory_error
 from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, Figure, StepRecord
 
 #: Name of the file in the run directory.
 METRICS_FILE = "metrics.jsonl"
-
-#: Bytes of a line that is read.
-_LONGEST_LINE = 1 << 20
-
-#: What a step's line holds of each layer, in the few steps in which it is measured.
-_BY_LAYER = "residual_norms"
 
 #: Units of columns that are written with all digits. Others are times, to the microsecond: finer digits are noise.
 _EXACT = {"loss", "rate", "norm"}
@@ -48,24 +42,21 @@ class MetricsWriter:
         self._failed = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if resume_step is not None and self.path.exists():
-                _drop_after(self.path, resume_step)
-                mode = "ab"
-            else:
-                mode = "wb"
+            goes_on = resume_step is not None and self.path.exists()
+            if resume_step is not None and goes_on:
+                lines = (line for line, row in _rows(self.path) if row["step"] <= resume_step)
+                replace_file(self.path, lines)  # the old file stays until the new one is whole
             # Unbuffered: a line is either with the operating system or has raised.
-            self._file = open(self.path, mode, buffering=0)  # noqa: SIM115
+            self._file = open(self.path, "ab" if goes_on else "wb", buffering=0)  # noqa: SIM115
             self._size = self._file.seek(0, 2)
         except OSError as error:
             raise run_directory_error(self.path, error) from error
 
     def write_step(self, record: StepRecord) -> None:
         """Append a step."""
-        row: dict[str, Any] = {
-            figure.name: _json_value(figure, getattr(record, figure.name)) for figure in STEP_FIGURES
-        }
+        row = {figure.name: _json_value(figure, getattr(record, figure.name)) for figure in STEP_FIGURES}
         if record.residual_norms is not None:
-            row[_BY_LAYER] = {name: _finite(float(f"{norm:.6g}")) for name, norm in record.residual_norms.items()}
+            row["residual_norms"] = {name: _finite(float(f"{x:.6g}")) for name, x in record.residual_norms.items()}
         self._write(row)
 
     def write_epoch(self, record: EpochRecord) -> None:
@@ -92,12 +83,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file; what was written is kept. May be called twice."""
-        # Unbuffered, so nothing is left to write; a network file system may still complain about earlier writes.
         try:
             self._file.close()
-        except OSError as error:
+        except OSError as error:  # unbuffered, but a network file system may complain of earlier writes
             if not self._failed:
-                self._failed = True
                 raise run_directory_error(self.path, error) from error
 
     def __enter__(self) -> MetricsWriter:
@@ -114,12 +103,20 @@ class MetricsTable:
     Attributes:
         steps: One float64 array for each figure of a step, ordered by step; null is NaN, `skipped` is 0 or 1.
         epochs: The ends of epochs, in order.
-        residual_norms: Norm of what was not sent of each layer, when that was measured last.
     """
 
     steps: Mapping[str, NDArray[np.float64]]
     epochs: tuple[EpochRecord, ...]
-    residual_norms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is recorded; 0 without any."""
+        return int(self.steps["step"][-1]) if len(self.steps["step"]) else 0
+
+    def tested(self, figure: str) -> list[float]:
+        """A figure of all epochs that have it."""
+        values = (getattr(epoch, figure) for epoch in self.epochs)
+        return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def read_metrics(run_dir: Path) -> MetricsTable:
@@ -129,55 +126,43 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     """
     columns = {figure.name: array("d") for figure in STEP_FIGURES}
     epochs: dict[int, EpochRecord] = {}
-    residual_norms: dict[str, float] = {}
     path = Path(run_dir) / METRICS_FILE
     for _, row in _rows(path) if path.exists() else ():
-        if row.get("event") == "epoch":
-            if isinstance(row.get("epoch"), int):
-                end = _epoch(row)
-                epochs[end.step] = end
-        elif "event" not in row and row:
-            if isinstance(norms := row.get(_BY_LAYER), dict):
-                residual_norms = {name: _number(norm) for name, norm in norms.items()}
+        if "event" not in row:
             for name, column in columns.items():
                 value = row.get(name)
-                column.append(math.nan if value is None else value if type(value) is float else _number(value))
+                column.append(float(value) if isinstance(value, int | float) else math.nan)
+        elif row["event"] == "epoch" and isinstance(row.get("epoch"), int):
+            epochs[row["step"]] = _epoch(row)
     tables = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
     for values in tables.values():
         values[~np.isfinite(values)] = math.nan  # JSON has no infinity, so we never wrote one
     # np.unique keeps the first of equal values, so the reversed order keeps the line written last.
     _, from_end = np.unique(tables["step"][::-1], return_index=True)
-    keep = len(tables["step"]) - 1 - from_end
-    return MetricsTable(
-        steps={name: values[keep] for name, values in tables.items()},
-        epochs=tuple(epochs[epoch] for epoch in sorted(epochs)),
-        residual_norms=residual_norms,
-    )
+    index = len(tables["step"]) - 1 - from_end
+    steps = {name: values[index] for name, values in tables.items()}
+    return MetricsTable(steps, tuple(epochs[step] for step in sorted(epochs)))
 
 
 def _epoch(row: Mapping[str, Any]) -> EpochRecord:
-    values: dict[str, Any] = {figure.name: _if_number(row.get(figure.name)) for figure in EPOCH_FIGURES}
+    values: dict[str, Any] = {}
+    for figure in EPOCH_FIGURES:
+        value = row.get(figure.name)
+        values[figure.name] = float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     values |= {name: math.nan for name in ("train_loss", "seconds") if values[name] is None}
     return EpochRecord(epoch=row["epoch"], step=row["step"], **values)
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The whole lines of a metrics file, raw and parsed; others come with an empty row."""
+    """The whole lines of a metrics file that are of a step or an epoch, raw and parsed."""
     with open(path, "rb") as file:
-        while line := file.readline(_LONGEST_LINE):
+        for line in file:
             try:
                 row = parse_json(line)
             except Unreadable:  # cut by a crash, or being written right now
-                row = None
+                continue
             if isinstance(row, dict) and isinstance(row.get("step"), int) and line.endswith(b"\n"):
                 yield line, row
-            elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:
-                yield line, {}
-
-
-def _drop_after(path: Path, step: int) -> None:
-    """Rewrite the file without the lines past a step; the old file stays until the new one is whole."""
-    replace_file(path, (line for line, row in _rows(path) if row and row["step"] <= step))
 
 
 def _finite(value: Any) -> Any:
@@ -189,11 +174,3 @@ def _json_value(figure: Figure, value: Any) -> Any:
     """A figure of a step as it is written."""
     value = _finite(value)
     return round(value, 3) if isinstance(value, float) and figure.unit not in _EXACT else value
-
-
-def _if_number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan

@@ -1,55 +1,74 @@
 """The report page: one HTML file that loads nothing else, with tables as HTML and figures drawn by plotly.js.
 
-Its content security policy names the hash of its script. What stands in a run cannot run or reach a network.
+Figures are the curves of several runs, a step on its lanes, and the confusion matrix of a test.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from plotly.graph_objects import Figure
+import numpy as np
+from numpy.typing import NDArray
+from plotly.graph_objects import Bar, Figure, Heatmap, Scatter
 from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
 
-from hybridpar.errors import UsageError
-from hybridpar.observe.files import replace_file
+from hybridpar.errors import check
+from hybridpar.formats.output_files import check_writable, replace_file
+from hybridpar.observe.metrics import MetricsTable
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES
+from hybridpar.observe.timeline import Lane, Timeline, describe_action, length_ms
+from hybridpar.schedule.actions import COMPUTE, Kind
 
-_WRITER = "hybridpar report"
-
-#: Nothing of a run is sent to a server: plotly.js has a button for that.
-_CONFIG = '{"responsive": true, "displaylogo": false, "showSendToCloud": false, "plotlyServerURL": ""}'
-
-_STYLE = """
-body { margin: 0 auto; padding: 1rem; max-width: 1200px; font: 15px/1.5 system-ui, sans-serif; }
-h1, td { overflow-wrap: anywhere; } pre { overflow-x: auto; }
-table { border-collapse: collapse; margin: 0.75rem 0; } caption { text-align: left; font-weight: 600; }
-caption, summary { white-space: nowrap; }
-th, td { padding: 0.2rem 1rem 0.2rem 0; border-bottom: 1px solid #d5d9df; text-align: left; vertical-align: top; }
-strong { display: block; padding: 0.5rem; border-left: 3px solid #d55e00; font-weight: 400; }
-"""
+#: Nothing of a run is sent to a server: plotly.js has a button for that. Pictures are saved as SVG.
+_CONFIG = {
+    "responsive": True,
+    "displaylogo": False,
+    "showSendToCloud": False,
+    "plotlyServerURL": "",
+    "toImageButtonOptions": {"format": "svg"},
+}
 
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="generator" content="{writer}">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{digest}';
- style-src 'unsafe-inline'; img-src data: blob:">
-<link rel="icon" href="data:,">
+<meta name="generator" content="hybridpar">
 <title>{title} - hybridpar</title>
-<style>{style}</style>
+<style>
+body {{ margin: 0 auto; padding: 1rem; max-width: 1200px; font: 15px/1.5 system-ui, sans-serif; }}
+h1, td {{ overflow-wrap: anywhere; }} pre {{ overflow-x: auto; }}
+caption {{ text-align: left; font-weight: 600; }}
+th, td {{ padding: 0.2rem 1rem 0.2rem 0; border-bottom: 1px solid #d5d9df; text-align: left; vertical-align: top; }}
+</style>
+<script>{script}</script>
 </head>
 <body>
 <h1>{title}</h1>
-<noscript>The figures need JavaScript; all of it is in this file.</noscript>
 {body}
-<script>{script}</script>
 </body>
 </html>
 """
+
+#: Points of all curves of a chart, at most.
+_MOST_POINTS = 4000
+
+# Okabe and Ito's palette, darkened: colour-blind readers can tell these apart. Further runs have other dashes.
+_RUN_COLOURS = ("#0072b2", "#d55e00", "#007f5f", "#b0518c", "#b98300", "#3a9bd1", "#4d4d4d", "#7a5195")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+#: What is drawn of a step, with its colour of the same palette.
+_KINDS = {
+    Kind.FORWARD: ("forward", "#56B4E9"),
+    Kind.BACKWARD: ("backward", "#E69F00"),
+    Kind.STEP: ("optimizer", "#CC79A7"),
+    Kind.SYNC: ("gradient sum", "#009E73"),
+}
+_OTHER_KIND = ("transfer", "#777777")
 
 
 def element(tag: str, text: str) -> str:
@@ -57,43 +76,171 @@ def element(tag: str, text: str) -> str:
     return f"<{tag}>{html.escape(text)}</{tag}>"
 
 
-def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), *, caption: str = "", folded: bool = False) -> str:
-    """A table; a folded one shows its caption until it is opened."""
-    lines = ["".join(element("th", cell) for cell in head)]
-    lines += ["".join(element("td", cell) for cell in row) for row in rows]
+def table(rows: Iterable[Sequence[str]], caption: str = "") -> str:
+    """A table; the first column has the names of the rows."""
+    lines = ("".join(element("td" if column else "th", cell) for column, cell in enumerate(row)) for row in rows)
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    if folded:
-        return f"<details>{element('summary', caption)}<table>{body}</table></details>"
     return f"<table>{element('caption', caption)}{body}</table>"
 
 
 def write_page(path: Path, title: str, parts: Iterable[str | Figure]) -> None:
     """Write a page of HTML and figures as a whole or not at all."""
-    body: list[str] = []
-    script = [get_plotlyjs()]
-    for number, part in enumerate(parts):
-        body.append(part if isinstance(part, str) else f'<div id="part-{number}"></div>')
-        if isinstance(part, Figure):
-            # Its JSON has no "<", so nothing in it ends the script.
-            script.append(f'Plotly.newPlot("part-{number}", {{"config": {_CONFIG}, ...{part.to_json()}}});')
-    scripts = "\n".join(script)
-    digest = base64.b64encode(hashlib.sha256(scripts.encode()).digest()).decode()
-    texts = {"writer": _WRITER, "digest": digest, "title": html.escape(title), "style": _STYLE}
-    page = _PAGE.format(**texts, body="\n".join(body), script=scripts)
+    # The JSON of a figure has no "<", so nothing in it ends the script.
+    shown = [
+        part if isinstance(part, str) else part.to_html(_CONFIG, include_plotlyjs=False, full_html=False)
+        for part in parts
+    ]
+    page = _PAGE.format(title=html.escape(title), script=get_plotlyjs(), body="\n".join(shown))
     replace_file(path, [page.encode(errors="replace")])
 
 
-def check_page_file(path: Path) -> None:
+def check_page_file(option: str, path: Path) -> None:
     """Refuse to write a page over anything but an earlier one."""
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {path.absolute().parent}", fix=f"Run: mkdir -p {path.absolute().parent}")
-    try:
+    check_writable(option, path)
+    if path.exists():
         with open(path, "rb") as file:
-            if f'content="{_WRITER}"'.encode() in file.read(500):
-                return
-        what = "is there already, and is no report"
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        what = f"cannot be replaced: {error.strerror}"
-    raise UsageError(f"{path} {what}", "Only an earlier report is replaced.", "Name another file with -o.")
+            is_page = b'content="hybridpar"' in file.read(500)
+        check(is_page, f"{option} {path} is there already, and is no page of hybridpar", fix="Name another file.")
+
+
+def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | None:
+    """The curves of all runs, with one legend entry per run, on axes that are zoomed together; None without any."""
+    points, tested = max(200, _MOST_POINTS // len(tables)), {row.chart for row in EPOCH_FIGURES}
+    titles = dict.fromkeys(row.chart for row in (*STEP_FIGURES, *EPOCH_FIGURES) if row.chart)
+    drawn = {
+        title: runs
+        for title in sorted(titles, key=lambda title: title not in tested)
+        if any(runs := [list(_traces(title, table, points)) for table in tables])
+    }
+    if not drawn:
+        return None
+    spacing = 0.3 / len(drawn)
+    figure = make_subplots(len(drawn), 1, shared_xaxes=True, subplot_titles=[*drawn], vertical_spacing=spacing)
+    seconds: list[list[float | None]] = []
+    named: set[int] = set()
+    for row, runs in enumerate(drawn.values(), start=1):
+        for run, (trace, times) in ((run, pair) for run, pairs in enumerate(runs) for pair in pairs):
+            trace.name = ", ".join(filter(None, (html.escape(names[run]), trace.name)))
+            trace.update(legendgroup=str(run), showlegend=run not in named)
+            trace.marker.color = trace.line.color = _RUN_COLOURS[run % len(_RUN_COLOURS)]
+            trace.line.dash = _DASHES[run // len(_RUN_COLOURS) % len(_DASHES)]
+            named.add(run)
+            seconds.append(times)
+            figure.add_trace(trace, row, 1)
+    steps = [trace.x for trace in figure.data]
+    buttons: list[tuple[str, list[Any]]] = [
+        ("by step", [{"x": steps}]),
+        ("by training time in seconds", [{"x": seconds}]),
+    ]
+    buttons += [(f"{scale} loss", [{}, {"yaxis.type": scale}]) for scale in ("linear", "log")]
+    above: dict[str, Any] = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
+    drawn_buttons = [{"label": label, "method": "update", "args": args} for label, args in buttons]
+    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": drawn_buttons, **above}
+    layout = {"template": "plotly_white", "height": 120 + 250 * len(drawn), "updatemenus": [menu]}
+    return figure.update_layout(**layout, hovermode="x unified", hoverlabel={"namelength": -1})
+
+
+def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[tuple[Scatter, list[float | None]]]:
+    """The curves of a run in a chart, the main one first, each with the training time of its points."""
+    steps = table.steps["step"]
+    seconds = np.nancumsum(table.steps["step_ms"]) / 1000
+
+    def trace(x: NDArray[np.float64], y: NDArray[np.float64], **style: Any) -> tuple[Scatter, list[float | None]]:
+        times = np.interp(x, steps, seconds) if len(steps) else np.zeros(len(x))
+        mode = "lines" if len(x) > 40 else "lines+markers"
+        return Scatter(x=x.tolist(), y=_short(y), **{"mode": mode, **style}), _short(times)
+
+    for row in (row for row in STEP_FIGURES if row.chart == chart):
+        values = table.steps[row.name]
+        known = np.flatnonzero(np.isfinite(values))
+        if not len(known):
+            continue
+        middles = np.linspace(0, len(known) - 1, min(points, len(known))).astype(int)
+        yield trace(steps[known[middles]], running_mean(values[known])[middles])
+        extremes = known[thinned(values[known], points)]
+        yield trace(steps[extremes], values[extremes], name="each step", opacity=0.35, line={"width": 1})
+        skipped = np.flatnonzero(table.steps["skipped"] > 0)
+        if row.name == "loss" and len(skipped):
+            # At the foot of the chart: a skipped step often has no loss to stand on.
+            foot = np.full(len(skipped), values[known].min())
+            yield trace(steps[skipped], foot, mode="markers", name="skipped step", marker={"symbol": "x"})
+    for row in (row for row in EPOCH_FIGURES if row.chart == chart):
+        tests = [(epoch.step, value) for epoch in table.epochs if (value := getattr(epoch, row.name)) is not None]
+        if tests:
+            at, results = np.array(tests, dtype=np.float64).T
+            index = thinned(results, points)
+            yield trace(at[index], (100 if row.unit == "accuracy" else 1) * results[index], name=row.curve)
+
+
+def running_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Centred mean over a fiftieth of finite values, and over what there is of them at the ends."""
+    half = min(max(5, len(values) // 50), 1000) // 2
+    window, inside = np.ones(2 * half + 1), slice(half, half + len(values))
+    # Differences of a cumulative sum would be faster, but one loss of 1e20 would drown all that come after it.
+    means: NDArray[np.float64] = np.convolve(values, window)[inside] / np.convolve(np.ones(len(values)), window)[inside]
+    return means
+
+
+def thinned(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:
+    """Indices of at most so many values: of each stretch the least and the largest, so that none that sticks out is
+    lost.
+    """
+    if len(values) <= points:
+        return np.arange(len(values))
+    stretches = np.array_split(np.arange(len(values)), points // 2)
+    return np.unique([index[pick(values[index])] for index in stretches for pick in (np.argmin, np.argmax)])
+
+
+def _short(values: NDArray[np.float64]) -> list[float | None]:
+    """Five digits, as many as a screen shows."""
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def step_on_lanes(timeline: Timeline, unit: str = "ms") -> Figure:
+    """The step of median length, what was predicted above what was measured: a row per lane, and a box per action.
+
+    Numbers are micro-batches.
+    """
+    panels = [(title, length_ms(rows), list(timeline.lanes(rows))) for title, rows in timeline.panels()]
+    heights = [len(lanes) for *_, lanes in panels]
+    grid = {"subplot_titles": [title for title, *_ in panels], "row_heights": heights, "vertical_spacing": 0.15}
+    figure = make_subplots(len(panels), 1, shared_xaxes=True, **grid)
+    named: set[str] = set()
+    for row, (_, length, lanes) in enumerate(panels, start=1):
+        for bar in _boxes(lanes, unit):
+            figure.add_trace(bar.update(showlegend=bar.name not in named), row, 1)
+            named.add(bar.name)
+        figure.add_vline(length, line={"dash": "dash", "color": "#57606a"}, row=row, col=1)
+        ticks = {"tickvals": [*range(len(lanes))], "ticktext": [lane.name for lane in lanes]}
+        figure.update_yaxes(range=[len(lanes) - 0.5, -0.5], showgrid=False, fixedrange=True, **ticks, row=row, col=1)
+    figure.update_xaxes(title=unit, row=len(panels))
+    height = 120 + 100 * len(panels) + 25 * sum(heights)
+    return figure.update_layout(template="plotly_white", barmode="overlay", height=height)
+
+
+def _boxes(lanes: Sequence[Lane], unit: str) -> Iterator[Bar]:
+    """A trace for each kind of action."""
+    boxes: dict[tuple[str, str], list[tuple[Any, ...]]] = {}
+    for y, lane in enumerate(lanes):
+        width = 0.9 if lane.queue == "compute" else 0.5
+        for span in lane.spans:
+            text = str(span.action.index) if span.action.kind in COMPUTE else ""
+            times = f"{span.duration_ms:.4g} {unit}, from {span.start_ms:.4g} to {span.end_ms:.4g}"
+            box = (round(span.start_ms, 4), round(span.duration_ms, 4), y, width, text)
+            kind = _KINDS.get(span.action.kind, _OTHER_KIND)
+            boxes.setdefault(kind, []).append((*box, f"{describe_action(span.action)}: {times}"))
+    for (name, colour), drawn in boxes.items():
+        columns = dict(zip(("base", "x", "y", "width", "text", "hovertext"), zip(*drawn, strict=True), strict=True))
+        style = {"orientation": "h", "marker": {"color": colour}, "textposition": "inside", "hoverinfo": "text"}
+        yield Bar(name=name, legendgroup=name, **columns, **style)
+
+
+def confusion_matrix(counts: NDArray[np.int64], classes: Sequence[str]) -> Figure:
+    """Which part of the images of a class (row) were taken for which class (column)."""
+    # The square root of the part: a mistake of one in a hundred must be seen beside the diagonal.
+    shades = np.sqrt(counts / np.maximum(1, counts.sum(axis=1, keepdims=True)))
+    names = [html.escape(name) for name in classes]
+    hover = "%{y} taken for %{x}: %{text}<extra></extra>"
+    matrix = Heatmap(z=shades, x=names, y=names, text=counts, hovertemplate=hover, colorscale="Blues", showscale=False)
+    axes = {"xaxis": {"title": "taken for", "type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
+    return Figure([matrix], {"template": "plotly_white", "height": 800, **axes})

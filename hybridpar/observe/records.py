@@ -32,11 +32,6 @@ class Figure:
         curve: What its curve is called there, beside others.
         title: What it is called where runs are listed or compared.
         predicted: What it is called where a prediction stands beside it.
-        needed: Whether every summary has it; others may be null.
-        stored: Whether it is a key of the summary.
-        choices: All values that it can have.
-        entries: Rows of its entries, where it is an object.
-        each: The unit of all entries, where their names are not known.
     """
 
     name: str
@@ -50,11 +45,6 @@ class Figure:
     curve: str = ""
     title: str = ""
     predicted: str = ""
-    needed: bool = False
-    stored: bool = True
-    choices: tuple[str, ...] = ()
-    entries: tuple[Figure, ...] = ()
-    each: str = ""
 
 
 def _figure(unit: str, default: Any = MISSING, *, init: bool = True, **row: Any) -> Any:
@@ -64,73 +54,76 @@ def _figure(unit: str, default: Any = MISSING, *, init: bool = True, **row: Any)
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step, done or skipped."""
+    """One optimizer step, done or skipped.
+
+    Attributes:
+        step: Global step, counted from 1 over all epochs and resumed parts of the run.
+        epoch: Epoch the step belongs to, from 0.
+        loss: Training loss, mean over the global batch; not finite where the step went wrong.
+        lr: Learning rate of the step.
+        samples: Samples of all workers together.
+        images_per_second: Samples per second of the step; NaN where its time is not a positive number.
+        step_ms: Wall time of the whole step, waiting for data included.
+        compute_ms: The part spent in forward, backward and optimizer.
+        exposed_sync_ms: The part spent waiting for gradients that computation did not hide.
+        data_ms: The part spent waiting for the data loader.
+        bytes_sent: Bytes that one worker sent. Most steps of an outer loop send nothing.
+        skipped: Whether the step was rolled back because of non-finite gradients.
+        grad_norm: Global L2 norm of the gradients before clipping, where it was computed.
+        bytes_before: Bytes that one worker would have sent of its gradients in an all-reduce of float32.
+        bytes_after: Bytes that it sent of them.
+        encode_ms: Time in which messages of gradients were written, over all sync lanes.
+        wire_ms: Time in which they travelled, or waited for other workers.
+        decode_ms: Time in which they were read.
+        sync_ms: Time in which any sync lane was at it.
+        hidden_share: Part of `sync_ms` that computation hid, 0 to 1.
+        residual_norm: Global L2 norm of what this worker has not sent yet; only in some steps.
+        residual_norms: The same of each parameter, by name.
+        staleness: Updates made since the weights that the step's gradients were computed on, their mean; None where
+            that is always none.
+        most_stale: Largest of them.
+        queued: Mean number of gradients that waited at shard 0 when one arrived, that one included.
+        bytes_pulled: Bytes of weights that one worker received.
+    """
 
     step: int = _figure("count")
-    """Global step, counted from 1 over all epochs and resumed parts of the run."""
     epoch: int = _figure("count", log=True)
-    """Epoch the step belongs to, from 0."""
     loss: float = _figure("loss", log=True, chart="Loss")
-    """Training loss, mean over the global batch; not finite where the step went wrong."""
     lr: float = _figure("rate", log=True, chart="Learning rate")
-    """Learning rate of the step."""
     samples: int = _figure("count")
-    """Samples of all workers together."""
     images_per_second: float = _figure(
         "images/s", init=False, log=True, summary="images_per_second", reduce="median", title="speed"
     )
-    """Samples per second of the step; NaN where its time is not a positive number."""
     step_ms: float = _figure(
         "ms", log=True, chart="Time of a step (ms)", summary="step_ms_median", reduce="median", title="step"
     )
-    """Wall time of the whole step, waiting for data included."""
     compute_ms: float = _figure("ms", log=True, part="compute")
-    """The part spent in forward, backward and optimizer."""
     exposed_sync_ms: float = _figure("ms", log=True, part="exposed sync")
-    """The part spent waiting for gradients that computation did not hide."""
     data_ms: float = _figure("ms", log=True, part="waiting for data")
-    """The part spent waiting for the data loader."""
     bytes_sent: int = _figure(
         "bytes",
         log=True,
         workers=True,
         summary="bytes_sent_per_step",
-        reduce="mean",  # most steps of an outer loop send nothing
+        reduce="mean",
         title="sent per step",
         predicted="sent",
     )
-    """Bytes that one worker sent."""
-    skipped: bool = _figure("flag", summary="skipped_steps", reduce="sum", needed=True)
-    """Whether the step was rolled back because of non-finite gradients."""
+    skipped: bool = _figure("flag", summary="skipped_steps", reduce="sum")
     grad_norm: float | None = _figure("norm", log=True, chart="Gradient norm")
-    """Global L2 norm of the gradients before clipping, where it was computed."""
     bytes_before: int | None = _figure("bytes", None)
-    """Bytes that one worker would have sent of its gradients in an all-reduce of float32."""
     bytes_after: int | None = _figure("bytes", None)
-    """Bytes that it sent of them."""
     encode_ms: float | None = _figure("ms", None, workers=True, summary="encode_ms", reduce="median")
-    """Time in which messages of gradients were written, over all sync lanes."""
     wire_ms: float | None = _figure("ms", None, workers=True, summary="wire_ms", reduce="median")
-    """Time in which they travelled, or waited for other workers."""
     decode_ms: float | None = _figure("ms", None, workers=True, summary="decode_ms", reduce="median")
-    """Time in which they were read."""
     sync_ms: float | None = _figure("ms", None, workers=True, summary="sync_ms", reduce="median")
-    """Time in which any sync lane was at it."""
     hidden_share: float | None = _figure("part", None)
-    """Part of `sync_ms` that computation hid, 0 to 1."""
     residual_norm: float | None = _figure("norm", None, log=True, chart="Residual norm: not sent yet")
-    """Global L2 norm of what this worker has not sent yet; only in some steps."""
     residual_norms: Mapping[str, float] | None = None
-    """The same of each parameter, by name."""
     staleness: float | None = _figure("updates", None, log=True, chart="Staleness (updates)")
-    """Updates made since the weights that the step's gradients were computed on, their mean; None where that is always
-    none."""
     most_stale: int | None = _figure("updates", None)
-    """Largest of them."""
     queued: float | None = _figure("gradients", None, summary="queued", reduce="median")
-    """Mean number of gradients that waited at shard 0 when one arrived, that one included."""
     bytes_pulled: int | None = _figure("bytes", None, workers=True, summary="bytes_pulled_per_step", reduce="median")
-    """Bytes of weights that one worker received."""
 
     def __post_init__(self) -> None:
         rate = 1000 * self.samples / self.step_ms if 0 < self.step_ms < math.inf else math.nan
@@ -139,24 +132,27 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
-    """The end of an epoch."""
+    """The end of an epoch.
+
+    Attributes:
+        epoch: Which epoch ended, from 0.
+        step: The last global step of the epoch.
+        test_accuracy: Fraction of the test set classified correctly, 0 to 1; None where nothing was evaluated.
+        test_loss: Mean loss over the test set; None where nothing was evaluated.
+        train_loss: Mean training loss over the epoch.
+        seconds: Wall time of the epoch, evaluation included.
+        ema_test_accuracy: `test_accuracy` of the moving average of the weights; None without one.
+        ema_test_loss: `test_loss` of it.
+    """
 
     epoch: int
-    """Which epoch ended, from 0."""
     step: int
-    """The last global step of the epoch."""
     test_accuracy: float | None = _figure("accuracy", log=True, chart="Test accuracy (%)")
-    """Fraction of the test set classified correctly, 0 to 1; None where nothing was evaluated."""
     test_loss: float | None = _figure("loss", log=True, chart="Loss", curve="test")
-    """Mean loss over the test set; None where nothing was evaluated."""
     train_loss: float = _figure("loss", log=True)
-    """Mean training loss over the epoch."""
     seconds: float = _figure("s")
-    """Wall time of the epoch, evaluation included."""
     ema_test_accuracy: float | None = _figure("accuracy", None, log=True, chart="Test accuracy (%)", curve="EMA")
-    """`test_accuracy` of the moving average of the weights; None without one."""
     ema_test_loss: float | None = _figure("loss", None, log=True, chart="Loss", curve="test, EMA")
-    """`test_loss` of it."""
 
 
 def _rows_of(record: Any) -> tuple[Figure, ...]:
@@ -166,69 +162,29 @@ def _rows_of(record: Any) -> tuple[Figure, ...]:
 STEP_FIGURES, EPOCH_FIGURES = _rows_of(StepRecord), _rows_of(EpochRecord)
 
 #: What is known of a run as a whole, beside what its steps come to; docs/contracts.md says what each means.
-_RUN_FIGURES = (
-    Figure("state", "text", title="state", stored=False),
-    Figure("model", "text", needed=True),
-    Figure("data", "text", needed=True),
-    Figure("workers", "count", needed=True),
-    Figure("device", "text", needed=True),
-    Figure("seed", "number", needed=True),
-    Figure("batch_size", "count", needed=True),
-    Figure("final_batch_size", "count", needed=True),
-    Figure("exit", "text", needed=True, choices=("finished", "interrupted")),
-    Figure("epochs", "count", needed=True),
-    Figure("steps", "count", needed=True, title="steps"),
-    Figure("resumed_from", "count"),
+_OF_THE_RUN = (
+    *(Figure(name, "text") for name in ("model", "data", "device", "schedule", "sync", "codec", "shares")),
+    *(Figure(name, "count") for name in ("workers", "stages", "replicas", "micro_batches", "servers", "seed")),
+    *(Figure(name, "count") for name in ("batch_size", "final_batch_size", "epochs", "resumed_from")),
+    *(Figure(name, "object") for name in ("best", "staleness", "kernels", "versions")),
+    Figure("exit", "text", title="state"),
+    Figure("steps", "count", title="steps"),
     Figure("test_accuracy", "accuracy", title="test accuracy"),
     Figure("best_test_accuracy", "accuracy", title="best test accuracy"),
     Figure("ema_test_accuracy", "accuracy", title="of the average"),
-    Figure("test_loss", "loss", title="test loss", stored=False),
-    Figure("train_loss", "loss", title="train loss", stored=False),
-    Figure(
-        "best",
-        "object",
-        entries=(
-            Figure("step", "count", needed=True),
-            Figure("test_accuracy", "accuracy"),  # of an epoch that is the best by another figure, and was not tested
-            Figure("metric", "text", needed=True),
-            Figure("checkpoint", "text", needed=True),
-        ),
-    ),
-    Figure("train_seconds", "s", needed=True, title="trained for"),
-    Figure("step_ms", "ms", stored=False, predicted="step, without data"),
+    Figure("test_loss", "loss", title="test loss"),
+    Figure("train_loss", "loss", title="train loss"),
+    Figure("train_seconds", "s", title="trained for"),
     Figure("step_ms_mean", "ms"),
-    Figure("compute_ms", "ms", predicted="compute"),
-    Figure("exposed_sync_ms", "ms", predicted="exposed sync"),
-    Figure("data_ms", "ms"),
+    Figure("compute_ms", "ms", title="compute", predicted="compute"),
+    Figure("exposed_sync_ms", "ms", title="exposed sync", predicted="exposed sync"),
+    Figure("data_ms", "ms", title="waiting for data"),
     Figure("bubble", "part", predicted="bubble"),
     Figure("overlap", "part"),
     Figure("peak_saved_bytes", "bytes", predicted="kept for backward"),
     Figure("memory_bytes", "bytes", title="memory", predicted="memory"),
     Figure("prediction_warning", "text"),
-    Figure("stages", "count", needed=True),
-    Figure("replicas", "count", needed=True),
-    Figure("micro_batches", "count", needed=True),
-    Figure("schedule", "text", needed=True),
-    Figure("sync", "text", needed=True),
-    Figure("servers", "count", needed=True),
-    Figure("codec", "text", needed=True),
     Figure("compression_ratio", "ratio"),
-    Figure("shares", "text"),
-    Figure(
-        "staleness",
-        "object",
-        entries=(Figure("mean", "updates"), Figure("most", "updates"), Figure("histogram", "object", each="count")),
-    ),
-    Figure(
-        "kernels",
-        "object",
-        entries=(
-            Figure("tuned", "count", needed=True),
-            Figure("stock", "count", needed=True),
-            Figure("saved_ms", "number"),
-        ),
-    ),
-    Figure("versions", "object", needed=True, each="text"),
 )
 
 _OF_STEPS = tuple(
@@ -236,61 +192,66 @@ _OF_STEPS = tuple(
     for row in STEP_FIGURES
     if row.summary
 )
-_MEASURED = (*_RUN_FIGURES, *_OF_STEPS)
 #: What is predicted of a step, and measured.
-PREDICTED_FIGURES = tuple(row for row in _MEASURED if row.predicted)
+PREDICTED_FIGURES = (
+    Figure("step_ms", "ms", predicted="step, without data"),
+    *(row for row in (*_OF_THE_RUN, *_OF_STEPS) if row.predicted),
+)
 #: The keys of `summary.json`.
 SUMMARY_FIGURES = (
-    *(row for row in _MEASURED if row.stored),
+    *(*_OF_THE_RUN, *_OF_STEPS),
     *(Figure(f"predicted_{row.name}", row.unit) for row in PREDICTED_FIGURES),
 )
-#: What is told of runs that are listed or compared.
-LISTED_FIGURES = tuple(row for row in _MEASURED if row.title)
+#: What is shown of runs that are listed or compared.
+LISTED_FIGURES = tuple(row for row in SUMMARY_FIGURES if row.title)
 #: Parts of the time of a step: their names, and what they are called.
 STEP_PARTS = {row.name: row.part for row in STEP_FIGURES if row.part}
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What is known about a run before its first step."""
+    """What is known about a run before its first step.
+
+    Attributes:
+        model: Name of the model.
+        data: Name of the data set.
+        workers: Number of worker processes.
+        device: What the workers run on, for instance `cpu`.
+        epochs: Epochs the run is meant to last.
+        steps_total: Steps the run is meant to last.
+        steps_per_epoch: Steps of a whole epoch.
+        parameters: Number of parameter elements of the model.
+        batch_size: Samples per step over all workers.
+        run_dir: Directory that holds what the run leaves behind.
+        notes: Lines to show at the start as they are.
+        stages: Stages that the model is cut into.
+        replicas: Copies of the model, or of the whole pipeline.
+        micro_batches: Micro-batches per replica and step.
+        codec: Codec of the gradients, or the rules of a policy.
+        schedule: Name of the pipeline schedule; `accumulate` without stages.
+        sync: How gradients are exchanged, as `--sync` has it.
+        servers: Server processes.
+        batch_line: Why `--batch-size auto` chose this batch; empty where it was given.
+        data_line: What to say of the data at the start; by default their name.
+    """
 
     model: str
-    """Name of the model."""
     data: str
-    """Name of the data set."""
     workers: int
-    """Number of worker processes."""
     device: str
-    """What the workers run on, for instance `cpu`."""
     epochs: int
-    """Epochs the run is meant to last."""
     steps_total: int
-    """Steps the run is meant to last."""
     steps_per_epoch: int
-    """Steps of a whole epoch."""
     parameters: int
-    """Number of parameter elements of the model."""
     batch_size: int
-    """Samples per step over all workers."""
     run_dir: Path
-    """Directory that holds what the run leaves behind."""
     notes: tuple[str, ...] = ()
-    """Lines to show at the start as they are."""
     stages: int = 1
-    """Stages that the model is cut into."""
     replicas: int = 1
-    """Copies of the model, or of the whole pipeline."""
     micro_batches: int = 1
-    """Micro-batches per replica and step."""
     codec: str = "none"
-    """Codec of the gradients, or the rules of a policy."""
     schedule: str = "accumulate"
-    """Name of the pipeline schedule; `accumulate` without stages."""
     sync: str = "allreduce"
-    """How gradients are exchanged, as `--sync` has it."""
     servers: int = 0
-    """Server processes."""
     batch_line: str = ""
-    """Why `--batch-size auto` chose this batch; empty where it was given."""
     data_line: str = ""
-    """What to say of the data at the start; by default their name."""

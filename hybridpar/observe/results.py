@@ -1,15 +1,11 @@
 """What a test found: accuracy by class, which class was taken for which, and whether the confidence is right.
 
-`TestResult` has the figures, as text, as JSON, and as CSV files; the picture of the confusion matrix is drawn by
-`confusion_picture.py`.
+`TestResult` has the figures, as text and as JSON; `page.py` draws the confusion matrix.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,25 +21,6 @@ MOST_CLASSES = 2000
 
 #: Classes, and confused pairs, that the text names.
 _NAMED = 5
-
-
-@dataclass(frozen=True)
-class Bin:
-    """The images whose confidence is in one interval.
-
-    Attributes:
-        above: Lower end of the interval, which it does not contain; the first one contains 0.
-        up_to: Upper end.
-        images: Number of images.
-        confidence: Mean confidence; None without images.
-        accuracy: Part of them that is classified right; None without images.
-    """
-
-    above: float
-    up_to: float
-    images: int
-    confidence: float | None
-    accuracy: float | None
 
 
 @dataclass(frozen=True)
@@ -79,16 +56,19 @@ class TestResult:
     confidences: NDArray[np.float64] | None = None
     in_top5: NDArray[np.bool_] | None = None
 
-    @cached_property
+    @property
     def top5_accuracy(self) -> float | None:
         """Part of the images whose class is among the five most probable ones; None where they may have several."""
         return None if self.in_top5 is None else float(self.in_top5.mean())
 
     @cached_property
-    def class_accuracies(self) -> list[float | None]:
-        """Accuracy of each class; None of one without images."""
-        pairs = zip(self.right_of_class.tolist(), self.images_of_class.tolist(), strict=True)
-        return [right / images if images else None for right, images in pairs]
+    def by_class(self) -> list[dict[str, Any]]:
+        """Images and accuracy of each class; the accuracy of one without images is None."""
+        numbers = zip(self.classes, self.images_of_class.tolist(), self.right_of_class.tolist(), strict=True)
+        return [
+            {"class": name, "images": images, "right": right, "accuracy": right / images if images else None}
+            for name, images, right in numbers
+        ]
 
     @cached_property
     def confusion(self) -> NDArray[np.int64] | None:
@@ -103,46 +83,39 @@ class TestResult:
         return pairs.reshape(count, count).astype(np.int64)
 
     @cached_property
-    def calibration(self) -> list[Bin]:
-        """The reliability table: confidence and accuracy in 15 intervals of equal width.
+    def calibration(self) -> list[dict[str, Any]]:
+        """The reliability table: mean confidence and accuracy of the images in 15 intervals of equal width.
 
         Guo et al. 2017, "On Calibration of Modern Neural Networks", section 2: bin m has the images whose confidence is
         in ((m - 1) / 15, m / 15]. Empty where images may have several classes.
         """
         if self.confidences is None or self.targets is None:
             return []
-        right = self.targets == self.predictions
+        right, known = self.targets == self.predictions, np.nan_to_num(self.confidences)
         edges = np.arange(BINS + 1) / BINS
-        known = np.nan_to_num(self.confidences)  # of scores that are no numbers
-        places = np.clip(np.searchsorted(edges, known, side="left") - 1, 0, BINS - 1)
+        bins = np.clip(np.searchsorted(edges, known, side="left") - 1, 0, BINS - 1)
         table = []
-        for place in range(BINS):
-            inside = places == place
+        for index in range(BINS):
+            inside = bins == index
             images = int(inside.sum())
             confidence = float(known[inside].mean()) if images else None
             accuracy = float(right[inside].mean()) if images else None
-            table.append(Bin(float(edges[place]), float(edges[place + 1]), images, confidence, accuracy))
+            row = (float(edges[index]), float(edges[index + 1]), images, confidence, accuracy)
+            table.append(dict(zip(("above", "up_to", "images", "confidence", "accuracy"), row, strict=True)))
         return table
 
-    @cached_property
+    @property
     def calibration_error(self) -> float | None:
         """Expected calibration error: the mean over images of |accuracy - confidence| of their bin.
 
         Guo et al. 2017, equation 3. None where images may have several classes.
         """
-        parts = [
-            one.images * abs(one.accuracy - one.confidence)
-            for one in self.calibration
-            if one.accuracy is not None and one.confidence is not None
-        ]
-        return sum(parts) / self.images if parts else None
+        filled = [row for row in self.calibration if row["images"]]
+        errors = [row["images"] * abs(row["accuracy"] - row["confidence"]) for row in filled]
+        return float(sum(errors)) / self.images if errors else None
 
     def plain(self) -> dict[str, Any]:
         """All figures, as JSON has them."""
-        classes = zip(
-            *(self.classes, self.images_of_class.tolist(), self.right_of_class.tolist(), self.class_accuracies),
-            strict=True,
-        )
         return {
             "test_accuracy": self.accuracy,
             "top5_accuracy": self.top5_accuracy,
@@ -150,8 +123,8 @@ class TestResult:
             "images": self.images,
             "unreadable_images": self.unreadable,
             "calibration_error": self.calibration_error,
-            "calibration": [vars(one) for one in self.calibration],
-            "classes": [dict(zip(("class", "images", "right", "accuracy"), one, strict=True)) for one in classes],
+            "calibration": self.calibration,
+            "classes": self.by_class,
             "confusion": None if self.confusion is None else self.confusion.tolist(),
         }
 
@@ -165,12 +138,12 @@ class TestResult:
         lines.append(f"loss      {self.loss:.4f}")
         if self.calibration_error is not None:
             lines.append(f"ECE       {100 * self.calibration_error:.2f} % (confidence against accuracy, {BINS} bins)")
-        known = [(one, name) for one, name in zip(self.class_accuracies, self.classes, strict=True) if one is not None]
-        worst = [f"{name} {100 * one:.1f} %" for one, name in sorted(known, key=lambda pair: pair[0])[:_NAMED]]
-        lines.append(f"lowest    {', '.join(worst)}")
+        known = sorted((row for row in self.by_class if row["images"]), key=lambda row: row["accuracy"])
+        lowest = [f"{row['class']} {100 * row['accuracy']:.1f} %" for row in known[:_NAMED]]
+        lines.append(f"lowest    {', '.join(lowest)}")
         if mistakes := self.mistakes(_NAMED):
-            told = [f"{true} for {taken} {count:,}x" for true, taken, count in mistakes]
-            lines.append(f"mistaken  {', '.join(told)}")
+            shown = [f"{true} for {taken} {count:,}x" for true, taken, count in mistakes]
+            lines.append(f"mistaken  {', '.join(shown)}")
         return "\n".join(lines)
 
     def mistakes(self, most: int) -> list[tuple[str, str, int]]:
@@ -184,23 +157,3 @@ class TestResult:
             (self.classes[pair // len(self.classes)], self.classes[pair % len(self.classes)], count)
             for pair, count in zip(pairs[order].tolist(), counts[order].tolist(), strict=True)
         ]
-
-    def tables(self) -> dict[str, str]:
-        """The CSV files of the test by name: `classes.csv`, `calibration.csv` and `confusion.csv`."""
-        rows = zip(self.classes, self.images_of_class, self.right_of_class, self.class_accuracies, strict=True)
-        files = {"classes.csv": _csv([("class", "images", "right", "accuracy"), *rows])}
-        if self.calibration:
-            files["calibration.csv"] = _csv(
-                [tuple(vars(self.calibration[0])), *(tuple(vars(one).values()) for one in self.calibration)]
-            )
-        if self.confusion is not None:
-            head = ("class \\ taken for", *self.classes)
-            body = [(name, *row) for name, row in zip(self.classes, self.confusion.tolist(), strict=True)]
-            files["confusion.csv"] = _csv([head, *body])
-        return files
-
-
-def _csv(rows: Sequence[Sequence[object]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    return out.getvalue()

@@ -1,4 +1,4 @@
-"""`summary.json`: the figures of a run under keys that keep their meaning.
+"""`summary.json`: the figures of a run.
 
 `SUMMARY_FIGURES` has every key with its unit, and docs/contracts.md what each means. The summary is computed from
 `metrics.jsonl`, so it covers the whole of a run that was resumed, and can be computed again.
@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -20,20 +21,15 @@ from numpy.typing import NDArray
 
 from hybridpar.errors import RunDirectoryError
 from hybridpar.formats.file_reader import read_json
-from hybridpar.observe.files import replace_file
+from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.metrics import MetricsTable
 from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, SUMMARY_FIGURES, Figure, RunInfo
-from hybridpar.observe.running import WARM_UP_STEPS
-from hybridpar.observe.text import UNITS, Unit
 
 #: Name of the file in the run directory.
 SUMMARY_FILE = "summary.json"
 
-#: Keys that are fields of `RunInfo`, too.
-_OF_THE_RUN = (
-    *("model", "data", "workers", "device", "batch_size", "codec", "stages", "replicas", "micro_batches", "schedule"),
-    *("sync", "servers"),
-)
+#: Steps at the start of a process that say nothing about its speed: caches fill, kernels are chosen and compiled.
+WARM_UP_STEPS = 3
 
 
 def summarize(
@@ -46,39 +42,45 @@ def summarize(
     versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Put a run in numbers, with the keys and units of `SUMMARY_FIGURES`."""
-    steps = table.steps
-    last = int(steps["step"][-1]) if len(steps["step"]) else resumed_from or 0
+    steps, keys = table.steps, [row.name for row in SUMMARY_FIGURES]
+    last = table.last_step or resumed_from or 0
     steady = _steady(steps["step"], resumed_from)
-    accuracies = [epoch.test_accuracy for epoch in table.epochs if epoch.test_accuracy is not None]
-    averaged = [epoch.ema_test_accuracy for epoch in table.epochs if epoch.ema_test_accuracy is not None]
     of_steps = {
         row.summary: reduced(row, steps[row.name] if row.reduce == "sum" else steps[row.name][steady])
         for row in STEP_FIGURES
         if row.summary
     }
+    parts = np.stack([steps[key][steady] for key in STEP_PARTS], axis=1)
+    sent = float(np.nansum(steps["bytes_after"]))
+    installed = {"python": platform.python_version()}
+    for package in ("hybridpar", "torch", "torchvision"):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # run from a source tree
+            installed[package] = metadata.version(package)
     return {
-        **dict.fromkeys(row.name for row in SUMMARY_FIGURES),  # what metrics.jsonl does not hold; the run adds it
-        **{key: getattr(info, key) for key in _OF_THE_RUN},
+        **dict.fromkeys(keys),  # what metrics.jsonl does not hold; the run adds it
+        **{key: value for key, value in asdict(info).items() if key in keys},
         "seed": seed,
         "exit": ended,
         "epochs": last // info.steps_per_epoch if info.steps_per_epoch else 0,
         "steps": last,
         "resumed_from": resumed_from,
-        "test_accuracy": accuracies[-1] if accuracies else None,
-        "best_test_accuracy": max(accuracies, default=None),
-        "ema_test_accuracy": averaged[-1] if averaged else None,
+        **tests_of(table),
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
         **of_steps,
-        **divided_step(
-            of_steps["step_ms_median"],
-            [step_shares(np.stack([steps[key][steady] for key in STEP_PARTS], axis=1), steps["step_ms"][steady])],
-        ),
-        "compression_ratio": _ratio(steps["bytes_before"], steps["bytes_after"]),
+        **divided_step(of_steps["step_ms_median"], [step_shares(parts, steps["step_ms"][steady])]),
+        "compression_ratio": round(float(np.nansum(steps["bytes_before"])) / sent, 3) if sent > 0 else None,
         "shares": "equal",
         "final_batch_size": info.batch_size,
         "staleness": _ages(steps["staleness"]),
-        "versions": _installed_versions() | dict(versions or {}),
+        "versions": installed | dict(versions or {}),
     }
+
+
+def tests_of(table: MetricsTable) -> dict[str, float | None]:
+    """What the tests of a run came to: the last of each figure, and the best accuracy."""
+    names = ("test_accuracy", "ema_test_accuracy", "test_loss", "train_loss")
+    last = {name: values[-1] if (values := table.tested(name)) else None for name in names}
+    return last | {"best_test_accuracy": max(table.tested("test_accuracy"), default=None)}
 
 
 def step_shares(
@@ -93,8 +95,8 @@ def step_shares(
     wall = rows.sum(axis=1) if step_ms is None else np.maximum(rows.sum(axis=1), step_ms)
     rows, wall = rows[np.isfinite(wall)], wall[np.isfinite(wall)]
     middle = np.argsort(wall, kind="stable")[len(wall) // 4 : len(wall) - len(wall) // 4]
-    whole = float(wall[middle].sum())
-    return tuple((rows[middle].sum(axis=0) / whole).tolist()) if whole > 0 else None
+    total = float(wall[middle].sum())
+    return tuple((rows[middle].sum(axis=0) / total).tolist()) if total > 0 else None
 
 
 def divided_step(step_ms: float | None, workers: Sequence[tuple[float, ...] | None]) -> dict[str, float | None]:
@@ -106,25 +108,27 @@ def divided_step(step_ms: float | None, workers: Sequence[tuple[float, ...] | No
     return {key: round(step_ms * mean, 3) for key, mean in zip(STEP_PARTS, means, strict=True)}
 
 
-def validate_summary(summary: Mapping[str, Any]) -> None:
-    """Check a summary against `SUMMARY_FIGURES`."""
-    _check_entries(summary, SUMMARY_FIGURES, "summary")
+def step_without_data_ms(summary: Mapping[str, Any]) -> float | None:
+    """A step of a run less what it waited for data, which nothing predicts; None without a step.
+
+    It is the median, and in an outer loop, of whose steps few wait for an exchange, the mean.
+    """
+    step = summary.get("step_ms_mean") or summary["step_ms_median"]
+    return None if step is None else max(0.0, float(step) - (summary["data_ms"] or 0.0))
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None."""
+    """The summary of a run; None where there is none, a damaged one, or one of another version."""
     try:
         summary = read_json(Path(run_dir) / SUMMARY_FILE, "the summary", RunDirectoryError)
-        summary = dict.fromkeys(row.name for row in SUMMARY_FIGURES) | summary
-        validate_summary(summary)
-    except (RunDirectoryError, ValueError, TypeError):
+    except RunDirectoryError:
         return None
-    return dict(summary)
+    keys = {row.name for row in SUMMARY_FIGURES}
+    return summary if isinstance(summary, dict) and summary.keys() >= keys else None
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Check a summary and write it to `summary.json`, as a whole or not at all."""
-    validate_summary(summary)
+    """Write a summary to `summary.json`, as a whole or not at all."""
     path = Path(run_dir) / SUMMARY_FILE
     replace_file(path, [json.dumps(dict(summary), indent=2, allow_nan=False).encode() + b"\n"])
     return path
@@ -158,57 +162,3 @@ def reduced(figure: Figure, values: Sequence[float] | NDArray[np.float64]) -> fl
         return None
     value = float(np.mean(known) if figure.reduce == "mean" else np.median(known))
     return round(value) if figure.unit == "bytes" else round(value, 3)
-
-
-def _ratio(before: NDArray[np.float64], after: NDArray[np.float64]) -> float | None:
-    sent = float(np.nansum(after))
-    return round(float(np.nansum(before)) / sent, 3) if sent > 0 else None
-
-
-def _installed_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("hybridpar", "torch", "torchvision"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # run from a source tree
-            continue
-    return versions
-
-
-def _check_entries(values: Mapping[str, Any], rows: Sequence[Figure], where: str) -> None:
-    missing = [row.name for row in rows if row.name not in values]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
-    for row in rows:
-        value, name = values[row.name], f"{where}.{row.name}"
-        if value is None and not row.needed:
-            continue
-        _check_value(value, UNITS[row.unit], name)
-        if row.choices and value not in row.choices:
-            raise ValueError(f"{name} is {value!r}, not one of {', '.join(row.choices)}")
-        if row.unit == "object":
-            _check_entries(value, row.entries, name)
-            for key, entry in value.items() if row.each else ():
-                _check_value(entry, UNITS[row.each], f"{name}.{key}")
-
-
-#: What types are called.
-_KINDS = {str: "string", float: "number", int: "integer", dict: "object"}
-
-
-def _check_value(value: Any, unit: Unit, name: str) -> None:
-    kinds: tuple[Any, ...] = (int, float) if unit.kind in (int, float) else (unit.kind,)
-    is_whole = unit.kind is not int or not isinstance(value, float) or value.is_integer()
-    if not isinstance(value, kinds) or isinstance(value, bool) or not is_whole:
-        raise ValueError(f"{name} is {value!r}, not of type {_KINDS[unit.kind]}")
-    if unit.kind in (int, float) and not (math.isfinite(value) and unit.least <= value <= unit.most):
-        raise ValueError(f"{name} is {value}, not within {unit.least:g} to {unit.most:g}")
-
-
-def step_without_data_ms(summary: Mapping[str, Any]) -> float | None:
-    """A step of a run less what it waited for data, which nothing predicts; None without a step.
-
-    It is the median, and in an outer loop, of whose steps few wait for an exchange, the mean.
-    """
-    step = summary.get("step_ms_mean") or summary["step_ms_median"]
-    return None if step is None else max(0.0, float(step) - (summary["data_ms"] or 0.0))

@@ -1,23 +1,46 @@
-"""`Timeline`: what every worker did in a few steps, beside what was predicted.
+"""`Timeline`: what every worker did in a few steps, beside what was predicted; as text, and as a file.
 
-A timeline is written as a trace by `timeline_file.py`, printed by `timeline_text.py` and drawn by
-`timeline_picture.py`. It holds spans and nothing that follows from them.
+A file is JSON in the Trace Event Format, for ui.perfetto.dev and chrome://tracing: a process for each worker, beside it
+one for its prediction, and a thread for each queue. `page.py` draws a timeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from hybridpar.schedule.actions import RECEIVES, Action, Kind
+from pydantic import TypeAdapter, ValidationError
+
+from hybridpar.errors import UsageError, shortened
+from hybridpar.formats.file_reader import first_problem, read_json
+from hybridpar.formats.output_files import replace_file
+from hybridpar.observe.text import counted
+from hybridpar.schedule.actions import Action, Kind
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans, joint_bubble
 
-_SEND_OF = {Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD}
+#: Kinds of queues in the order in which they are shown. A trace begins with `steps`: when a worker was busy with one.
+QUEUES = ("steps", "compute", "send", "receive", "sync", "control", "copy")
 
-#: Kinds of queues in the order in which they are shown.
-QUEUES = ("compute", "send", "receive", "sync", "control", "copy")
+#: What `otherData` calls the writer, by which our traces are told from those of others.
+_WRITER = "hybridpar timeline 2"
+
+#: Words for an action, where they are not its text.
+_WORDS = {
+    Kind.SYNC: "sync bucket {index} stage {stage}",
+    Kind.STEP: "optimizer stage {stage}",
+    Kind.REPORT: "report {index} stage {stage}",
+    Kind.DECIDE: "decision of all workers",
+    Kind.PARK: "park micro-batch {index} stage {stage}",
+    Kind.FETCH: "fetch micro-batch {index} stage {stage}",
+    Kind.SEND_FORWARD: "send F{index} to stage {peer}",
+    Kind.SEND_BACKWARD: "send B{index} to stage {peer}",
+    Kind.RECEIVE_FORWARD: "receive F{index} from stage {peer}",
+    Kind.RECEIVE_BACKWARD: "receive B{index} from stage {peer}",
+}
 
 
 @dataclass(frozen=True)
@@ -41,12 +64,16 @@ class TimelineRow:
         """When its last action ended, in seconds on the shared clock."""
         return self.spans.origin + self.spans.step_ms / 1e3
 
-    def queues(self) -> dict[tuple[str, int], list[Span]]:
-        """Its spans by kind and number of queue, in the order in which queues are shown."""
-        found: dict[tuple[str, int], list[Span]] = {}
-        for span in self.spans.spans:
-            found.setdefault((span.queue, span.lane), []).append(span)
-        return {key: found[key] for key in sorted(found, key=lambda key: (QUEUES.index(key[0]), key[1]))}
+
+_ROWS = TypeAdapter(tuple[TimelineRow, ...])
+
+
+class Lane(NamedTuple):
+    """A queue of a worker in a step, by the time since the beginning of the step."""
+
+    queue: str
+    name: str
+    spans: list[Span]
 
 
 @dataclass(frozen=True)
@@ -57,7 +84,7 @@ class Timeline:
         rows: In any order.
         layout: Where stages run.
         facts: What the run was, as plain values to be shown: `model`, `stages`, `micro_batches`, `schedule`,
-            `clocks` (how the clocks were aligned) and `prediction` (where it comes from).
+            `clocks` (how the clocks were aligned), `prediction` (where it comes from), and of a plan the `whole` step.
     """
 
     rows: tuple[TimelineRow, ...]
@@ -74,17 +101,49 @@ class Timeline:
         rows = [row for row in self.rows if row.step == step and row.predicted == predicted]
         return sorted(rows, key=lambda row: row.worker)
 
-    def typical_step(self) -> int:
-        """The step whose length is the median; of an even number the longer of the middle ones."""
+    def panels(self) -> Iterator[tuple[str, list[TimelineRow]]]:
+        """The step of median length as it was predicted and as it ran, each with a title."""
         shown = {step: self.at(step, predicted=False) or self.at(step, predicted=True) for step in self.steps}
-        lengths = [(round(length_ms(rows), 6), step) for step, rows in shown.items()]  # to nanoseconds
-        return sorted(lengths)[len(lengths) // 2][1]
+        # To nanoseconds; of an even number the longer of the middle ones.
+        lengths = sorted((round(length_ms(rows), 6), step) for step, rows in shown.items())
+        step = lengths[len(lengths) // 2][1]
+        ran = f"measured, step {step}" + (", the one of median length" if len(shown) > 1 else "")
+        for predicted, title in ((True, "predicted"), (False, ran)):
+            if rows := self.at(step, predicted=predicted):
+                yield f"{title}:  {length_ms(rows):,.1f} ms, bubble {100 * self.bubble(rows):.0f} %", rows
 
     def bubble(self, rows: Sequence[TimelineRow]) -> float:
         """The bubble of a step, see `joint_bubble`; the mean over the replicas."""
         replicas = [[row.spans.computed for row in rows if row.worker in ranks] for ranks in self.layout.ranks]
         bubbles = [joint_bubble(workers) for workers in replicas if workers]
         return sum(bubbles) / len(bubbles)
+
+    def lanes(self, rows: Sequence[TimelineRow]) -> Iterator[Lane]:
+        """The queues of all workers in a step."""
+        for row in rows:
+            shift = 1e3 * (row.spans.origin - begin_of(rows))
+            spans: dict[tuple[int, int], list[Span]] = {}
+            for span in row.spans.spans:
+                spans.setdefault((QUEUES.index(span.queue), span.lane), []).append(span.shifted(shift))
+            for queue, lane in sorted(spans):
+                name = f"worker {row.worker} {describe_queue(QUEUES[queue], lane, self.layout, row.worker)}"
+                yield Lane(QUEUES[queue], name, spans[queue, lane])
+
+    def lines(self) -> Iterator[str]:
+        """What ran, and the figures of every worker in the step of median length."""
+        facts, steps = self.facts, self.steps
+        replicas = f" x {self.layout.replicas} replicas" if self.layout.replicas > 1 else ""
+        parts = [str(facts.get("model", "")), counted(self.layout.stages, "stage") + replicas]
+        parts += [counted(facts["micro_batches"], "micro-batch")] if "micro_batches" in facts else []
+        parts += [str(facts.get("schedule", "")), f"steps {steps[0]} to {steps[-1]}"]
+        yield ", ".join(filter(None, parts))
+        yield from (f"{key}: {facts[key]}" for key in ("prediction", "clocks", "whole") if key in facts)
+        for title, rows in self.panels():
+            yield from ("", title)
+            for row in rows:
+                spans, computed = row.spans, row.spans.computed
+                busy, exposed = f"{computed.busy_ms:9,.1f} ms of passes", f"{spans.exposed_sync_ms:,.1f} ms"
+                yield f"worker {row.worker}  {busy} on {computed.lanes} lane(s), {exposed} of sums exposed"
 
 
 def begin_of(rows: Sequence[TimelineRow]) -> float:
@@ -94,7 +153,7 @@ def begin_of(rows: Sequence[TimelineRow]) -> float:
 
 def length_ms(rows: Sequence[TimelineRow]) -> float:
     """From the beginning of a step to the end of its last action."""
-    return 1e3 * (max(row.end for row in rows) - begin_of(rows)) if rows else 0.0
+    return 1e3 * (max(row.end for row in rows) - begin_of(rows))
 
 
 def add_prediction(
@@ -116,54 +175,89 @@ def add_prediction(
     return tuple(rows)
 
 
-def joined_at(rows: Sequence[TimelineRow], layout: Layout) -> dict[tuple[int, Action], float]:
-    """When the last party had come to what several workers do together; what lies before it was waiting."""
-    starts = {
-        (row.worker, span.action): row.spans.origin + span.start_ms / 1e3 for row in rows for span in row.spans.spans
-    }
-    by_replica = {(layout.replica_of(worker), action): start for (worker, action), start in starts.items()}
-    sums: dict[Action, float] = {}
-    for (_, action), start in starts.items():
-        if action.kind is Kind.SYNC:
-            sums[action] = max(start, sums.get(action, start))
-    joined = {}
-    for (worker, action), start in starts.items():
-        if action.kind is Kind.SYNC:
-            joined[worker, action] = sums[action]
-        elif action.kind in RECEIVES:
-            joined[worker, action] = max(start, by_replica.get((layout.replica_of(worker), send_of(action)), start))
-    return joined
-
-
-def send_of(receive: Action) -> Action:
-    """The other end of a receive."""
-    assert receive.peer is not None
-    return Action(receive.peer, _SEND_OF[receive.kind], receive.index, receive.stage)
-
-
 def describe_action(action: Action) -> str:
     """An action in words: `F3 stage 1`, `send F3 to stage 2`, `sync bucket 0 stage 1`, `optimizer stage 1`."""
-    match action.kind:
-        case Kind.SYNC:
-            return f"sync bucket {action.index} stage {action.stage}"
-        case Kind.STEP:
-            return f"optimizer stage {action.stage}"
-        case Kind.REPORT:
-            return f"report on {'gradients' if action.index else 'forward passes'} stage {action.stage}"
-        case Kind.DECIDE:
-            return "decision of all workers"
-        case Kind.PARK | Kind.FETCH:
-            return f"{action.kind.value.lower()} micro-batch {action.index} stage {action.stage}"
-        case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-            return f"send {action.kind.value[-1]}{action.index} to stage {action.peer}"
-        case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
-            return f"receive {action.kind.value[-1]}{action.index} from stage {action.peer}"
-        case _:
-            return f"{action.kind.value}{action.index} stage {action.stage}"
+    return _WORDS.get(action.kind, "{kind}{index} stage {stage}").format(**action._asdict())
 
 
 def describe_queue(queue: str, lane: int, layout: Layout, worker: int = 0) -> str:
     """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`."""
     if queue in ("send", "receive"):
         return f"{queue} {'to' if queue == 'send' else 'from'} worker {layout.peer(worker, lane)}"
-    return f"{queue} lane {lane}"
+    return queue if queue == "steps" else f"{queue} lane {lane}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the file
+
+
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    """Write a timeline as a trace, as a whole or not at all."""
+    replace_file(path, [json.dumps(trace_of(timeline), separators=(",", ":"), allow_nan=False).encode(), b"\n"])
+
+
+def trace_of(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as the object that is written as JSON, with events for viewers and the rows for `timeline_of`."""
+    zero = min((row.spans.origin for row in timeline.rows), default=0.0)
+    events: list[dict[str, Any]] = []
+    names: dict[tuple[int, int], str] = {}  # of processes and threads
+    free: dict[int, float] = {}
+    for row in sorted(timeline.rows, key=lambda row: row.step):
+        process, origin, end = 2 * row.worker + (1 if row.predicted else 2), row.spans.origin - zero, row.end - zero
+        names[process, 0] = f"{'predicted ' if row.predicted else ''}worker {row.worker}"
+        # From where the step before has ended: on other lanes this one may have begun before.
+        boxes = [(f"step {row.step}", "steps", 0, max(origin, min(free.get(process, 0.0), end)), end)]
+        free[process] = end
+        for span in row.spans.spans:
+            start, stop = origin + span.start_ms / 1e3, origin + span.end_ms / 1e3
+            boxes.append((describe_action(span.action), span.queue, span.lane, start, stop))
+        for name, queue, lane, start, stop in boxes:
+            # Unique in the whole file: Perfetto takes them for ids of the operating system.
+            thread = (process * len(QUEUES) + QUEUES.index(queue)) * 10_000 + lane
+            names[process, thread] = describe_queue(queue, lane, timeline.layout, row.worker)
+            begin = _microseconds(start)
+            event = {"ph": "X", "name": name, "cat": queue, "pid": process, "tid": thread, "ts": begin}
+            # The length is of rounded ends: what follows directly must not overlap.
+            events.append(event | {"dur": round(_microseconds(stop) - begin, 3), "args": {"step": row.step}})
+    for (process, thread), name in names.items():
+        meta, what = {"ph": "M", "pid": process, "tid": thread, "ts": 0}, "thread" if thread else "process"
+        events.append(meta | {"name": f"{what}_name", "args": {"name": name}})
+        events.append(meta | {"name": f"{what}_sort_index", "args": {"sort_index": thread or process}})
+    rows = _ROWS.dump_python(timeline.rows, mode="json")
+    other = {**timeline.facts, "writer": _WRITER, "layout": list(timeline.layout.texts()), "rows": rows}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Read what `write_timeline` wrote."""
+    fix = "Name a file that --timeline wrote."
+    return timeline_of(read_json(path, "the trace", UsageError, fix), shortened(path))
+
+
+def timeline_of(data: Any, source: str = "the trace") -> Timeline:
+    """A timeline from the object that `trace_of` made."""
+    other = data.get("otherData") if isinstance(data, dict) else None
+    if not isinstance(other, dict) or other.get("writer") != _WRITER:
+        raise UsageError(
+            f"{source} is not a trace of hybridpar",
+            f"Its otherData.writer must be {_WRITER!r}.",
+            "Name a file that `hybridpar train --timeline FILE` wrote; others can be opened in ui.perfetto.dev.",
+        )
+    facts = {key: other[key] for key, kind in _FACTS.items() if isinstance(other.get(key), kind)}
+    try:
+        timeline = Timeline(_ROWS.validate_python(other["rows"]), Layout.parse(other["layout"]), facts)
+        json.dumps(trace_of(timeline), allow_nan=False)  # what cannot be shown fails here
+        list(timeline.panels())
+    except ValidationError as error:
+        what = " ".join(first_problem(error))
+        raise UsageError(f"{source} is damaged: {what}", fix="Write it again with --timeline.") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{source} is damaged: {shortened(error)}", fix="Write it again with --timeline.") from error
+    return timeline
+
+
+#: Facts of a timeline, by their types.
+_FACTS = {"model": str, "schedule": str, "stages": int, "micro_batches": int, "clocks": str, "prediction": str}

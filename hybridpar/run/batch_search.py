@@ -90,7 +90,7 @@ class BatchSelector(Part):
             return
         with run.clock.away(), run.progress.pause("trying batch sizes"):
             run.progress.message(self.choose(epoch))
-        run.total = run.progress.figures.steps_total = self.pace.total_steps()
+        run.total = run.progress.steps_total = self.pace.total_steps()
 
     def choose(self, epoch: int) -> str:
         """Search, and go on with what was found; a collective."""

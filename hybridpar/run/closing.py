@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,15 @@ from typing import Any
 import torch
 
 from hybridpar.errors import RunDirectoryError
+from hybridpar.formats.output_files import replace_file
 from hybridpar.machine.devices import machine_load
 from hybridpar.machine.launch import note_orderly_end
-from hybridpar.observe.files import replace_file
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.observe.summary import SUMMARY_FILE, read_summary, step_without_data_ms
+from hybridpar.observe.summary import SUMMARY_FILE, read_summary, step_without_data_ms, summarize, write_summary
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import Plan, StepFigures
 from hybridpar.run.part import Run, sync_of
-from hybridpar.run.timings import Share, combine
+from hybridpar.run.timings import OF_ANY_PART, Share, combine
 
 #: Figures of a plan, by the keys of the summary.
 _KEYS = tuple(name for name in StepFigures.model_fields if name != "step_ms")
@@ -29,32 +28,27 @@ def close_run(run: Run) -> None:
     """Gather what all workers measured, write the summary, and print the report; a collective."""
     trainer, world = run.trainer, run.world
     saved = trainer.engine.pipeline.peak_saved_bytes if run.plan.is_staged else None
-    share = run.timings.share(run.clock.ahead)
-    share = replace(share, peak_saved_bytes=saved, memory_bytes=run.memory.peak_bytes())
-    answers = trainer.gather_in_the_end(share)
+    peaks = {"peak_saved_bytes": saved, "memory_bytes": run.memory.peak_bytes()}
+    answers = trainer.gather_in_the_end(run.timings.share(run.clock.ahead, peaks))
     of_parts = [part.summary(run) for part in run.parts]
     if not world.is_main:
         return
-    from hybridpar.observe.plots import draw_loss
     from hybridpar.observe.report import print_report
-    from hybridpar.observe.summary import write_summary
 
     directory = run.folder.directory
     summary = _summary(run)
-    whole = run.state.resumed_from is None  # else what all workers noted covers a part only
-    summary |= measured_fields(answers, run.plan.layout.ranks, step_ms=summary["step_ms_median"], whole=whole)
-    if run.plan.sync.outer is not None and (rate := run.timings.steps_per_second()) is not None:
-        summary["images_per_second"] = round(rate * run.config.samples_per_step, 3)  # few steps exchange anything
-        summary |= run.timings.mean_step()
-    for fields in of_parts:
+    shares = {rank: share for rank, share in enumerate(answers) if isinstance(share, Share)}  # a worker may be lost
+    measured = combine(shares, run.plan.layout.ranks, summary["step_ms_median"])
+    if run.state.resumed_from is not None:  # what all workers noted covers a part only
+        measured = {key: measured[key] for key in OF_ANY_PART if key in measured}
+    summary |= measured
+    if run.plan.sync.outer is not None and (mean := run.timings.mean_step())["step_ms_mean"] > 0:
+        images_per_second = 1e3 * run.config.samples_per_step / mean["step_ms_mean"]  # few steps exchange anything
+        summary |= mean | {"images_per_second": round(images_per_second, 3)}
+    for fields in (*of_parts, predicted_fields(run.plan.predicted), trainer.summary()):
         summary |= fields
-    summary |= predicted_fields(run.plan.predicted)
-    of_trainer, pictures = trainer.summary(directory)
-    summary |= of_trainer
     warnings = close_plan(run.plan, summary, directory / "plan.json") + run.warnings
-    if (drawn := draw_loss(directory, run.info)) is not None:
-        pictures.insert(0, drawn)
-    print_report(summary, [write_summary(directory, summary), *pictures, run.folder.checkpoints, *run.written])
+    print_report(summary, [write_summary(directory, summary), run.folder.checkpoints, *run.written])
     for warning in warnings:
         print(f"warning: {warning}")
     note_orderly_end()
@@ -64,12 +58,10 @@ def close_run(run: Run) -> None:
 
 def _summary(run: Run) -> dict[str, Any]:
     """The summary, as far as options, metrics and checkpoints say it."""
-    from hybridpar.observe.summary import summarize
-
-    directory, shares = run.folder.directory, run.samples.batches.shares
+    shares = run.samples.batches.shares
     summary = summarize(
         run.info,
-        read_metrics(directory),
+        read_metrics(run.folder.directory),
         seed=run.config.seed,
         ended="interrupted" if run.stopping else "finished",
         resumed_from=run.state.resumed_from,
@@ -80,23 +72,6 @@ def _summary(run: Run) -> dict[str, Any]:
     summary["epochs"] = run.state.epoch  # whose steps were not always the same number
     summary["sync"] = sync_of(run.config, run.plan)
     return summary
-
-
-def measured_fields(
-    answers: Sequence[object], replicas: Sequence[Sequence[int]], *, step_ms: float | None, whole: bool
-) -> dict[str, Any]:
-    """What the summary says over all workers, which the metrics of rank 0 do not."""
-    shares = {rank: share for rank, share in enumerate(answers) if isinstance(share, Share)}  # a worker may be lost
-    ranks_there = list(shares)
-    whole_replicas = [[ranks_there.index(rank) for rank in ranks] for ranks in replicas if shares.keys() >= {*ranks}]
-    fields = combine(list(shares.values()), whole_replicas, step_ms)
-    if not whole:
-        fields = {key: fields[key] for key in ("bubble", "overlap") if key in fields}
-    for key in ("peak_saved_bytes", "memory_bytes"):
-        known = [value for share in shares.values() if (value := getattr(share, key)) is not None]
-        if len(known) == len(shares):
-            fields[key] = max(known)
-    return fields
 
 
 def predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:

@@ -7,9 +7,7 @@
       compress.csv   the codec of each parameter, where gradients are compressed
       metrics.jsonl  a line per step
       summary.json   the result
-      loss.png       the loss as a picture
       tensorboard/   events; of other loggers the id that they gave the run, and their own files
-      staleness.png  how old gradients were when they arrived, in a run with parameter servers
       checkpoints/   see hybridpar.train.checkpoint
       profile/       traces of torch's profiler (`--profile`)
       flight/        what each worker does, while the run goes on (hybridpar.comm.flight)
@@ -36,15 +34,15 @@ from hybridpar.config.data import data_name, images_over, samples_of
 from hybridpar.config.files import config_text
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import first_problem, read_json
-from hybridpar.observe.files import replace_file, run_directory_error
+from hybridpar.formats.output_files import replace_file, run_directory_error
 from hybridpar.train.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint, step_of
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 #: Files and folders that a run writes.
 _WRITTEN = (
-    *(RUN_FILE, CONFIG_FILE, "plan.json", "plan-[0-9]*-workers.json", "compress.csv", "metrics.jsonl", "summary.json"),
-    *("loss.png", "staleness.png", "wandb.id", "mlflow.id", "events.out.tfevents.*"),
+    *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "metrics.jsonl", "summary.json"),
+    *("wandb.id", "mlflow.id", "events.out.tfevents.*"),
     *("checkpoints", "tensorboard", "wandb", "flight", "profile"),
 )
 

@@ -22,7 +22,7 @@ from hybridpar.errors import CheckpointError, UsageError, shortened
 from hybridpar.machine.launch import record_failure
 from hybridpar.models import autocast
 from hybridpar.models.outputs import OutputLoss, main_output
-from hybridpar.observe.counter import Counter
+from hybridpar.observe.progress import counting
 from hybridpar.observe.results import TestResult
 from hybridpar.optim.losses import make_loss
 from hybridpar.run.directory import before_the_start
@@ -55,11 +55,11 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
         )
         loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixing.is_on))
         notes = _Notes(data.classes, several=data.multi_label or config.loss == "bce")
-        with Counter("images", batches.samples, shown=world.is_main) as counter, autocast(config.amp, world.device):
+        with counting("images", batches.samples, shown=world.is_main) as count, autocast(config.amp, world.device):
 
             def note(outputs: Any, targets: Tensor) -> None:
                 notes.add(outputs, targets)
-                counter.add(len(targets))
+                count(len(targets))
 
             found = evaluate(model, loss.of_scores, batches, world, note)
         parts = world.gather_on_main(notes.tensors(), range(world.size))

@@ -36,8 +36,8 @@ class MemoryMeter:
         except OSError:
             self._resettable = False
         # The process is weighed afterwards: what is freed above must not count as having been there.
-        own = _anonymous("VmRSS")
-        self._before = None if own is None else own - holding // 1024
+        now = _anonymous("VmRSS")
+        self._before = None if now is None else now - holding // 1024
 
     def peak_bytes(self) -> int | None:
         """The peak; None where the system does not tell it."""
@@ -58,11 +58,11 @@ def give_back_memory() -> None:
 
 def _anonymous(name: str) -> int | None:
     """A figure of the process in kB, less the pages of files that it has in memory now, and its part of shared ones."""
-    whole, files, shared = _kilobytes(name), _kilobytes("RssFile"), _kilobytes("RssShmem")
-    if whole is None or files is None or shared is None:
+    total, files, shared = _kilobytes(name), _kilobytes("RssFile"), _kilobytes("RssShmem")
+    if total is None or files is None or shared is None:
         return None
-    mine = _kilobytes("Pss_Shmem", _SHARES)
-    return whole - files - shared + (shared if mine is None else mine)
+    part = _kilobytes("Pss_Shmem", _SHARES)
+    return total - files - shared + (shared if part is None else part)
 
 
 def _kilobytes(name: str, file: Path | None = None) -> int | None:

@@ -23,8 +23,8 @@ from hybridpar.config.sync import Exchange
 from hybridpar.data import ImageData, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import CheckpointError
+from hybridpar.formats.output_files import replace_file
 from hybridpar.models.deferred import DeferredModel
-from hybridpar.observe.files import replace_file
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import read_summary
 from hybridpar.plan import ResolvedPlan, SyncRule

@@ -14,7 +14,7 @@ from hybridpar.comm.flight import FLIGHT, outside
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.observe.logger import Ending
+from hybridpar.observe.loggers import Ending
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.plan import ResolvedPlan
@@ -128,9 +128,9 @@ class RunTrainer(Trainer):
         """An item of each worker that is there still."""
         return self.world.gather(item)
 
-    def summary(self, directory: Path) -> tuple[dict[str, Any], list[Path]]:
-        """What it adds to the summary, and the pictures of that; on the worker that writes files."""
-        return {}, []
+    def summary(self) -> dict[str, Any]:
+        """What it adds to the summary; on the worker that writes files."""
+        return {}
 
 
 @dataclass(eq=False, kw_only=True)

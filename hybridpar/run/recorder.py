@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridpar.machine.launch import end_at_once
-from hybridpar.observe.logger import LoggedRun, Loggers, logger_names
+from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter
 from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.run.directory import plain_options
@@ -29,25 +29,22 @@ class Recorder(Part):
         options = {"model": run.model_name, **plain_options(run.config)}
         options |= {name: getattr(run.info, name) for name in _FACTS}
         logged = LoggedRun(directory, run.info, options, resumed_from)
-        self._loggers = Loggers(logger_names(run.config.log), logged)
+        self._loggers = Loggers(logger_names(run.config.log), logged, run.progress.message)
 
     def record(self, run: Run, record: StepRecord) -> None:
         """Show and write a step."""
         run.progress.step(record)
-        if self._writer is not None:
+        if self._writer is not None and self._loggers is not None:
             self._writer.write_step(record)
-        if self._loggers is not None:
             self._loggers.put(record)
-            self._tell(run, self._loggers)
         if record.skipped:
             run.progress.warn(f"step {record.step} {run.trainer.skipped}")
 
     def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
         """Show and write the end of an epoch."""
         run.progress.epoch(end)
-        if self._writer is not None:
+        if self._writer is not None and self._loggers is not None:
             self._writer.write_epoch(end)
-        if self._loggers is not None:
             self._loggers.put(end)
 
     def close(self, run: Run) -> None:
@@ -55,12 +52,5 @@ class Recorder(Part):
         if self._writer is not None:
             self._writer.close()
         loggers, self._loggers = self._loggers, None
-        if loggers is not None:
-            loggers.close(run.ending)
-            self._tell(run, loggers)
-            if loggers.are_stuck:
-                end_at_once()
-
-    def _tell(self, run: Run, loggers: Loggers) -> None:
-        for text in loggers.news():
-            run.progress.message(text)
+        if loggers is not None and not loggers.close(run.ending):
+            end_at_once()

@@ -19,9 +19,8 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import Batch
 from hybridpar.errors import HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
-from hybridpar.observe.live import open_progress
-from hybridpar.observe.logger import logger_names
-from hybridpar.observe.progress import Progress
+from hybridpar.observe.loggers import logger_names
+from hybridpar.observe.progress import Progress, open_progress
 from hybridpar.observe.records import EpochRecord
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.closing import close_run, say_finished

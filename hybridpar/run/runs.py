@@ -6,7 +6,6 @@ Everything is read from the files that runs leave, also from runs that still tra
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.records import LISTED_FIGURES
-from hybridpar.observe.summary import read_summary
+from hybridpar.observe.summary import read_summary, tests_of
 from hybridpar.observe.text import UNITS
 from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config, run_facts
 from hybridpar.run.state import checkpoints_of_best
@@ -49,21 +48,11 @@ class PastRun:
     @property
     def figures(self) -> dict[str, Any]:
         """What it came to, by the names of `LISTED_FIGURES`; without a summary, as far as the metrics say it."""
-        steps, last = self.table.steps["step"], self.table.epochs[-1] if self.table.epochs else None
-        tested = [end.test_accuracy for end in self.table.epochs if end.test_accuracy is not None]
-        averaged = [end.ema_test_accuracy for end in self.table.epochs if end.ema_test_accuracy is not None]
-        losses = [end.test_loss for end in self.table.epochs if end.test_loss is not None]
-        found: dict[str, Any] = {
-            "state": "no report" if self.summary is None else self.summary["exit"],
-            "steps": int(steps[-1]) if len(steps) else 0,
-            "test_accuracy": tested[-1] if tested else None,
-            "best_test_accuracy": max(tested, default=None),
-            "ema_test_accuracy": averaged[-1] if averaged else None,
-            "test_loss": losses[-1] if losses else None,
-            "train_loss": last.train_loss if last is not None and math.isfinite(last.train_loss) else None,
-        }
-        others = {row.name for row in LISTED_FIGURES} - found.keys()
-        return found | {name: None if self.summary is None else self.summary.get(name) for name in others}
+        known = dict.fromkeys(row.name for row in LISTED_FIGURES)
+        if self.summary is not None:
+            known |= {name: self.summary[name] for name in known}
+        state = "no report" if self.summary is None else self.summary["exit"]
+        return known | {"exit": state, "steps": self.table.last_step, **tests_of(self.table)}
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -75,9 +64,8 @@ def read_run(directory: Path) -> PastRun:
     """Read a run."""
     facts = run_facts(directory)
     table, summary = read_metrics(directory), read_summary(directory)
-    steps = table.steps["step"]
-    whole = summary is not None and summary["steps"] >= (int(steps[-1]) if len(steps) else 0)
-    return PastRun(directory, facts, table, summary if whole else None)
+    covers_all = summary is not None and summary["steps"] >= table.last_step
+    return PastRun(directory, facts, table, summary if covers_all else None)
 
 
 def find_runs(folders: Iterable[Path]) -> list[PastRun]:
@@ -109,20 +97,20 @@ def differing_options(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]
     """The options in which runs differ."""
     usual = vars(TrainConfig())
     names = dict.fromkeys(name for run in runs for name in run if name not in OPTIONS_OF_THE_COMMAND)
-    found = {}
+    differing = {}
     for name in names:
         default = usual.get(name)
         values = [run.get(name, list(default) if isinstance(default, tuple) else default) for run in runs]
         if any(value != values[0] for value in values):
-            found[name] = values
-    return found
+            differing[name] = values
+    return differing
 
 
 def comparison_rows(runs: Sequence[PastRun]) -> list[list[str]]:
     """A table of runs side by side: their figures, then the options in which they differ."""
     rows, figures = [], [run.figures for run in runs]
     for row in LISTED_FIGURES:
-        values, text = [known[row.name] for known in figures], UNITS[row.unit].text
+        values, text = [known[row.name] for known in figures], UNITS[row.unit]
         if any(value is not None for value in values):
             rows.append([row.title, *("-" if value is None else text(value) for value in values)])
     return rows + option_rows(differing_options([run.options for run in runs]), several=True)
@@ -143,9 +131,9 @@ def _text(value: object) -> str:
 
 
 def prunable(run: PastRun, keep: int = 1) -> list[Path]:
-    """The checkpoints of a run that may be deleted.
+    """The checkpoints of a run that are neither among the last nor among the best.
 
-    Those are all but the last, and those of the epochs that the run ranks first, and the one that its summary names.
+    The best are those of the epochs that `--checkpoints` of the run ranks first, and the one that its summary names.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}", "It must be at least 1: the last checkpoint is never deleted.")

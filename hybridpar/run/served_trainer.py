@@ -25,7 +25,6 @@ from hybridpar.errors import SyncError
 from hybridpar.machine.launch import StopRequest
 from hybridpar.models.state import twin_of
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.observe.plots import draw_staleness
 from hybridpar.observe.records import StepRecord
 from hybridpar.observe.text import counted
 from hybridpar.optim.build import expand
@@ -168,16 +167,12 @@ class ServedTrainer(RunTrainer):
         """An item of each worker that is there still."""
         return list(self.servers.gather("the end", item).values())
 
-    def summary(self, directory: Path) -> tuple[dict[str, Any], list[Path]]:
-        """The staleness of all gradients, and its picture in the run directory."""
+    def summary(self) -> dict[str, Any]:
+        """The staleness of all gradients."""
         ages: Counter[int] = Counter(self.servers.links[0].ask(AskState()).state["histogram"])
-        rules = self._rules
-        expected = 0.0 if rules.barrier else (rules.learners - 1) / rules.collect
-        mean = sum(age * count for age, count in ages.items()) / ages.total() if ages else None
+        mean = round(sum(age * count for age, count in ages.items()) / ages.total(), 4) if ages else None
         histogram = {str(age): ages[age] for age in sorted(ages)}
-        fields = {"mean": None if mean is None else round(mean, 4), "most": max(ages, default=None)}
-        picture = draw_staleness(directory, ages, expected)
-        return {"staleness": {**fields, "histogram": histogram}}, [] if picture is None else [picture]
+        return {"staleness": {"mean": mean, "most": max(ages, default=None), "histogram": histogram}}
 
     def _end(self, error: BaseException | None, *, whole: bool) -> None:
         try:

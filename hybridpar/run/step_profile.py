@@ -7,75 +7,66 @@ It has all threads of the process, by the names of the lanes, and beside torch's
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybridpar.comm.flight import FLIGHT
 from hybridpar.errors import RunDirectoryError
-from hybridpar.observe.files import replace_file
-from hybridpar.observe.running import WARM_UP_STEPS
+from hybridpar.formats.output_files import replace_file
 from hybridpar.run.part import Part, Run
-
-#: Steps in a trace, where the run has so many after the first ones.
-PROFILED_STEPS = 3
+from hybridpar.run.timings import steps_to_show
 
 
 class StepProfile(Part):
     """Profiles some steps of this worker."""
 
     def __init__(self) -> None:
-        self._after = self._until = 0
+        self._shown = range(0)
         self._profiler: Any = None
-        self._over = False
 
     def start(self, run: Run) -> None:
         """Decide which steps to profile."""
-        self._after = min(run.trainer.steps_done + WARM_UP_STEPS, run.total - 1)
-        self._until = min(self._after + PROFILED_STEPS, run.total)
+        self._shown = steps_to_show(run.trainer.steps_done, run.total)
 
     def begin_step(self, run: Run) -> None:
         """Begin or end where that is due."""
-        issued = run.trainer.steps_done
-        if self._profiler is None and self._after <= issued < self._until and not self._over:
+        coming = run.trainer.steps_done + 1
+        if self._profiler is None and coming in self._shown:
             with run.clock.away(), run.progress.pause():
                 self._begin(run)
-        elif self._profiler is not None and issued >= self._until:
+        elif self._profiler is not None and coming not in self._shown:
             with run.clock.away(), run.progress.pause():
                 self.finish(run)
 
     def finish(self, run: Run) -> None:
         """End a profile that is under way, at the end of a run that ended early."""
-        profiler, self._profiler, self._over = self._profiler, None, True
+        profiler, self._shown = self._profiler, range(0)
         if profiler is None:
             return
         run.progress.message("writing the profile ...")
         run.trainer.wait()
-        FLIGHT.names_ranges = False
-        profiler.stop()
+        self.close(run)
         path = run.folder.directory / "profile" / f"rank-{run.world.job_rank}.json.gz"
-        aside = path.with_name(f".{path.stem}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(aside))
-            trace = json.loads(aside.read_bytes())
+            with tempfile.TemporaryDirectory() as folder:
+                profiler.export_chrome_trace(f"{folder}/trace.json")
+                trace = json.loads(Path(folder, "trace.json").read_bytes())
             name_threads(trace, {thread.native_id or 0: thread.name for thread in threading.enumerate()})
             replace_file(path, [gzip.compress(json.dumps(trace).encode(), 5)])
         except (OSError, RuntimeError, RunDirectoryError) as error:
             run.warnings.append(f"there is no profile: {error}")
             return
-        finally:
-            with contextlib.suppress(OSError):
-                aside.unlink()
         run.progress.message(f"profile written to {path.parent}, a file per worker; open one in ui.perfetto.dev")
 
     def close(self, run: Run) -> None:
-        """Drop a profile that an error left under way."""
+        """End a profile that is under way, perhaps after an error."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             FLIGHT.names_ranges = False
@@ -88,9 +79,8 @@ class StepProfile(Part):
         run.trainer.wait()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes of itself to standard error
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        self._profiler = profile(
-            activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)
-        )
+        options = _ExperimentalConfig(profile_all_threads=True)
+        self._profiler = profile(activities=activities, experimental_config=options)
         self._profiler.start()
         FLIGHT.names_ranges = True
 

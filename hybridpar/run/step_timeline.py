@@ -1,7 +1,6 @@
 """Writes the timeline: some steps as all workers ran them, with stages beside the step of the plan.
 
-The first steps are left out: they meet cold caches, and cut their buckets by guesswork. Nothing here can end a run:
-what cannot be written is said at its end.
+Nothing here can end a run: what cannot be written is said at its end.
 """
 
 from __future__ import annotations
@@ -12,17 +11,12 @@ from typing import TYPE_CHECKING
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.formats.output_files import check_writable
-from hybridpar.observe.running import WARM_UP_STEPS
-from hybridpar.observe.timeline import Timeline, add_prediction
 from hybridpar.run.part import Part, Run
-from hybridpar.run.timings import Step
+from hybridpar.run.timings import Step, steps_to_show
 from hybridpar.schedule.spans import StepSpans
 
 if TYPE_CHECKING:
     from hybridpar.comm.clocks import Recording
-
-#: Steps that a timeline shows, where the run has so many after the first ones.
-TIMELINE_STEPS = 3
 
 
 def check_timeline(config: TrainConfig, devices: int = 1) -> None:
@@ -44,15 +38,13 @@ class StepTimeline(Part):
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._show_from = self._show_after = 0
+        self._shown = range(0)
         self._recorded: dict[int, StepSpans] = {}
 
     def start(self, run: Run) -> None:
         """Decide which steps to show."""
-        self._path, done = run.config.timeline, run.trainer.steps_done
-        # Steps after this; one at least, where there is more than one.
-        self._show_from = min(done + WARM_UP_STEPS, max(done + 1, run.total - 1))
-        self._show_after = min(self._show_from + TIMELINE_STEPS, run.total)
+        self._path = run.config.timeline
+        self._shown = steps_to_show(run.trainer.steps_done, run.total)
         if run.plan.is_staged:
             run.clock.ahead = _gather(run, {}).ahead
 
@@ -61,10 +53,10 @@ class StepTimeline(Part):
         if self._path is None:
             return
         number = step.result.step
-        if number <= self._show_from:
+        if number <= self._shown.start:
             self._recorded.clear()  # the step is shown where the run ends with it
         self._recorded[number] = step.spans
-        if number >= self._show_after:
+        if number >= self._shown[-1]:
             with run.clock.away(), run.progress.pause():
                 self.finish(run)
 
@@ -76,10 +68,10 @@ class StepTimeline(Part):
         if not any(spans.spans for spans in self._recorded.values()):
             run.warnings.append("there is no timeline: in this way to train the passes of a step are not recorded")
             return
-        shown = {step: spans for step, spans in self._recorded.items() if step > self._show_from}
-        recording = _gather(run, shown or self._recorded)
+        recording = _gather(run, self._recorded)
         if not run.world.is_main:
             return
+        from hybridpar.observe.timeline import Timeline, add_prediction, write_timeline
         from hybridpar.run.plan_step import step_of_plan
 
         plan, layout = run.plan, run.plan.layout
@@ -87,16 +79,12 @@ class StepTimeline(Part):
         spans = () if planned is None else planned[0].timeline
         timeline = Timeline(add_prediction(recording.steps, spans, layout), layout, _facts(run, recording.clocks))
         try:
-            from hybridpar.observe.timeline_file import write_timeline
-
             write_timeline(path, timeline)
         except RunDirectoryError as error:
             run.warnings.append(f"there is no timeline: {error.what}")
-        else:
-            run.written.append(path)
-            steps = timeline.steps
-            shown_steps = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-            run.progress.message(f"timeline of {shown_steps} written to {path}; `hybridpar show {path}` prints it")
+            return
+        run.written.append(path)
+        run.progress.message(f"timeline written to {path}; `hybridpar show {path}` prints it")
 
 
 def _gather(run: Run, recorded: dict[int, StepSpans]) -> Recording:
@@ -109,12 +97,9 @@ def _facts(run: Run, clocks: int) -> dict[str, object]:
     plan = run.plan
     facts: dict[str, object] = {
         "model": plan.model.name,
-        "stages": len(plan.partition.stages),
         "micro_batches": plan.pipeline.micro_batches,
         "schedule": plan.pipeline.schedule,
-        "clocks": "one for all workers"
-        if clocks == 1
-        else f"{clocks}, aligned by the end of exchanges of all workers; good to about the time of a message",
+        "clocks": "one for all workers" if clocks == 1 else f"{clocks}, aligned to about the time of a message",
     }
     if plan.is_staged:
         facts["prediction"] = "the search of the plan" if plan.inputs else "times of the stages alone"

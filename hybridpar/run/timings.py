@@ -9,27 +9,38 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, StepRecord
-from hybridpar.observe.running import WARM_UP_STEPS
-from hybridpar.observe.summary import divided_step, reduced, step_shares
+from hybridpar.observe.summary import WARM_UP_STEPS, divided_step, reduced, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
-from hybridpar.sync.figures import SyncFigures
 from hybridpar.train.results import StepResult
 
-_Values = TypeVar("_Values", list[Computed], "array[float]")
+#: Steps that timelines and profiles have, where the run has so many.
+_SHOWN_STEPS = 3
+
+#: Figures of a step that the summary takes over the workers.
+_OF_WORKERS = tuple(row for row in STEP_FIGURES if row.workers)
+
+#: Figures of the sync of gradients that are fields of a step's record, too.
+_OF_SYNC = (
+    *("bytes_before", "bytes_after", "encode_ms", "wire_ms", "decode_ms", "sync_ms"),
+    *("residual_norm", "residual_norms"),
+)
 
 
-def _steady(values: _Values) -> _Values:
-    return values[WARM_UP_STEPS:] or values
+def steps_to_show(done: int, total: int) -> range:
+    """The steps of a run that timelines and profiles have: some after the first ones, which meet cold caches; at least
+    the last one.
+    """
+    first = max(done + 1, min(done + WARM_UP_STEPS + 1, total))
+    return range(first, max(first, min(first + _SHOWN_STEPS - 1, total)) + 1)
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """One step of a worker: `step_ms` is the sum of the other three.
 
     Attributes:
@@ -45,7 +56,7 @@ class StepTimes:
     @property
     def step_ms(self) -> float:
         """Time from the end of the step before to the end of this one."""
-        return self.compute_ms + self.exposed_sync_ms + self.data_ms
+        return sum(self)
 
 
 class StepClock:
@@ -107,6 +118,10 @@ def measured_step(result: StepResult, data_ms: float, epoch: int, clock: StepClo
         times, spans = clock.divide(spans, data_ms, max(0.0, exposed - spans.exposed_sync_ms))
     else:
         times = StepTimes(result.host_ms - exposed, exposed, data_ms)
+    figures: dict[str, Any] = {}
+    if outcome.sync.bytes_before:  # else none were sent
+        figures = {name: getattr(outcome.sync, name) for name in _OF_SYNC}
+        figures["hidden_share"] = outcome.sync.hidden_share(exposed)
     record = StepRecord(
         step=result.step,
         epoch=epoch,
@@ -114,137 +129,101 @@ def measured_step(result: StepResult, data_ms: float, epoch: int, clock: StepClo
         lr=result.lr,
         samples=outcome.samples,
         step_ms=times.step_ms,
-        compute_ms=times.compute_ms,
-        exposed_sync_ms=times.exposed_sync_ms,
-        data_ms=times.data_ms,
+        **times._asdict(),
         bytes_sent=outcome.bytes_sent,
         skipped=result.skipped,
         grad_norm=result.grad_norm,
         staleness=result.staleness,
         bytes_pulled=outcome.bytes_pulled,
-        **_sync_fields(outcome.sync, exposed),
+        **figures,
     )
     return Step(result, record, spans)
-
-
-def _sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
-    """What the sync of gradients took; nothing where none were sent."""
-    if not sync.bytes_before:
-        return {}
-    return {
-        "bytes_before": sync.bytes_before,
-        "bytes_after": sync.bytes_after,
-        "encode_ms": sync.encode_ms,
-        "wire_ms": sync.wire_ms,
-        "decode_ms": sync.decode_ms,
-        "sync_ms": sync.sync_ms,
-        "residual_norm": sync.residual_norm,
-        "residual_norms": sync.residual_norms,
-        "hidden_share": sync.hidden_share(exposed_ms),
-    }
-
-
-#: Figures of a step that the summary takes over the workers.
-_OF_WORKERS = tuple(row for row in STEP_FIGURES if row.workers)
 
 
 class Timings:
     """This worker's own share of the figures that the summary takes over the workers."""
 
     def __init__(self) -> None:
-        columns = (*STEP_PARTS, *(row.name for row in _OF_WORKERS), "bytes_before", "bytes_after")
+        columns = (*STEP_PARTS, *(row.name for row in _OF_WORKERS), "bytes_before", "bytes_after", "sums_ms")
         self._columns = {name: array("d") for name in columns}  # of each figure where it was measured
-        self._sync_ms = array("d")  # of a step's sums of gradients, added over the lanes
         self._computed: list[Computed] = []
 
     def add(self, record: StepRecord, spans: StepSpans | None = None) -> None:
         """Take a step into account, with what ran in it where the model is cut into stages."""
         for name, column in self._columns.items():
-            if (value := getattr(record, name)) is not None:
+            if (value := getattr(record, name, None)) is not None:
                 column.append(value)
         if spans is not None and spans.spans:
-            self._sync_ms.append(spans.sync_ms)
+            self._columns["sums_ms"].append(spans.sync_ms)
             self._computed.append(spans.computed)
 
     @property
-    def _parts(self) -> list[tuple[float, ...]]:
-        """The parts of each step."""
-        return list(zip(*(_steady(self._columns[key]) for key in STEP_PARTS), strict=True))
-
-    def steps_per_second(self) -> float | None:
-        """Steps over the time that they took; of steps that are not alike, as a median would not tell it."""
-        total = sum(map(sum, self._parts))
-        return 1e3 * len(self._parts) / total if total > 0 else None
+    def _steady(self) -> dict[str, array[float]]:
+        """Without the first steps, where there are others."""
+        return {name: values[WARM_UP_STEPS:] or values for name, values in self._columns.items()}
 
     def mean_step(self) -> dict[str, float]:
         """What the summary says of steps that are not alike: means of their time and its parts."""
-        if not self._parts:
-            return {}
-        means = dict(zip(STEP_PARTS, map(statistics.fmean, zip(*self._parts, strict=True)), strict=True))
+        means = {name: statistics.fmean(values) for name in STEP_PARTS if (values := self._steady[name])}
         return {key: round(value, 3) for key, value in {**means, "step_ms_mean": sum(means.values())}.items()}
 
-    def share(self, ahead: float = 0.0) -> Share:
-        """What this worker tells the others; without the first steps where there are others."""
-        figures = {row.summary: reduced(row, _steady(self._columns[row.name])) for row in _OF_WORKERS}
+    def share(self, ahead: float = 0.0, peaks: Mapping[str, int | None] | None = None) -> Share:
+        """What the other workers are sent of it; `ahead` is how far this worker's clock is ahead of rank 0's."""
+        steady = self._steady
+        totals = {name: sum(self._columns[name]) for name in ("bytes_before", "bytes_after")}
+        totals |= {"sums_ms": sum(steady["sums_ms"])}
+        totals["exposed_ms"] = sum(steady["exposed_sync_ms"]) if steady["sums_ms"] else 0.0
+        computed = self._computed[WARM_UP_STEPS:] or self._computed
         return Share(
-            figures,
-            parts=step_shares(self._parts),
-            sync_ms=sum(_steady(self._sync_ms)),
-            exposed_ms=sum(_steady(self._columns["exposed_sync_ms"])) if self._sync_ms else 0.0,
-            computed=[
-                computed._replace(begin=computed.begin - ahead, end=computed.end - ahead)
-                for computed in _steady(self._computed)
-            ],
-            bytes_before=sum(self._columns["bytes_before"]),
-            bytes_after=sum(self._columns["bytes_after"]),
+            {row.summary: reduced(row, steady[row.name]) for row in _OF_WORKERS},
+            totals,
+            dict(peaks or {}),
+            step_shares([*zip(*(steady[name] for name in STEP_PARTS), strict=True)]),
+            [step._replace(begin=step.begin - ahead, end=step.end - ahead) for step in computed],
         )
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """One worker's figures.
 
     Attributes:
-        figures: By their keys in the summary; None where they were not measured.
+        means: Figures of which the summary has the mean over workers, by its keys; None where they were not measured.
+        totals: Sums over the steps of this worker.
+        peaks: Figures of which the summary has the largest, by its keys.
         parts: Where the time of its steps went, see `hybridpar.observe.summary.step_shares`.
-        sync_ms: Time of all its sums of gradients.
-        exposed_ms: What of it outlasted computation.
         computed: Per step, on one clock for all workers.
-        bytes_before: What all-reduces of its gradients in float32 would have sent in all steps.
-        bytes_after: What was sent of them.
-        peak_saved_bytes: The most that its stages kept for backward passes; None without stages.
-        memory_bytes: The most memory that training needed; None where the system does not tell.
     """
 
-    figures: dict[str, float | None]
+    means: dict[str, float | None]
+    totals: dict[str, float]
+    peaks: dict[str, int | None]
     parts: tuple[float, ...] | None
-    sync_ms: float
-    exposed_ms: float
     computed: list[Computed]
-    bytes_before: float = 0.0
-    bytes_after: float = 0.0
-    peak_saved_bytes: int | None = None
-    memory_bytes: int | None = None
 
 
-def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms: float | None = None) -> dict[str, Any]:
-    """The figures of a run from those of its workers."""
-    parts = divided_step(step_ms, [share.parts for share in shares])
+#: What `combine` tells of a run that was resumed, of which it knows a part.
+OF_ANY_PART = ("bubble", "overlap", "peak_saved_bytes", "memory_bytes")
+
+
+def combine(
+    shares: Mapping[int, Share], replicas: Sequence[Sequence[int]], step_ms: float | None = None
+) -> dict[str, Any]:
+    """The figures of a run from those of its workers, by rank."""
+    known = list(shares.values())
+    parts = divided_step(step_ms, [share.parts for share in known])
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
     for row in _OF_WORKERS:
-        known = [value for share in shares if (value := share.figures[row.summary]) is not None]
-        if known:
-            result[row.summary] = reduced(replace(row, reduce="mean"), known)
-    if sent := sum(share.bytes_after for share in shares):
-        result["compression_ratio"] = round(sum(share.bytes_before for share in shares) / sent, 3)
-    bubbles = [
-        joint_bubble(step)
-        for ranks in replicas
-        for step in zip(*(shares[rank].computed for rank in ranks), strict=False)
-    ]
-    if bubbles:
+        if values := [value for share in known if (value := share.means[row.summary]) is not None]:
+            result[row.summary] = reduced(replace(row, reduce="mean"), values)
+    totals = {name: sum(share.totals[name] for share in known) for name in known[0].totals}
+    if totals["bytes_after"]:
+        result["compression_ratio"] = round(totals["bytes_before"] / totals["bytes_after"], 3)
+    if totals["sums_ms"] > 0:
+        result["overlap"] = round(max(0.0, 1 - totals["exposed_ms"] / totals["sums_ms"]), 4)
+    there = [[shares[rank].computed for rank in ranks] for ranks in replicas if shares.keys() >= {*ranks}]
+    if bubbles := [joint_bubble(step) for workers in there for step in zip(*workers, strict=False)]:
         result["bubble"] = round(statistics.mean(bubbles), 4)
-    total = sum(share.sync_ms for share in shares)
-    if total > 0:
-        result["overlap"] = round(max(0.0, 1 - sum(share.exposed_ms for share in shares) / total), 4)
+    for name in known[0].peaks:
+        peaks = [share.peaks[name] for share in known]
+        result[name] = None if None in peaks else max(peak for peak in peaks if peak is not None)
     return result

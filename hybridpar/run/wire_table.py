@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 
-from hybridpar.observe.files import replace_file
+from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.text import format_bytes
 from hybridpar.sync.compression_table import LayerBytes, WireFormat
 

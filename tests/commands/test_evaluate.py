@@ -7,13 +7,9 @@ import json
 import pytest
 
 from hybridpar.cli import main
-from hybridpar.observe import plots
-from tests.runs import _composed, train
+from tests.runs import train
 
-
-@pytest.fixture(autouse=True)
-def _composed_only(modes, monkeypatch):
-    monkeypatch.setattr(plots, "_png", _composed)
+pytestmark = pytest.mark.usefixtures("modes")
 
 
 def test_json_is_all_that_goes_to_standard_output(run_dir, capsys):
@@ -31,7 +27,7 @@ def test_files_are_written_once_and_replaced_with_force(run_dir, tmp_path, capsy
     words = ["evaluate", str(run_dir), "-o", str(target)]
     assert main(words) == 0
     out = capsys.readouterr().out
-    files = {"classes.csv", "calibration.csv", "confusion.csv", "confusion.png", "evaluation.json"}
+    files = {"confusion.html", "evaluation.json"}
     assert {file.name for file in target.iterdir()} == files
     assert all(str(target / name) in out for name in files)
     assert "accuracy" in out

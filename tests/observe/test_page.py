@@ -1,60 +1,139 @@
-"""Tests the file of the report page: it holds all it needs, runs nothing that stands in a run, replaces no other."""
+"""Tests the report page: its file holds all it needs, and what is drawn is what was recorded, of all runs."""
 
-import base64
-import hashlib
-import json
-import re
+import math
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plotly.graph_objects import Bar, Figure
 
 from hybridpar.errors import UsageError
-from hybridpar.observe.page import check_page_file, element, table, write_page
+from hybridpar.observe.metrics import MetricsWriter, read_metrics
+from hybridpar.observe.page import (
+    check_page_file,
+    confusion_matrix,
+    curves,
+    element,
+    running_mean,
+    step_on_lanes,
+    table,
+    thinned,
+    write_page,
+)
+from tests.observe.timelines import a_timeline
 
 NAME = "</script><script>alert(1)</script><b>\udcff"
 
 
-@pytest.fixture
-def text(tmp_path):
-    parts = [element("h2", NAME), table([[NAME]], [NAME], caption=NAME), table([[NAME]], caption=NAME, folded=True)]
-    write_page(tmp_path / "page.html", NAME, [*parts, Figure([Bar(name=NAME, y=[NAME], x=[1])])])
-    return (tmp_path / "page.html").read_text()
-
-
-def test_names_in_runs_are_no_markup(text):
-    assert text.count("alert(1)") == 10
+def test_names_in_runs_are_no_markup(tmp_path):
+    parts = [element("h2", NAME), table([[NAME, NAME]], caption=NAME), Figure([Bar(name=NAME, y=[NAME], x=[1])])]
+    write_page(tmp_path / "page.html", NAME, parts)
+    text = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in text
-    assert "<b>" not in text.partition("<script>")[0]
-    assert text.count("</script>") == 1
+    assert text.count("alert(1)") == 8
+    assert text.count("<script>") == text.count("</script>") == 2
+    assert "<b>" not in text.rpartition("</head>")[2]
 
 
-def test_a_figure_is_drawn_from_its_json(text):
-    call = r'Plotly\.newPlot\("part-3", \{"config": (\{.*?\}), \.\.\.(\{.*\})\}\);</script>'
-    ((config, drawn),) = re.findall(call, text)
-    assert json.loads(config) | {"showSendToCloud": False, "plotlyServerURL": ""} == json.loads(config)
-    assert json.loads(drawn)["data"][0]["name"] == NAME
-    assert '<div id="part-3"></div>' in text
-
-
-def test_the_security_policy_allows_the_script_of_the_page_and_no_address(text):
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
-    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = dict(rule.split(maxsplit=1) for rule in policy.split(";"))
-    assert rules == {
-        "default-src": "'none'",
-        "script-src": f"'sha256-{digest}'",
-        "style-src": "'unsafe-inline'",
-        "img-src": "data: blob:",
-    }
-    assert not re.search(r"<script [^>]*src=|<link [^>]*href=\"http", text)
-
-
-def test_only_an_earlier_report_is_replaced(tmp_path):
-    check_page_file(tmp_path / "new.html")
+def test_only_an_earlier_page_is_replaced(tmp_path):
+    check_page_file("-o", tmp_path / "new.html")
     write_page(tmp_path / "new.html", "run", [])
-    check_page_file(tmp_path / "new.html")
+    check_page_file("-o", tmp_path / "new.html")
     (tmp_path / "mine.html").write_text("<html>mine</html>")
-    for name, message in (("mine.html", "is no report"), ("none/new.html", "no folder"), (".", "cannot be replaced")):
+    for name, message in (("mine.html", "is no page"), ("none/new.html", "no directory"), (".", "is a directory")):
         with pytest.raises(UsageError, match=message):
-            check_page_file(tmp_path / name)
+            check_page_file("-o", tmp_path / name)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=30))
+def test_running_mean_is_the_mean_of_what_the_window_holds(values):
+    smooth = running_mean(np.array(values))
+    for index, value in enumerate(smooth):
+        assert value == pytest.approx(np.mean(values[max(index - 2, 0) : index + 3]), abs=1e-9)
+
+
+@given(st.integers(1, 500), st.integers(2, 60), st.integers(0, 2**32 - 1))
+def test_thinned_values_have_the_least_and_the_largest_of_each_stretch(count, points, seed):
+    values = np.random.default_rng(seed).standard_normal(count)
+    index = thinned(values, points)
+    assert 1 <= len(index) <= points
+    assert index.tolist() == sorted(set(index.tolist()))
+    assert {values.argmin(), values.argmax()} <= set(index.tolist())
+    if count <= points:
+        assert index.tolist() == list(range(count))
+
+
+def record(folder, make_step, make_epoch, losses, **fields):
+    with MetricsWriter(folder) as writer:
+        for step, loss in enumerate(losses, start=1):
+            writer.write_step(make_step(step, loss=loss, skipped=math.isnan(loss), **fields))
+        writer.write_epoch(make_epoch(0, test_loss=None))
+    return read_metrics(folder)
+
+
+def traces_of(figure, title):
+    number = [axis.text for axis in figure.layout.annotations].index(title) + 1
+    return [trace for trace in figure.data if trace.yaxis == f"y{number if number > 1 else ''}"]
+
+
+def test_curves_are_what_was_recorded_by_step_and_by_time(tmp_path, make_step, make_epoch):
+    losses = [3.0, 2.0, math.nan, 1.5, 1.0]
+    figure = curves(["run"], [record(tmp_path, make_step, make_epoch, losses)])
+    titles = [axis.text for axis in figure.layout.annotations]
+    assert titles == ["Loss", "Test accuracy (%)", "Learning rate", "Time of a step (ms)"]
+    mean, each, skipped = traces_of(figure, "Loss")
+    assert (list(each.x), list(each.y)) == ([1, 2, 4, 5], [3.0, 2.0, 1.5, 1.0])
+    np.testing.assert_allclose(mean.y, running_mean(np.array([3.0, 2.0, 1.5, 1.0])), rtol=1e-4)
+    assert (list(skipped.x), skipped.mode, skipped.marker.symbol) == ([3], "markers", "x")
+    (accuracy,) = traces_of(figure, "Test accuracy (%)")
+    assert (list(accuracy.x), list(accuracy.y)) == ([10], [87.5])
+    by_step, by_time, linear, log = figure.layout.updatemenus[0].buttons
+    assert [list(x) for x in by_step.args[0]["x"]] == [list(trace.x) for trace in figure.data]
+    assert list(by_time.args[0]["x"][list(figure.data).index(each)]) == pytest.approx([0.02, 0.04, 0.08, 0.1])
+    assert [button.args[1]["yaxis.type"] for button in (linear, log)] == ["linear", "log"]
+    axes = [figure.layout[name] for name in figure.layout if name.startswith("xaxis")]
+    assert len({axis.matches for axis in axes} - {None}) == 1, "all are zoomed together"
+
+
+def test_each_run_has_one_legend_entry_and_its_look(tmp_path, make_step, make_epoch):
+    names = [f"<b>{number}" for number in range(10)]
+    norms = [4.0 if number == 3 else None for number in range(10)]
+    tables = [
+        record(tmp_path / str(number), make_step, make_epoch, [2.0, 1.0], residual_norm=norm)
+        for number, norm in enumerate(norms)
+    ]
+    figure = curves(names, tables)
+    entries = [trace for trace in figure.data if trace.showlegend]
+    assert [trace.name for trace in entries] == [f"&lt;b&gt;{number}" for number in range(10)]
+    assert len({(trace.line.color, trace.line.dash) for trace in entries}) == 10
+    residual = traces_of(figure, "Residual norm: not sent yet")
+    assert {trace.legendgroup for trace in residual} == {entries[3].legendgroup}
+
+
+def test_a_run_without_steps_has_no_curves(tmp_path):
+    assert curves(["run"], [read_metrics(tmp_path)]) is None
+
+
+def test_a_step_has_its_prediction_above_it_and_every_action_in_place():
+    timeline = a_timeline()
+    figure = step_on_lanes(timeline)
+    titles = [title.text for title in figure.layout.annotations]
+    assert [title.split(":")[0] for title in titles] == ["predicted", "measured, step 5, the one of median length"]
+    for (_, rows), axis in zip(timeline.panels(), ("y", "y2"), strict=True):
+        begin = min(row.spans.computed.begin for row in rows)
+        ends = sorted(1e3 * (row.spans.origin - begin) + span.end_ms for row in rows for span in row.spans.spans)
+        drawn = [(bar.base, bar.x) for bar in figure.data if bar.yaxis == axis]
+        assert sorted(base + x for bases, xs in drawn for base, x in zip(bases, xs, strict=True)) == pytest.approx(
+            ends, abs=1e-3
+        )
+    assert sorted(bar.name for bar in figure.data if bar.showlegend) == sorted({bar.name for bar in figure.data})
+    forward = next(bar for bar in figure.data if bar.name == "forward")
+    assert forward.hovertext[0] == "F0 stage 0: 10 ms, from 0 to 10"
+    assert forward.text[0] == "0"
+
+
+def test_rows_of_the_confusion_matrix_are_classes():
+    (matrix,) = confusion_matrix(np.array([[3, 1], [0, 4]]), ["a", "<b>"]).data
+    np.testing.assert_allclose(matrix.z, [[math.sqrt(0.75), 0.5], [0.0, 1.0]])
+    assert list(matrix.y) == ["a", "&lt;b&gt;"]

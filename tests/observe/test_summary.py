@@ -4,12 +4,11 @@ Other programs rely on it.
 """
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
-from hybridpar.observe.summary import summarize, validate_summary, write_summary
+from hybridpar.observe.summary import SUMMARY_FILE, read_summary, summarize, write_summary
 
 
 @pytest.fixture
@@ -33,28 +32,18 @@ def whole(info, record):
 
 
 def test_a_whole_run_in_numbers(whole):
-    validate_summary(whole)
     versions = whole.pop("versions")
     assert {"python", "torch"} <= set(versions)
     assert {key: value for key, value in whole.items() if value is not None} == {
         **{"model": "resnet18", "data": "cifar10", "workers": 2, "device": "cpu", "batch_size": 64, "seed": 7},
         **{"exit": "finished", "epochs": 2, "steps": 20, "skipped_steps": 0},
-        **{"test_accuracy": 0.7, "best_test_accuracy": 0.8},
+        **{"test_accuracy": 0.7, "best_test_accuracy": 0.8, "test_loss": 0.5, "train_loss": 0.75},
         **{"train_seconds": 2.74, "step_ms_median": 20.0, "images_per_second": 3200.0},
         **{"bytes_sent_per_step": 1_000_000, "compute_ms": 10.0, "exposed_sync_ms": 3.0, "data_ms": 1.0},
         **{"stages": 1, "replicas": 1, "micro_batches": 1, "schedule": "accumulate"},
         **{"codec": "none", "shares": "equal", "final_batch_size": 64},
         **{"sync": "allreduce", "servers": 0},
     }
-
-
-def test_the_sync_of_gradients_in_numbers(info, record):
-    times = {"encode_ms": 2.0, "wire_ms": 5.0, "decode_ms": 1.0, "sync_ms": 6.5}
-    table = record([20.0] * 19, bytes_before=4000, bytes_after=125, **times)
-    summary = summarize(replace(info, codec="onebit"), table, seed=7, ended="finished")
-    validate_summary(summary)
-    assert {key: summary[key] for key in times} == times
-    assert (summary["codec"], summary["compression_ratio"]) == ("onebit", 32.0)
 
 
 def test_warm_up_is_left_out_where_there_are_enough_others(info, record):
@@ -75,7 +64,6 @@ def test_warm_up_of_a_resumed_part_is_left_out_too(info, record):
 
 def test_an_interrupted_run_without_a_step_has_nulls_and_is_valid(info, tmp_path):
     summary = summarize(info, read_metrics(tmp_path), seed=0, ended="interrupted", versions={"tvm": "0.27"})
-    validate_summary(summary)
     assert summary["steps"] == summary["train_seconds"] == 0
     assert summary["test_accuracy"] is summary["step_ms_median"] is summary["bytes_sent_per_step"] is None
     assert summary["versions"]["tvm"] == "0.27"
@@ -86,28 +74,13 @@ def test_steps_without_a_number_do_not_spoil_the_medians(info, record):
     summary = summarize(info, table, seed=0, ended="finished")
     assert summary["step_ms_median"] == 20
     assert summary["skipped_steps"] == 7
-    validate_summary(summary)
 
 
-def test_an_invalid_summary_leaves_the_old_file(whole, tmp_path):
-    path = write_summary(tmp_path, whole)
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"summary\.test_accuracy is 87\.5, not within 0 to 1"):
-        write_summary(tmp_path, whole | {"test_accuracy": 87.5})
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"exit": "crashed"}, "not one of finished, interrupted"),
-        ({"steps": True}, "not of type integer"),
-        ({"versions": {"torch": 2}}, r"summary\.versions\.torch"),
-        ({"step_ms_median": math.nan}, "not within"),
-        ({"stages": None}, "not of type integer"),
-        ({"best": {"step": 1}}, r"summary\.best lacks test_accuracy, metric, checkpoint"),
-    ],
-)
-def test_what_is_wrong_is_named(whole, change, message):
-    with pytest.raises(ValueError, match=message):
-        validate_summary(whole | change)
+def test_what_is_written_is_read_and_what_lacks_a_key_is_not(whole, tmp_path):
+    write_summary(tmp_path, whole)
+    assert read_summary(tmp_path) == whole
+    del whole["sync"]
+    write_summary(tmp_path, whole)
+    assert read_summary(tmp_path) is None
+    (tmp_path / SUMMARY_FILE).write_text("[")
+    assert read_summary(tmp_path) is None

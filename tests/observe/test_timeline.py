@@ -1,4 +1,4 @@
-"""Tests recording of timelines and their trace files, which other programs' viewers and this package read."""
+"""Tests timelines: their trace files, which other programs' viewers and this package read, and their text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from dataclasses import replace
 
 import pytest
 
+from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import (
     Timeline,
     TimelineRow,
     add_prediction,
+    read_timeline,
+    timeline_of,
+    trace_of,
+    write_timeline,
 )
-from hybridpar.observe.timeline_file import read_timeline, timeline_of, trace_of, write_timeline
 from hybridpar.schedule.actions import parse_action
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans
@@ -29,25 +33,19 @@ TIMELINES = {
 
 
 def check_events(data):
-    """What the Trace Event Format asks for, as far as viewers rely on it; returns complete events by thread."""
+    """What the Trace Event Format asks for, as far as viewers rely on it; the events and names by thread."""
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert data["displayTimeUnit"] in ("ms", "ns")
-    threads, names, flows = {}, {}, {}
+    threads, names = {}, {}
     for event in data["traceEvents"]:
-        assert event["ph"] in ("M", "X", "s", "f")
-        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
-        assert isinstance(event["name"], str)
+        assert event["ph"] in ("M", "X")
         assert math.isfinite(event["ts"])
-        assert event["ts"] >= 0
         thread = event["pid"], event["tid"]
         if event["ph"] == "M":
             names.setdefault(event["name"], {})[thread] = event["args"]
-        elif event["ph"] == "X":
-            assert event["dur"] >= 0
-            assert isinstance(event["cat"], str)
-            threads.setdefault(thread, []).append((event["ts"], event["ts"] + event["dur"], event))
         else:
-            flows.setdefault(event["id"], {})[event["ph"]] = event
+            assert event["dur"] >= 0
+            assert event["ts"] >= 0
+            threads.setdefault(thread, []).append((event["ts"], event["ts"] + event["dur"], event))
     assert len({tid for _, tid in threads}) == len(threads), "thread ids are unique in the file"
     for thread, events in threads.items():
         assert thread in names["thread_name"]
@@ -55,44 +53,20 @@ def check_events(data):
         events.sort(key=lambda event: event[:2])
         for (_, end, one), (start, _, other) in itertools.pairwise(events):
             assert start >= end - 2e-3, f"{one['name']} overlaps {other['name']}"  # rounded to nanoseconds
-    for both in flows.values():
-        assert both["s"]["ts"] <= both["f"]["ts"] + 2e-3
-        assert both["f"]["bp"] == "e"
-        for phase, kind in (("s", "send"), ("f", "receive")):
-            place = both[phase]["pid"], both[phase]["tid"]
-            around = [e for a, b, e in threads[place] if a - 2e-3 <= both[phase]["ts"] <= b + 2e-3]
-            assert any(event["cat"] == kind for event in around), "an arrow begins and ends in a box"
-    return threads, names, flows
+    return threads, names
 
 
 @pytest.mark.parametrize("name", TIMELINES)
-def test_a_trace_is_one_by_the_book(name):
-    check_events(trace_of(TIMELINES[name]))
-
-
-@pytest.mark.parametrize("name", TIMELINES)
-def test_a_timeline_comes_back_whole(name, tmp_path):
+def test_a_trace_is_one_by_the_book_and_comes_back_whole(name, tmp_path):
     was = TIMELINES[name]
+    check_events(trace_of(was))
     write_timeline(tmp_path / "trace.json", was)
     now = read_timeline(tmp_path / "trace.json")
-    assert (now.layout, now.facts) == (was.layout, was.facts)
-    assert now.steps == was.steps
-    zero = min(row.spans.origin for row in was.rows)
-    for step in was.steps:
-        for predicted in (True, False):
-            pairs = list(zip(was.at(step, predicted=predicted), now.at(step, predicted=predicted), strict=True))
-            for before, after in pairs:
-                assert after.worker == before.worker
-                assert after.spans.origin == pytest.approx(before.spans.origin - zero, abs=1e-8)
-                found = sorted(after.spans.spans, key=str)
-                for one, other in zip(sorted(before.spans.spans, key=str), found, strict=True):
-                    assert replace(other, start_ms=one.start_ms, end_ms=one.end_ms) == one
-                    assert (other.start_ms, other.end_ms) == pytest.approx((one.start_ms, one.end_ms), abs=1e-5)
+    assert (now.rows, now.layout, now.facts) == (was.rows, was.layout, was.facts)
 
 
 def test_everybody_has_a_process_and_every_queue_a_thread():
-    data = trace_of(a_timeline())
-    _, names, flows = check_events(data)
+    _, names = check_events(trace_of(a_timeline()))
     processes = [args["name"] for args in names["process_name"].values()]
     # Rank = position * replicas + replica; one replica is predicted.
     assert sorted(processes) == ["predicted worker 0", "predicted worker 2", *(f"worker {rank}" for rank in range(4))]
@@ -101,8 +75,6 @@ def test_everybody_has_a_process_and_every_queue_a_thread():
         *("steps", "compute lane 1", "send to worker 1", "receive from worker 1", "sync lane 0", "sync lane 1"),
         "control lane 1",
     }
-    transfers = 2 * 4  # forward and backward, of four micro-batches
-    assert len(flows) == 3 * transfers * (2 + 1), "in each of three steps, of both replicas and of the prediction"
 
 
 def test_a_prediction_begins_with_its_step_and_never_overlaps_the_next():
@@ -119,11 +91,40 @@ def test_steps_that_overlap_on_other_lanes_are_shown_one_after_the_other():
     one = StepSpans(0.0, (Span(0, "compute", 0, parse_action("0F0"), 0, 10),))
     other = StepSpans(0.008, (Span(0, "compute", 1, parse_action("1F0"), 0, 10),))
     timeline = Timeline((TimelineRow(0, 1, one), TimelineRow(0, 2, other)), Layout.repeated([(0, 0)]))
-    threads, _, _ = check_events(trace_of(timeline))
+    threads, _ = check_events(trace_of(timeline))
     shown = [event[:2] for events in threads.values() for event in events if event[2]["cat"] == "steps"]
     assert shown == [(0.0, 10_000.0), (10_000.0, 18_000.0)]
-    again = timeline_of(trace_of(timeline)).at(2, predicted=False)[0].spans
-    assert again.origin == pytest.approx(0.008)
 
 
-# -------------------------------------------------------------------------------------------------------------- files
+def test_the_text_to_the_letter():
+    assert "\n".join(replace(a_timeline(), facts={"model": "resnet18", "micro_batches": 4}).lines()) == GOLDEN
+
+
+GOLDEN = """\
+resnet18, 2 stages x 2 replicas, 4 micro-batches, steps 4 to 6
+
+predicted:  161.3 ms, bubble 22 %
+worker 0      120.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
+worker 2      120.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
+
+measured, step 5, the one of median length:  191.8 ms, bubble 22 %
+worker 0      144.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
+worker 1      144.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
+worker 2      144.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
+worker 3      144.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed"""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"writer": "someone"}, "not a trace of hybridpar"),
+        ({"rows": []}, "is damaged"),
+        ({"layout": ["0"]}, "is damaged"),
+        ({"rows": [[1]]}, "is damaged"),
+    ],
+)
+def test_a_damaged_trace_is_refused(change, said):
+    data = trace_of(a_timeline())
+    data["otherData"] |= change
+    with pytest.raises(UsageError, match=said):
+        timeline_of(data)

@@ -12,7 +12,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import StopRequest
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.observe.timeline_file import read_timeline
+from hybridpar.observe.timeline import read_timeline
 from hybridpar.plan import read_plan
 from hybridpar.run import run as run_module
 from hybridpar.run.step_timeline import check_timeline
@@ -86,13 +86,6 @@ def test_stages_wait_for_each_other_in_what_was_recorded(two):
             assert ends[f"1B{batch}"] <= starts[f"0B{batch}"]
 
 
-@pytest.mark.parametrize(("steps", "shown"), [(1, [1]), (5, [4, 5])])
-def test_a_short_run_shows_what_it_has(tmp_path, steps, shown):
-    train(tmp_path / "run", steps=steps, timeline=tmp_path / "trace.json", **PIPELINE)
-    assert read_timeline(tmp_path / "trace.json").steps == shown
-    check_run(tmp_path / "run", steps=steps)
-
-
 def test_a_model_that_is_not_cut_has_a_timeline_without_a_prediction(tmp_path):
     options = {"steps": 6, "timeline": tmp_path / "trace.json"}
     assert run_ranks(train_rank, 2, tmp_path / "run", "plain", None, options) == [0, 0]
@@ -151,7 +144,7 @@ def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
     def full(path, timeline):
         raise RunDirectoryError(f"cannot write {path}: No space left on device")
 
-    monkeypatch.setattr("hybridpar.observe.timeline_file.write_timeline", full)
+    monkeypatch.setattr("hybridpar.observe.timeline.write_timeline", full)
     assert train(tmp_path / "run", steps=6, timeline=tmp_path / "trace.json", **PIPELINE) == 0
     check_run(tmp_path / "run", steps=6)
     shown = capsys.readouterr().out

@@ -1,0 +1,348 @@
+"""Sends the records of a run to the tools in which people watch runs: TensorBoard, Weights & Biases, MLflow.
+
+The worker that writes files calls them, every few seconds. One that fails is not called again, after one warning;
+`metrics.jsonl` has every record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from hybridpar.errors import UsageError, not_installed, shortened
+from hybridpar.formats.output_files import replace_file
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, RunInfo, StepRecord
+from hybridpar.registry import Registry
+
+#: Seconds between two calls of a tool, and those that it has at the end of a run.
+_PAUSE, CLOSE_SECONDS = 5.0, 15.0
+
+#: Experiment of MLflow and project of W&B where no variable names one.
+_PROJECT = "hybridpar"
+
+Ending = Literal["finished", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a logger is given of a run before its first record.
+
+    Attributes:
+        directory: Directory of the run.
+        info: The run.
+        options: Its options by name, as plain values.
+        resumed_from: Step that it goes on from; None for a new one.
+    """
+
+    directory: Path
+    info: RunInfo
+    options: Mapping[str, Any]
+    resumed_from: int | None = None
+
+    def recall(self, name: str) -> str | None:
+        """The id that a tool gave the run when it began; None for a new run."""
+        try:
+            return None if self.resumed_from is None else (self.directory / f"{name}.id").read_text("utf-8").strip()
+        except OSError:
+            return None
+
+    def remember(self, name: str, given: str) -> None:
+        """Keep the id that a tool gave the run, by which a resumed run goes on there."""
+        replace_file(self.directory / f"{name}.id", [given.encode()])
+
+
+class Line(NamedTuple):
+    """Figures of a step, or of the end of an epoch.
+
+    Attributes:
+        step: Global step.
+        seconds: When, in seconds of `time.time`.
+        figures: By name.
+    """
+
+    step: int
+    seconds: float
+    figures: dict[str, float]
+
+
+class Logger(ABC):
+    """A tool that figures of a run are sent to, registered with `LOGGERS.register(name, description)`.
+
+    Any method may raise: the logger is not called again. It is created before the first step, where it imports its
+    tool.
+    """
+
+    #: What is imported of the tool, and the extra of hybridpar that installs it.
+    package: ClassVar[str]
+    extra: ClassVar[str]
+
+    @abstractmethod
+    def start(self, run: LoggedRun) -> str | None:
+        """Begin, or go on with, a run.
+
+        Args:
+            run: The run.
+
+        Returns:
+            Where the run can be seen, for the user; None where there is nothing to say.
+        """
+
+    @abstractmethod
+    def write(self, lines: Sequence[Line]) -> None:
+        """Take some lines; training waits for it.
+
+        Args:
+            lines: In order.
+        """
+
+    @abstractmethod
+    def close(self, ending: Ending) -> None:
+        """End the run.
+
+        Args:
+            ending: How it ended.
+        """
+
+
+LOGGERS: Registry[type[Logger]] = Registry("logger")
+
+
+def logger_names(log: Iterable[str]) -> tuple[str, ...]:
+    """The loggers that `--log` names.
+
+    Args:
+        log: Its values: names, several joined by commas, `none`; empty for the default.
+
+    Returns:
+        Names, each once; by default `tensorboard`, where that is installed.
+
+    Raises:
+        UsageError: There is no such logger, its package is not installed, or `none` is not alone.
+    """
+    names = tuple(dict.fromkeys(name.strip() for text in log for name in text.split(",") if name.strip()))
+    if not names:
+        return ("tensorboard",) if _is_installed("tensorboard") else ()
+    if names == ("none",):
+        return ()
+    if "none" in names:
+        raise UsageError(f"--log {','.join(names)}", "`none` stands for no logger.", "Leave it out, or the others.")
+    for name in names:
+        kind = LOGGERS.get(name)
+        if not _is_installed(kind.package):
+            raise not_installed(f"--log {name} needs {kind.package}", kind.extra)
+    return names
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+class Loggers:
+    """All loggers of a run, on the worker that writes files. `say` shows a line to the user."""
+
+    def __init__(self, names: Sequence[str], run: LoggedRun, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._open: dict[str, Logger] = {}
+        self._lines: list[Line] = []
+        self._sent = time.monotonic()
+        for name in names:
+            with self._guarded(name):
+                logger = LOGGERS.get(name)()
+                if (where := logger.start(run)) is not None:
+                    say(f"{name:8} {where}")
+                self._open[name] = logger
+
+    def put(self, record: StepRecord | EpochRecord) -> None:
+        """Send a record to all of them, now or with the next ones."""
+        rows = EPOCH_FIGURES if isinstance(record, EpochRecord) else STEP_FIGURES
+        values = {row.name: getattr(record, row.name) for row in rows if row.log}
+        figures = {name: float(value) for name, value in values.items() if value is not None}
+        self._lines.append(Line(record.step, time.time(), figures))
+        if time.monotonic() - self._sent >= _PAUSE:
+            self._send()
+
+    def _send(self) -> None:
+        lines, self._lines = self._lines, []
+        for name, logger in list(self._open.items()):
+            with self._guarded(name):
+                logger.write(lines)
+        self._sent = time.monotonic()
+
+    def close(self, ending: Ending, seconds: float = CLOSE_SECONDS) -> bool:
+        """Send what is left and end all, for a limited time each. False where a tool is still at it."""
+        self._send()
+        in_time = True
+        for name, logger in list(self._open.items()):
+            # A tool may upload for as long as there is no network; only its own thread is held up by that.
+            thread = Thread(target=self._close, args=(name, logger, ending), name=f"log {name}", daemon=True)
+            thread.start()
+            thread.join(seconds)
+            if thread.is_alive():
+                in_time = False
+                self._say(f"warning: the logger {name} did not end in time; it may lack the last records")
+        self._open.clear()
+        return in_time
+
+    def _close(self, name: str, logger: Logger, ending: Ending) -> None:
+        with self._guarded(name):
+            logger.close(ending)
+
+    @contextlib.contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        """An error ends the logger, not the run."""
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            reason = shortened(str(error).strip().partition("\n")[0])
+            failed = f"the logger {name} failed: {type(error).__name__} {reason}".rstrip()
+            self._say(f"warning: {failed}; it gets no more records. metrics.jsonl has them all")
+
+
+# ------------------------------------------------------------------------------------------------------------- tools
+
+
+@LOGGERS.register("tensorboard", "event files in the run directory, for TensorBoard")
+class TensorBoardLogger(Logger):
+    """A scalar for each figure, by global step, in `tensorboard/` of the run directory.
+
+    Written with the tensorboard package itself: one event for all scalars of a step costs a quarter of what torch's
+    `SummaryWriter` takes for one event each.
+    """
+
+    package: ClassVar[str] = "tensorboard"
+    extra: ClassVar[str] = "tensorboard"
+
+    def __init__(self) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._open, self._event, self._session = EventFileWriter, event_pb2.Event, event_pb2.SessionLog
+        self._summary = summary_pb2.Summary
+        self._writer: Any = None
+
+    def start(self, run: LoggedRun) -> str | None:
+        """Open a file. TensorBoard hides older events of the directory from here on: these steps are run again."""
+        self._writer = self._open(str(run.directory / "tensorboard"), max_queue_size=1000, flush_secs=10)
+        began = self._session(status=self._session.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=(run.resumed_from or 0) + 1, session_log=began))
+        return None
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Write an event for each line."""
+        for line in lines:
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in line.figures.items()]
+            summary = self._summary(value=values)
+            self._writer.add_event(self._event(wall_time=line.seconds, step=line.step, summary=summary))
+
+    def close(self, ending: Ending) -> None:
+        """Flush and close the file."""
+        self._writer.close()
+
+
+@LOGGERS.register("wandb", "a run of Weights & Biases")
+class WandbLogger(Logger):
+    """A run with the options as its configuration; a resumed run goes on in the same one.
+
+    `WANDB_PROJECT`, `WANDB_ENTITY` and `WANDB_MODE` are obeyed. Without an API key the run is written to `wandb/` in
+    the run directory, from where `wandb sync` uploads it.
+    """
+
+    package: ClassVar[str] = "wandb"
+    extra: ClassVar[str] = "wandb"
+
+    def __init__(self) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")  # the terminal is the display's
+        import wandb
+
+        self._wandb: Any = wandb
+        self._run: Any = None
+
+    def start(self, run: LoggedRun) -> str | None:
+        """Begin a run, or go on with the one that this run began."""
+        wandb, given = self._wandb, run.recall("wandb") or secrets.token_hex(4)
+        has_key = os.environ.get("WANDB_MODE", "online") != "online" or wandb.login(prompt=False)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=run.directory.name,
+            id=given,
+            resume="allow",
+            reinit="create_new",
+            dir=str(run.directory),
+            config=dict(run.options),
+            mode=None if has_key else "offline",
+            settings=wandb.Settings(console="off", init_timeout=20),
+        )
+        run.remember("wandb", given)
+        reason = "" if has_key else "there is no API key (`wandb login`), so it is "
+        offline = f"{reason}written offline; upload it with: wandb sync {os.path.dirname(self._run.dir)}"
+        return str(self._run.url or offline)
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Log each line at its step, in wandb's own process; it drops those of steps that it has."""
+        for line in lines:
+            self._run.log(line.figures, step=line.step)
+
+    def close(self, ending: Ending) -> None:
+        """End the run, which uploads what is left."""
+        self._run.finish(exit_code=0 if ending == "finished" else 1)
+
+
+@LOGGERS.register("mlflow", "a run of MLflow")
+class MlflowLogger(Logger):
+    """A run with the options as its parameters; a resumed run goes on in the same one.
+
+    `MLFLOW_TRACKING_URI` says where they are kept; without it in the folder `mlruns`.
+    """
+
+    package: ClassVar[str] = "mlflow"
+    extra: ClassVar[str] = "mlflow"
+
+    def __init__(self) -> None:
+        # A server that does not answer must not hold up training for the minutes of MLflow's own defaults.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            os.environ["MLFLOW_TRACKING_URI"] = Path("mlruns").absolute().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._param = Metric, Param
+        self._client, self._id = MlflowClient(), ""
+
+    def start(self, run: LoggedRun) -> str | None:
+        """Begin a run, or go on with the one that this run began."""
+        if (known := run.recall("mlflow")) is not None:
+            self._id = self._client.get_run(known).info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+            known_experiment = self._client.get_experiment_by_name(name)
+            experiment = known_experiment.experiment_id if known_experiment else self._client.create_experiment(name)
+            self._id = self._client.create_run(experiment, run_name=run.directory.name).info.run_id
+            run.remember("mlflow", self._id)
+            params = [self._param(key, str(value)[:500]) for key, value in run.options.items()]
+            for first in range(0, len(params), 100):  # as many and as long as MLflow takes in one call
+                self._client.log_batch(self._id, params=params[first : first + 100])
+        return f"run {self._id} in {self._client.tracking_uri}"
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Log the figures of all lines in as few calls as MLflow allows."""
+        rows = [(name, value, round(1000 * at), step) for step, at, figures in lines for name, value in figures.items()]
+        for first in range(0, len(rows), 1000):
+            self._client.log_batch(self._id, metrics=[self._metric(*row) for row in rows[first : first + 1000]])
+
+    def close(self, ending: Ending) -> None:
+        """Set the status of the run."""
+        status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[ending]
+        self._client.set_terminated(self._id, status)
