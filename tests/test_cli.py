@@ -339,11 +339,6 @@ def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, 
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
         (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
         (["examples.user_model:smal_net"], "no factory 'smal_net'\nDid you mean small_net"),
-        (
-            ["resnet18", "--data", "folder", "--data-root", "nowhere"],
-            "directory that holds train/CLASS/ and test/CLASS/",
-        ),
-        (["resnet18", "--data", "csv", "--data-root", "nowhere"], "a table, as FILE.csv, or the directory that holds"),
     ],
 )
 def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):

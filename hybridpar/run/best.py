@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridpar.config.checkpoints import Checkpoints
+from hybridpar.config.train import Checkpoints
 from hybridpar.observe.records import EpochRecord
 from hybridpar.train.checkpoint_files import list_checkpoints, step_of
 

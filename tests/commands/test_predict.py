@@ -14,7 +14,7 @@ from PIL import Image
 
 from hybridpar.cli import main
 from hybridpar.config import TrainConfig
-from hybridpar.config.trained import TrainedOptions
+from hybridpar.config.train import TrainedOptions
 from hybridpar.data import load_dataset
 from hybridpar.run.evaluate import evaluate_trained
 from hybridpar.run.trained import find_trained

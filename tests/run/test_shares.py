@@ -203,7 +203,7 @@ def test_codecs_of_unequal_replicas_keep_what_they_have_not_sent(tmp_path):
     [
         ({"placement": "0,0;1,3"}, "--placement 0,0;1,3 with --stages 2"),
         ({"placement": "0,1;1,2"}, "--placement 0,1;1,2 with --stages 2"),
-        ({"replicas": 3}, "--placement 0,0;1,2 with --replicas 3"),
+        ({"replicas": 3}, "--placement 0,0;1,2 with --stages 2 and --replicas 3"),
         ({"batch_norm": "sync"}, "--batch-norm sync with replicas of different numbers of workers"),
         ({"compress": "auto"}, "--compress auto with replicas of different numbers of workers"),
     ],
