@@ -26,7 +26,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pydantic import TypeAdapter
 
 from hybridpar.comm.world import World
 from hybridpar.data.image_facts import ImageFacts
@@ -39,7 +38,6 @@ from hybridpar.observe.timeline_file import read_timeline, trace_of
 from hybridpar.partition import profile_cache
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
-from hybridpar.planner import links, rates
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.run import directory as rundir
 from hybridpar.schedule.actions import read_schedule
@@ -79,8 +77,6 @@ class Kind:
 # ---------------------------------------------------------------------------------------------------------- good files
 
 PROFILE_KEY = {"model": "m", "units": ["a", "b"]}
-RATE_KEY = {"model": "m", "link": 3}
-LINK_KEY: dict[str, object] = {"hosts": ["a"]}
 
 
 def _plan() -> bytes:
@@ -113,12 +109,9 @@ def _database() -> bytes:
     return "".join(f"{record.line()}\n" for record in records).encode()
 
 
-def _reader(kind: str, key: Mapping[str, Any], types: TypeAdapter[Any]) -> Callable[[Path], object]:
-    def read(path: Path) -> object:
-        with mock.patch.object(cache, "measurement_file", return_value=path):
-            return cache.load_measurement(kind, key, types)
-
-    return read
+def _read_times(path: Path) -> None:
+    with mock.patch.object(cache, "measurement_file", return_value=path):
+        cache.load_measurement("units", PROFILE_KEY, profile_cache.TIMES)
 
 
 def kinds() -> list[Kind]:
@@ -126,9 +119,6 @@ def kinds() -> list[Kind]:
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
     times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 0.1)
     profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
-    rate = json.dumps({"key": RATE_KEY, "data": {"tried": [[64, 1.0, 2.0]], "noise": 0.1}}).encode()
-    kept = small.cluster().model_dump(mode="json")
-    link = json.dumps({"key": LINK_KEY, "data": kept}).encode()
     return [
         Kind("plan.json", _plan(), _read_plan),
         Kind("cluster.toml", CLUSTER.encode(), read_cluster_file),
@@ -137,9 +127,7 @@ def kinds() -> list[Kind]:
         Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent)),
         Kind("kernels.jsonl", _database(), read_database),
         Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
-        Kind("units-1.json", profile, _reader("units", PROFILE_KEY, profile_cache.TIMES)),
-        Kind("codec-1.json", rate, _reader("codec", RATE_KEY, rates.RATE)),
-        Kind("links-1.json", link, _reader("links", LINK_KEY, links.SPEC)),
+        Kind("units-1.json", profile, _read_times),
     ]
 
 

@@ -27,7 +27,6 @@ FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "local": ("sync", lambda run: type(read_sync(run.sync)) is Local),
     "nesterov": ("optimizer", lambda run: run.optim.arguments.get("nesterov")),
     "no guard": ("guard", lambda run: not run.guard),
-    "no momentum": ("optimizer", lambda run: run.momentum == 0),
     "no share": ("shares", lambda run: 0 in (run.share_list or ())),
     "not sgd": ("optimizer", lambda run: run.optim.name != "sgd"),
     "outer": ("sync", lambda run: run.outer),
@@ -99,7 +98,6 @@ CONFLICTS: tuple[Row, ...] = (
 GRADIENT_CONFLICTS: tuple[Row, ...] = (
     ("recipe", ("another codec",), "The recipe says what gradients travel as."),
     ("recipe", ("nesterov", "not sgd"), "The recipe is one of SGD with plain momentum."),
-    ("nesterov", ("no momentum",), "Nesterov's method needs momentum, as sgd:momentum=0.9,nesterov."),
     ("compile", ("batch norm sync",), "A compiled pass cannot wait for other workers in its middle."),
     (
         "cuda graph",

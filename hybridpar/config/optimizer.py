@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.errors import UsageError, check, nearest, shortened
 from hybridpar.spec import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -441,10 +441,10 @@ def _read_argument(text: str) -> Any:
 def check_optimizer(config: OptimizerConfig) -> None:
     """Check the specs of optimizer, rates, loss and clipping, without importing torch or timm."""
     _ = config.rate_schedule, config.ema, config.criterion, config.clipping, config.lr is None or read_rate(config.lr)
-    if type(momentum := config.optim.arguments.get("momentum", 0.9)) not in (int, float):
-        raise UsageError(
-            f"--optimizer {config.optimizer}: momentum={momentum}", "It must be a number.", "Write momentum=0.9."
-        )
+    what, nesterov = f"--optimizer {config.optimizer}", config.optim.arguments.get("nesterov")
+    is_number = type(momentum := config.optim.arguments.get("momentum", 0.9)) in (int, float)
+    check(is_number, f"{what}: momentum={momentum}", "It must be a number.", "Write momentum=0.9.")
+    check(not nesterov or momentum != 0, what, "Nesterov's method needs momentum.", "Write sgd:momentum=0.9,nesterov.")
     name = config.optim.name
     # Of timm's names the worker tells that makes the optimizer: timm takes long to import.
     if name not in TORCH_OPTIMIZERS and not name.startswith(TIMM):

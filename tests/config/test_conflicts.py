@@ -31,7 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"sync": "local:2"},
     "nesterov": {"optimizer": "sgd:nesterov"},
     "no guard": {"guard": False},
-    "no momentum": {"optimizer": "sgd:momentum=0"},
     "no share": {"shares": "0,1"},
     "not sgd": {"optimizer": "adamw"},
     "outer": {"sync": "outer:4"},

@@ -59,6 +59,7 @@ def test_the_ends_of_a_range_belong_to_it(option, value):
         ({"clip_grad": "mode=agc"}, "--clip-grad mode=agc", "without limit"),
         ({"optimizer": "sgd:momentum=none"}, "momentum=None", "a number"),
         ({"optimizer": "sgd:momentum"}, "momentum=True", "a number"),
+        ({"optimizer": "sgd:momentum=0,nesterov"}, "--optimizer sgd:momentum=0,nesterov", "needs momentum"),
         ({"recompute": ("all",), "sync": "ps"}, "--recompute all with --sync ps", "whole model"),
         ({"recompute": ("all",), "batch_size": "auto"}, "--recompute all with --batch-size auto", "whole model"),
         ({"optimizer": "adamw:layer_decay=2"}, "layer_decay=2", "at most 1"),
