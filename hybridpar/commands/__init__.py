@@ -167,7 +167,9 @@ def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collec
     for number, (title, bases) in enumerate(groups.items()):
         names = {option.name for base in bases for option in fields(base)}
         inside |= names
-        here = [one for one in fields(options) if one.name in names and (shown is None or one.name in shown)]
+        here = [
+            option for option in fields(options) if option.name in names and (shown is None or option.name in shown)
+        ]
         group = make_dataclass(f"Group{number}", map(explained, here))
         hint: Any = Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title, help="")]
         parts.append((f"group_{number}", hint, field(default_factory=group)))
