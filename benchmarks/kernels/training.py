@@ -40,7 +40,7 @@ from benchmarks.kernels.parts import PARTS, has_norms, measure_parts
 from benchmarks.rig.paired import balanced_orders
 from benchmarks.rig.records import append_dicts
 from benchmarks.rig.stats import Ratio, bootstrap_ratio
-from hybridpar.commands.tune import parse_seconds
+from hybridpar.commands.tune.request import parse_seconds
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, optimize, read_database
 from hybridpar.tvm_kernels.choice import active_choices, use_choices

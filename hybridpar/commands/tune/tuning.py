@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.commands import progress_bar
-from hybridpar.commands.tune import TuneRequest, parse_seconds
+from hybridpar.commands.tune.request import TuneRequest, parse_seconds
 from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.formats.file_reader import read_text
