@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from hybridpar.errors import UsageError, check, nearest, shortened
+from hybridpar.errors import UsageError, check, nearest, not_installed, shortened
 from hybridpar.spec import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -446,7 +447,9 @@ def check_optimizer(config: OptimizerConfig) -> None:
     check(is_number, f"{what}: momentum={momentum}", "It must be a number.", "Write momentum=0.9.")
     check(not nesterov or momentum != 0, what, "Nesterov's method needs momentum.", "Write sgd:momentum=0.9,nesterov.")
     name = config.optim.name
-    # Of timm's names the worker tells that makes the optimizer: timm takes long to import.
+    if name.startswith(TIMM) and importlib.util.find_spec("timm") is None:
+        raise not_installed(f"the optimizer {shortened(name)} comes with timm", "timm")
+    # The worker that makes the optimizer knows timm's names: timm takes long to import.
     if name not in TORCH_OPTIMIZERS and not name.startswith(TIMM):
         raise UsageError(f"unknown optimizer {shortened(repr(name))}", fix=nearest(name, TORCH_OPTIMIZERS))
 
