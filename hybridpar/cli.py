@@ -15,13 +15,7 @@ from collections.abc import Sequence
 from hybridpar import __version__
 from hybridpar.commands import COMMANDS, find_command, load_commands
 from hybridpar.errors import HybridparError, LaunchError, SyncError
-from hybridpar.machine.launch import (
-    error_text,
-    failure_recorded,
-    leaving_at_once,
-    record_failure,
-    tell_interrupted,
-)
+from hybridpar.machine.launch import error_text, failure_recorded, leaving_at_once, record_failure, tell_interrupted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with leaving_at_once():
             command = find_command(arguments[0])
             options = command.parse(arguments[0], arguments[1:])
-        _place_torchs_cache()
+        _make_torchs_cache()
         return command.run(options, arguments)
     except KeyboardInterrupt:
         tell_interrupted()
@@ -75,15 +69,15 @@ def help_text() -> str:
     return "\n".join([*lines, "\n`hybridpar COMMAND --help` shows the options of a command."])
 
 
-def _place_torchs_cache() -> None:
+def _make_torchs_cache() -> None:
     """Keep what torch compiles beside our own cache. Torch makes the directory in any case, else a temporary one."""
     from hybridpar.formats.cache import cache_directory
 
-    place = cache_directory() / "torchinductor"
+    folder = cache_directory() / "torchinductor"
     with contextlib.suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-        if os.access(place, os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place.resolve()))
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.resolve()))
 
 
 def _fail(error: BaseException, debug: bool) -> int:

@@ -99,9 +99,9 @@ class KernelError(HybridparError):
     """A kernel that was demanded cannot be had."""
 
 
-def refuse(one: str, other: str, why: str) -> UsageError:
+def refuse(first: str, second: str, why: str) -> UsageError:
     """The error for two options that contradict each other."""
-    return UsageError(f"{one} with {other}", why, "Leave out one of them.")
+    return UsageError(f"{first} with {second}", why, "Leave out one of them.")
 
 
 def check(holds: bool, what: str, why: str = "", fix: str = "") -> None:
@@ -145,10 +145,10 @@ def user_frames(error: BaseException, *, packages: bool = True, most: int = 6) -
     Left out are the frames up to the last one of hybridpar, and those of torch and of Python's library.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = f"{os.path.dirname(os.path.abspath(__file__))}{os.sep}"
-    last = max((place for place, frame in enumerate(frames) if frame.filename.startswith(own)), default=-1)
-    kept = [frame for frame in frames[last + 1 :] if _is_users(frame.filename, packages)]
-    return [text.rstrip("\n") for text in traceback.format_list(kept[-most:])]
+    package = f"{os.path.dirname(os.path.abspath(__file__))}{os.sep}"
+    last = max((index for index, frame in enumerate(frames) if frame.filename.startswith(package)), default=-1)
+    users = [frame for frame in frames[last + 1 :] if _is_users(frame.filename, packages)]
+    return [text.rstrip("\n") for text in traceback.format_list(users[-most:])]
 
 
 def user_error(what: str, error: BaseException, *, fix: str = "") -> UsageError:

@@ -4,74 +4,82 @@
     ps,servers=2                      ParameterServers(servers=2)
     0.9998,warmup                     Average(decay=0.9998, warmup=True)
 
-The keys are the fields of the dataclass, and their types say how a value is read: text, whole numbers, numbers, `on`
-and `off`, a choice (`Literal`), or numbers with `/` between them (a tuple). Fields without a default, and those marked
-`UNNAMED`, may be given without their key, in order; a key alone means `on`; `auto` is None, where the type allows it.
-What a number must be stands beside its type, as in `Annotated[float, POSITIVE]`.
+The keys are the fields of the dataclass, and pydantic reads their values as their types say; a tuple is written with
+`/` between its parts. Fields without a default, and those marked `UNNAMED`, may be given without their key, in order; a
+key alone means `on`; `auto` is None, where the type allows it. What a number must be stands beside its type, as in
+`Annotated[float, POSITIVE]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, Gt, Interval
 
 from hybridpar.errors import UsageError, nearest, shortened
 
 _T = TypeVar("_T")
 
-_WORDS = {"on": True, "true": True, "off": False, "false": False}
+
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+class Options:
+    """Base of options: a subclass is a frozen dataclass that is made by keywords."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
 
 #: Beside the type of a field: it may be given without its key, though it has a default.
 UNNAMED = "unnamed"
 
-
-@dataclass(frozen=True)
-class Rule:
-    """What a number must be.
-
-    Attributes:
-        text: In words, to be put behind "It must be".
-        holds: Whether a number is that.
-    """
-
-    text: str
-    holds: Callable[[float], bool]
-
-    def allows(self, value: Any) -> bool:
-        """Whether a value of any type is a number that the rule holds for."""
-        try:
-            return self.holds(value)
-        except TypeError:
-            return False
+# What a number must be, beside its type; infinities and NaN are refused in any case.
+AT_LEAST_0 = Ge(0)
+AT_LEAST_1 = Ge(1)
+POSITIVE = Gt(0)
+BELOW_1 = Interval(ge=0, lt=1)
+BETWEEN_0_AND_1 = Interval(gt=0, lt=1)
+AT_MOST_1 = Interval(gt=0, le=1)
 
 
-AT_LEAST_0 = Rule("at least 0", lambda number: number >= 0)
-AT_LEAST_1 = Rule("at least 1", lambda number: number >= 1)
-POSITIVE = Rule("greater than 0", lambda number: number > 0)
-BELOW_1 = Rule("at least 0 and less than 1", lambda number: 0 <= number < 1)
-BETWEEN_0_AND_1 = Rule("between 0 and 1", lambda number: 0 < number < 1)
-FINITE = Rule("greater than 0 and finite", lambda number: 0 < number < math.inf)
-AT_MOST_1 = Rule("greater than 0 and at most 1", lambda number: 0 < number <= 1)
-
-
-def between(low: int, high: int) -> Rule:
+def between(low: int, high: int) -> Interval:
     """A number from one to another, both included."""
-    return Rule(f"from {low} to {high}", lambda number: low <= number <= high)
+    return Interval(ge=low, le=high)
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter  # takes a moment, which `--help` need not wait for
+
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+
+
+def validated(what: str, kind: Any, value: Any, fix: str = "", *, strict: bool = False) -> Any:
+    """A value as a type says, and its rules; `what` names it in the error. Strict: it must be of the type already."""
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(kind).validate_python(value, strict=strict)
+    except ValidationError as error:
+        # Of a type with alternatives there is an error for each.
+        rules = [detail["msg"].partition("nput should be ")[2].partition(", unable")[0] for detail in error.errors()]
+        rule = " or ".join(dict.fromkeys(filter(None, rules))) or "a value of its type"
+        rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+        raise UsageError(what, f"It must be {rule}.", fix) from None
 
 
 def check_rules(options: object) -> None:
-    """Check that the fields of a dataclass are what stands beside their types; None is no value, and always allowed."""
+    """Check that the fields of a dataclass are what their types say."""
     for name, kind in fields_of(type(options)).items():
         value = getattr(options, name)
-        for rule in typing.get_args(kind) if typing.get_origin(kind) is Annotated and value is not None else ():
-            if isinstance(rule, Rule) and not all(map(rule.allows, value if isinstance(value, tuple) else (value,))):
-                raise UsageError(f"--{name.replace('_', '-')} is {value}", f"It must be {rule.text}.")
+        if not (isinstance(value, str) and Path in _alternatives(kind)):  # a path may be given as text
+            validated(f"--{name.replace('_', '-')} is {shortened(value)}", kind, value, strict=True)
 
 
 def split_name(text: str) -> tuple[str, str]:
@@ -92,6 +100,12 @@ def read_choice(option: str, text: str, choices: Mapping[str, type[_T]], usual: 
 
 def read_fields(label: str, text: str, kind: type[_T]) -> _T:
     """A dataclass of the values in `value,key=value,...`."""
+    made: _T = _made(label, text, kind)  # type: ignore[arg-type]  # classes can be hashed
+    return made
+
+
+@functools.cache
+def _made(label: str, text: str, kind: type) -> Any:
     defaults = defaults_of(kind)
     values = read_values(label, _split(label, text, kind), fields_of(kind), defaults)
     if missing := [name for name in fields_of(kind) if name not in defaults and name not in values]:
@@ -106,19 +120,16 @@ def overlay(label: str, below: str, above: str, kind: type) -> str:
     return ",".join(given[key] if key in unnamed else f"{key}={given[key]}" for key in fields_of(kind) if key in given)
 
 
-def _split(label: str, text: str, kind: type) -> dict[str, str]:
-    flags = [name for name, declared in fields_of(kind).items() if declared is bool]
-    return split_fields(label, text, _unnamed(kind), flags)
+def with_options(text: str, **options: object) -> str:
+    """The text of a choice with other values of some keys, and without those that are None.
 
-
-def _unnamed(kind: type) -> list[str]:
-    """The fields that may be given without their key."""
-    defaults = defaults_of(kind)
-    return [
-        name
-        for name, declared in fields_of(kind).items()
-        if name not in defaults or UNNAMED in getattr(declared, "__metadata__", ())
-    ]
+    `sgd:nesterov` with momentum=0 is `sgd:nesterov,momentum=0`.
+    """
+    name, rest = split_name(text)
+    parts = [part.strip() for part in rest.split(",") if part.strip()]
+    parts = [part for part in parts if part.partition("=")[0].strip() not in options]
+    parts += [f"{key}={value}" for key, value in options.items() if value is not None]
+    return f"{name}:{','.join(parts)}" if parts else name
 
 
 def fields_of(kind: type) -> Mapping[str, Any]:
@@ -132,16 +143,16 @@ def defaults_of(kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
-def with_options(text: str, **options: object) -> str:
-    """The text of a choice with other values of some keys, and without those that are None.
+def _unnamed(kind: type) -> list[str]:
+    """The fields that may be given without their key."""
+    defaults = defaults_of(kind)
+    marked = {name for name, declared in fields_of(kind).items() if UNNAMED in getattr(declared, "__metadata__", ())}
+    return [name for name in fields_of(kind) if name not in defaults or name in marked]
 
-    `sgd:nesterov` with momentum=0 is `sgd:nesterov,momentum=0`.
-    """
-    name, rest = split_name(text)
-    parts = [part.strip() for part in rest.split(",") if part.strip()]
-    parts = [part for part in parts if part.partition("=")[0].strip() not in options]
-    parts += [f"{key}={value}" for key, value in options.items() if value is not None]
-    return f"{name}:{','.join(parts)}" if parts else name
+
+def _split(label: str, text: str, kind: type) -> dict[str, str]:
+    flags = [name for name, declared in fields_of(kind).items() if declared is bool]
+    return split_fields(label, text, _unnamed(kind), flags)
 
 
 def split_fields(
@@ -167,52 +178,26 @@ def split_fields(
 def read_values(
     label: str, given: Mapping[str, str], types_of: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Values as their types say; errors name the default."""
-    for key in given:
+    """Values as their types say."""
+    values: dict[str, Any] = {}
+    for key, text in given.items():
         if key not in types_of:
             fix = nearest(key, types_of) if types_of else "It takes no options."
             raise UsageError(f"{label} has no option {shortened(repr(key))}", fix=fix)
-    return {key: _read(label, key, value, types_of[key], defaults) for key, value in given.items()}
+        fix = "Leave it out to have the default." if key in defaults else ""
+        values[key] = _read(f"{label}: {key}={shortened(text)}", text, types_of[key], fix)
+    return values
 
 
-def _read(label: str, key: str, text: str, kind: Any, defaults: Mapping[str, Any]) -> Any:
-    rules = [mark for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, Rule)]
-    if typing.get_origin(kind) is Annotated:
-        kind = kind.__origin__
-    allowed = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
-    if types.NoneType in allowed and text == "auto":
+def _read(what: str, text: str, kind: Any, fix: str) -> Any:
+    alternatives = _alternatives(kind)
+    if type(None) in alternatives and text == "auto":
         return None
-    (kind,) = (one for one in allowed if one is not types.NoneType)
-    what = f"{label}: {key}={shortened(text)}"
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if text not in choices:
-            raise UsageError(what, f"It must be {' or '.join(choices)}.", nearest(text, choices))
-        return text
-    several = typing.get_origin(kind) is tuple
-    if several:
-        kind = typing.get_args(kind)[0]
-    values = tuple(_convert(what, key, one.strip(), kind) for one in (text.split("/") if several else (text,)))
-    for rule in rules:
-        if not all(map(rule.holds, values)):
-            usual = defaults.get(key)
-            fix = "" if key not in defaults else "Leave it out." if usual is None else f"Use {key}={_text_of(usual)}."
-            raise UsageError(what, f"{'They' if several else 'It'} must be {rule.text}.", fix)
-    return values if several else values[0]
+    is_tuple = any(typing.get_origin(option) is tuple for option in alternatives)
+    return validated(what, kind, [part.strip() for part in text.split("/")] if is_tuple else text, fix)
 
 
-def _text_of(value: Any) -> str:
-    return "/".join(map(_text_of, value)) if isinstance(value, tuple) else f"{value:g}"
-
-
-def _convert(what: str, key: str, text: str, kind: Any) -> Any:
-    try:
-        if kind is int and len(text) > 20:
-            raise ValueError
-        value = _WORDS[text.lower()] if kind is bool else kind(text)
-        if kind is float and not math.isfinite(value):
-            raise ValueError
-        return value
-    except (ValueError, KeyError):
-        wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
-        raise UsageError(what, f"The value of {key} is {wanted}.") from None
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one that a type is; without what stands beside it."""
+    bare = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
+    return typing.get_args(bare) if typing.get_origin(bare) in (types.UnionType, typing.Union) else (bare,)

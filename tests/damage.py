@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import hashlib
-import io
 import json
 import logging
 import random
@@ -21,7 +19,6 @@ import signal
 import sys
 import tempfile
 import traceback
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,32 +26,25 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pydantic import TypeAdapter
 
 from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
-from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
-from hybridpar.observe.metrics import MetricsTable, read_metrics
-from hybridpar.observe.page import curves
+from hybridpar.machine.cluster_file import read_cluster_file
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import RunInfo
-from hybridpar.observe.summary import summarize
-from hybridpar.observe.timeline import Timeline, read_timeline, trace_of
+from hybridpar.observe.timeline import read_timeline, trace_of
 from hybridpar.partition import profile_cache
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
-from hybridpar.planner import links, rates
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.run import directory as rundir
-from hybridpar.run.report_page import page_parts, read_runs
 from hybridpar.schedule.actions import read_schedule
 from hybridpar.schedule.layout import Layout as StageLayout
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
-from hybridpar.tvm_kernels.database import Database, read_database
+from hybridpar.tvm_kernels.database import read_database
 from hybridpar.tvm_kernels.shapes import Direction, Layout
-from hybridpar.tvm_kernels.table import rows_of, table_of
 from tests.machine.test_cluster_file import TEXT as CLUSTER
 from tests.observe.timelines import a_timeline
 from tests.planner import small
@@ -77,20 +67,16 @@ class Kind:
         name: Of the file.
         good: Its content.
         read: Reads it.
-        use: Does with what was read what is done with it later; for every tenth file, as that takes longer.
     """
 
     name: str
     good: bytes
-    read: Callable[[Path], Any]
-    use: Callable[[Any], object] | None = None
+    read: Callable[[Path], object]
 
 
 # ---------------------------------------------------------------------------------------------------------- good files
 
 PROFILE_KEY = {"model": "m", "units": ["a", "b"]}
-RATE_KEY = {"model": "m", "link": 3}
-LINK_KEY: dict[str, object] = {"hosts": ["a"]}
 
 
 def _plan() -> bytes:
@@ -105,26 +91,11 @@ def _plan() -> bytes:
     return plan.to_json().encode()
 
 
-def _use_plan(plan: Plan) -> None:
-    plan.to_json()
+def _read_plan(path: Path) -> None:
+    plan = read_plan(path)
     assert plan.workers is None or plan.workers > 0
     if plan.inputs is not None:
         inputs_of_plan(plan)
-
-
-def _use_cluster(spec: ClusterSpec) -> None:
-    assert len(spec.by_worker) == spec.workers
-    assert spec.key
-
-
-def _use_timeline(timeline: Timeline) -> None:
-    list(timeline.lines())
-
-
-def _use_metrics(table: MetricsTable) -> None:
-    summarize(INFO, table, seed=0, ended="finished")
-    if (figure := curves(["run"], [table])) is not None:
-        figure.to_json()
 
 
 def _metrics() -> bytes:
@@ -133,21 +104,14 @@ def _metrics() -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in [*steps, end])
 
 
-def _use_database(database: Database) -> None:
-    table_of(rows_of(database))
-
-
 def _database() -> bytes:
     records = [record_of("2x4x8x8 k3x3 s1x1 p1x1 d1x1", one, Layout.CHANNELS_LAST) for one in Direction]
     return "".join(f"{record.line()}\n" for record in records).encode()
 
 
-def _reader(kind: str, key: Mapping[str, Any], types: TypeAdapter[Any]) -> Callable[[Path], object]:
-    def read(path: Path) -> object:
-        with mock.patch.object(cache, "measurement_file", return_value=path):
-            return cache.load_measurement(kind, key, types)
-
-    return read
+def _read_times(path: Path) -> None:
+    with mock.patch.object(cache, "measurement_file", return_value=path):
+        cache.load_measurement("units", PROFILE_KEY, profile_cache.TIMES)
 
 
 def kinds() -> list[Kind]:
@@ -155,21 +119,15 @@ def kinds() -> list[Kind]:
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
     times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 0.1)
     profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
-    rate = json.dumps({"key": RATE_KEY, "data": {"tried": [[64, 1.0, 2.0]], "noise": 0.1}}).encode()
-    kept = small.cluster().model_dump(mode="json")
-    link = json.dumps({"key": LINK_KEY, "data": kept}).encode()
     return [
-        Kind("plan.json", _plan(), read_plan, _use_plan),
-        Kind("cluster.toml", CLUSTER.encode(), read_cluster_file, _use_cluster),
-        Kind("run.json", RUN, _find_run, _use_run),
-        Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline, _use_timeline),
-        Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent), _use_metrics),
-        Kind("summary.json", b'{"model": "net", "data": "digits", "workers": 2}', _show_summary),
-        Kind("kernels.jsonl", _database(), read_database, _use_database),
+        Kind("plan.json", _plan(), _read_plan),
+        Kind("cluster.toml", CLUSTER.encode(), read_cluster_file),
+        Kind("run.json", RUN, _find_run),
+        Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline),
+        Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent)),
+        Kind("kernels.jsonl", _database(), read_database),
         Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
-        Kind("units-1.json", profile, _reader("units", PROFILE_KEY, profile_cache.TIMES)),
-        Kind("codec-1.json", rate, _reader("codec", RATE_KEY, rates.RATE)),
-        Kind("links-1.json", link, _reader("links", LINK_KEY, links.SPEC)),
+        Kind("units-1.json", profile, _read_times),
     ]
 
 
@@ -179,25 +137,10 @@ RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "nproc": 2, "mean"
 "multi_label": false}}"""
 
 
-def _find_run(path: Path) -> tuple[TrainConfig, ImageFacts | None]:
+def _find_run(path: Path) -> object:
     rundir._folder_of_job(path.parent, "7")
     facts = rundir.read_facts(path.parent)
     return rundir.recorded_config(facts, path.parent), ImageFacts.read(facts.get("images"))
-
-
-def _use_run(found: tuple[TrainConfig, ImageFacts | None]) -> None:
-    config, facts = found
-    hash(config)
-    if facts is not None:
-        assert facts.test_size > 0
-        facts.plain()
-
-
-def _show_summary(path: Path) -> None:
-    """The report page of the run."""
-    (path.parent / "run.json").write_bytes(RUN)
-    for part in page_parts(read_runs([path.parent])):
-        assert part if isinstance(part, str) else part.to_json()
 
 
 # -------------------------------------------------------------------------------------------------------------- damage
@@ -242,15 +185,6 @@ def _insert(data: bytes, chance: random.Random) -> bytes:
     return data[:at] + chance.choice(ODD) + data[at:]
 
 
-def _other_value(data: bytes, chance: random.Random) -> bytes:
-    """Another value, name or number in place of one, in a text."""
-    marks = [at for at, byte in enumerate(data) if byte in b':=,[] {}"\n']
-    if len(marks) < 2:
-        return _insert(data, chance)
-    at = chance.randrange(len(marks) - 1)
-    return data[: marks[at] + 1] + chance.choice(ODD) + data[marks[at + 1] :]
-
-
 def _other_node(data: bytes, chance: random.Random) -> bytes:
     """Another value anywhere in a JSON document or one of its lines, so that it stays JSON."""
     lines = data.split(b"\n") if data.count(b"\n{") else [data]
@@ -283,18 +217,31 @@ def _places(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(value)
 
 
-_DAMAGES = (_flip, _cut, _repeat, _insert, _other_value, _other_node, _other_node)
+_DAMAGES = (_flip, _cut, _repeat, _insert, _insert, _other_node, _other_node)
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-class Checkpoints:
-    """A small checkpoint, and damaged copies of its files.
+class _File:
+    """A file of a kind, and damaged ones in its place."""
 
-    Args:
-        folder: Where to write it.
-    """
+    def __init__(self, folder: Path, name: str) -> None:
+        self._kind = next(kind for kind in kinds() if kind.name == name)
+        self._path = folder / "files" / name
+        self._path.parent.mkdir()
+
+    def damage(self, chance: random.Random) -> None:
+        """Put a damaged file in its place."""
+        self._path.write_bytes(damaged(self._kind.good, chance))
+
+    def read(self) -> None:
+        """Read it."""
+        self._kind.read(self._path)
+
+
+class _Checkpoint:
+    """A small checkpoint, and damaged copies of its files."""
 
     def __init__(self, folder: Path) -> None:
         moments = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}}
@@ -313,10 +260,7 @@ class Checkpoints:
         if name == "manifest.json":
             self._write({name: damaged(data, chance)})
             return
-        if name.endswith(".pt") and chance.random() < 0.7:
-            data = _with_pickle(data, lambda inner: _damaged_pickle(inner, chance))
-        else:
-            data = damaged(data, chance)
+        data = damaged(data, chance)
         manifest = json.loads(self._good["manifest.json"])
         if chance.random() < 0.95:
             manifest["files"][name] = hashlib.sha256(data).hexdigest()
@@ -331,44 +275,6 @@ class Checkpoints:
             path = self.path / name
             if not path.exists() or path.read_bytes() != data:
                 path.write_bytes(data)
-
-
-def _with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """A file of torch.save with another pickle in it."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
-        for part in old.infolist():
-            content = old.read(part)
-            new.writestr(part.filename, change(content) if part.filename.endswith("data.pkl") else content)
-    return made.getvalue()
-
-
-def _damaged_pickle(data: bytes, chance: random.Random) -> bytes:
-    for _ in range(chance.randint(1, 4)):
-        data = chance.choice((_flip, _cut, _repeat, _pickled))(data, chance)
-    return data
-
-
-def _pickled(data: bytes, chance: random.Random) -> bytes:
-    """Opcodes that make, call or repeat something, anywhere in a pickle."""
-    at = chance.randint(0, len(data))
-    return data[:at] + chance.choice(_PICKLED) + data[at + chance.choice((0, 0, 1, 2, 10)) :]
-
-
-_PICKLED = (
-    b"ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R",
-    b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R",
-    b"cbuiltins\neval\nX\x03\x00\x00\x001+1\x85R",
-    b"ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R",
-    b"]q\x00h\x00a",
-    b"]" + b"q\x01]h\x01ah\x01a" * 60,
-    b"(" * 3_000,
-    b"]" * 2_000 + b"a" * 2_000,
-    b"r\xff\xff\xff\xff",
-    b"X\xff\xff\xff\x7f",
-    b"\x8a\xff" + b"\xff" * 255,
-    *(b"N", b"}", b"]", b")", b"R", b"b", b"s", b"u", b"Q", b"t", b"0", b"2", b"K\xff", b"J\xff\xff\xff\xff", b"."),
-)
 
 
 # ------------------------------------------------------------------------------------------------------------- readers
@@ -407,30 +313,10 @@ def complaints(name: str, mutants: int, seed: int = 0) -> list[str]:
     found: list[str] = []
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as temporary, _silent():
-        folder = Path(temporary)
-        checkpoints = Checkpoints(folder) if name == "checkpoint" else None
-        kind = next((one for one in kinds() if one.name == name), None)
-        path = folder / "files" / name
-        path.parent.mkdir()
-
-        def read(number: int) -> None:
-            if checkpoints is not None:
-                checkpoints.read()
-                return
-            assert kind is not None
-            found = kind.read(path)
-            if kind.use is not None and number % 10 == 0:
-                kind.use(found)
-
+        subject = _Checkpoint(Path(temporary)) if name == "checkpoint" else _File(Path(temporary), name)
         for number in range(seed, seed + mutants):
-            chance = random.Random(f"{name} {number}")
-            if checkpoints is not None:
-                checkpoints.damage(chance)
-            else:
-                assert kind is not None
-                path.write_bytes(damaged(kind.good, chance))
-            wrong = complaint(functools.partial(read, number))
-            if wrong is not None:
+            subject.damage(random.Random(f"{name} {number}"))
+            if (wrong := complaint(subject.read)) is not None:
                 found.append(f"{name} {number}: {wrong}")
     return found
 

@@ -128,6 +128,7 @@ LAYERS: dict[str, set[str]] = {
         "run",
         "schedule",
         "server",
+        "spec",
         "train",
         "tvm_kernels",
     },

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from hybridpar.cli import main
-from hybridpar.commands import COMMANDS, HELP_ALL, find_command, load_commands
+from hybridpar.commands import COMMANDS, HELP_ALL, find_command
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
@@ -93,12 +93,6 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
     assert "None" not in full, "a default that is no value says nothing"
 
 
-def test_the_help_of_a_command_shows_no_default_that_says_nothing(capsys):
-    load_commands()
-    for command in set(COMMANDS) - {"train"}:
-        assert not re.search(r"None|\(default: (''|\(\))?\)", help_of([command], capsys))
-
-
 def test_none_unsets_what_a_preset_sets():
     parse = find_command("train").parse
     assert parse("train", ["m", "--weights", "none", "--drop=none", "--compress", "none"]) == Train(
@@ -111,12 +105,6 @@ def test_a_flag_that_turns_something_off_says_what_it_does(command, capsys):
     """The text of an attribute that is on by default would say the opposite of what its flag `--no-...` does."""
     text = help_of(command, capsys)
     assert "(default: True)" not in re.sub(r"[│\s]+", " ", text)
-
-
-def test_a_run_exits_with_0(call, tmp_path):
-    code, error = call(*small_arguments(tmp_path / "run"))
-    assert (code, error) == (0, "")
-    check_run(tmp_path / "run", steps=12)
 
 
 def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
@@ -339,11 +327,6 @@ def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, 
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
         (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
         (["examples.user_model:smal_net"], "no factory 'smal_net'\nDid you mean small_net"),
-        (
-            ["resnet18", "--data", "folder", "--data-root", "nowhere"],
-            "directory that holds train/CLASS/ and test/CLASS/",
-        ),
-        (["resnet18", "--data", "csv", "--data-root", "nowhere"], "a table, as FILE.csv, or the directory that holds"),
     ],
 )
 def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):

@@ -1,4 +1,4 @@
-"""Tests rules for the whole package that ruff cannot check: layers, dependencies, public names, docstrings, options."""
+"""Tests rules for the whole package that ruff cannot check: layers, dependencies, public names, options."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from packaging.utils import canonicalize_name
 
 import hybridpar
 from hybridpar import cli
-from tests import docstrings
-from tests.docstrings import missing
 from tests.structure import (
     LAYERS,
     PACKAGE,
@@ -71,22 +69,6 @@ def test_layers_are_in_order() -> None:
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     tuple(TopologicalSorter(modules()).static_order())  # raises CycleError; imports inside functions count
-
-
-def test_the_reader_of_imports_sees_every_kind(tmp_path: Path) -> None:
-    file = tmp_path / "module.py"
-    file.write_text(
-        "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from hybridpar.plan import Plan\n"
-        "def later():\n    import hybridpar.run.run\n    from hybridpar.data import sampling, Batch\n"
-    )
-    assert set(imports(file)) == {
-        "typing",
-        "hybridpar.plan",
-        "hybridpar.run.run",
-        "hybridpar.data.sampling",
-        "hybridpar.data",
-    }
 
 
 #: Projects by the name of what they install, where that is another one and they may be missing.
@@ -159,74 +141,6 @@ def test_sub_packages_are_loaded_when_they_are_first_used() -> None:
     used = "\n".join(f"assert hybridpar.{name}.__name__ == 'hybridpar.{name}'" for name in packages)
     without_compiler = "from hybridpar.machine.launch import import_torchvision\nimport_torchvision()"
     loaded_after(f"{without_compiler}\nimport hybridpar\n{used}")
-
-
-def test_docstrings_have_sections_where_they_are_public_and_nowhere_else() -> None:
-    found = [str(entry) for path in python_files("hybridpar") for entry in missing(path)]
-    assert not found, "the rule stands in tests/docstrings.py:\n" + "\n".join(found)
-
-
-PUBLIC = """
-def bare(a): ...
-def half(a, b):
-    \"\"\"Add.
-
-    Args:
-        a: one.
-    \"\"\"
-class Taken:
-    \"\"\"A thing.\"\"\"
-
-    def __init__(self, size): ...
-    def grow(self, by):
-        \"\"\"Make it larger.\"\"\"
-"""
-OTHERS = """
-def plain(a):
-    \"\"\"Add.\"\"\"
-def _full(a):
-    \"\"\"Add.
-
-    Args:
-        a: one.
-
-    Returns:
-        The sum.
-    \"\"\"
-@dataclass
-class Record:
-    \"\"\"A thing.
-
-    Attributes:
-        size: its size.
-    \"\"\"
-"""
-
-
-def test_the_checker_of_docstrings_sees_what_is_missing_and_what_is_too_much(tmp_path, monkeypatch) -> None:
-    public, others = tmp_path / "public.py", tmp_path / "others.py"
-    public.write_text(PUBLIC)
-    others.write_text(OTHERS)
-    names = ("bare", "half", "Taken")
-    monkeypatch.setattr(docstrings, "public_names", lambda: {(public, name) for name in names})
-    assert [(entry.name, entry.what) for entry in missing(public)] == [
-        ("bare", "docstring"),
-        ("half", "Args: b"),
-        ("Taken", "Args: size"),
-        ("Taken.grow", "Args: by"),
-    ]
-    assert [(entry.name, entry.what) for entry in missing(others)] == [
-        ("_full", "Args, which is not public"),
-        ("_full", "Returns, which is not public"),
-    ]
-
-
-def test_public_is_what_packages_export_and_documents_name() -> None:
-    found = {(relative(path), name) for path, name in docstrings.public_names()}
-    assert ("hybridpar/train/trainer.py", "Trainer") in found, "hybridpar exports it lazily"
-    assert ("hybridpar/compress/exchange.py", "Exchange") in found, "hybridpar.compress exports it"
-    assert ("hybridpar/tvm_kernels/norm_swap.py", "fuse_norms") in found, "a document imports it"
-    assert ("hybridpar/formats/lazy_names.py", "lazy_names") not in found
 
 
 def loaded_after(code: str) -> set[str]:

@@ -33,8 +33,7 @@ from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig, Trainer
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train
-from hybridpar.config.optimizer import Automatic, Binary
-from hybridpar.config.rates import Cosine
+from hybridpar.config.optimizer import Automatic, Binary, Cosine
 from hybridpar.data import TrainBatches, load_dataset
 from hybridpar.data.mix import draw_mix
 from hybridpar.models import build_model

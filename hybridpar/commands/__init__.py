@@ -6,14 +6,13 @@ modules are imported to list the commands, which must not take the seconds that 
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import importlib
 import inspect
 import pkgutil
-import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
-from itertools import pairwise
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -21,7 +20,7 @@ import tyro
 from hybridpar.config.foreign import check_foreign
 from hybridpar.registry import Registry
 
-Options = TypeVar("Options")
+_Options = TypeVar("_Options")
 
 #: Option of a command with groups that prints all of its options; `--help` prints those that most users need.
 HELP_ALL = "--help-all"
@@ -47,31 +46,25 @@ class Command:
 
     def parse(self, name: str, arguments: Sequence[str]) -> Any:
         """Read a command line, and the files that it names."""
-        config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+        config: tuple[Any, ...] = (tyro.conf.OmitSubcommandPrefixes,)
         if {"--help", "-h", *([HELP_ALL] if self.groups else [])} & set(arguments):
-            most = {one.name for one in fields(self.options)}
-            target = grouped(
-                self.options, self.groups, self.shown if self.groups and HELP_ALL not in arguments else most
-            )
-            return tyro.cli(target, args=["--help"], prog=f"hybridpar {name}", config=(*config, tyro.conf.DisallowNone))
+            shown = self.shown if self.groups and HELP_ALL not in arguments else None
+            config = (*config, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+            target = grouped(self.options, self.groups, shown)
+            return tyro.cli(target, args=["--help"], prog=f"hybridpar {name}", config=config)
         if self.read is None:
             return tyro.cli(self.options, args=_unset(arguments, self.options), prog=f"hybridpar {name}", config=config)
         values, words = self.read(arguments)
         check_foreign(words, self.options)
-        model = {"model": values.pop("model")} if "model" in values else {}
-        usual = {one.name: one.default for one in fields(self.options) if one.default is not MISSING}
-        default = self.options(**{"model": tyro.MISSING, **usual, **model})
-        # What a file has switched is switched back by the word for the default, which is no option of its own.
-        back = {
-            f"--{'' if on else 'no-'}{option.replace('_', '-')}" for option, on in usual.items() if type(on) is bool
-        }
-        line = _unset([word for word in words if word not in back], self.options)
-        typed = tyro.cli(self.options, args=line, prog=f"hybridpar {name}", config=config, default=default)
         named = named_options(words, self.options)
-        left = {option: value for option, value in values.items() if option not in named}
-        made = replace(typed, **left)
+        left = {name: values[name] for name in values.keys() - named}  # a list that is typed does not add to the file's
+        unset = {option.name: tyro.MISSING for option in fields(self.options) if option.default is MISSING}
+        default = self.options(**{**unset, **left})
+        line = _unset(words, self.options)
+        typed = tyro.cli(self.options, args=line, prog=f"hybridpar {name}", config=config, default=default)
         # A run that is resumed has its own options, which files and presets were for when it began.
-        return replace(made, given=named if getattr(made, "resume", False) else named | left.keys())
+        files = set() if getattr(typed, "resume", False) else values.keys() - {"model"}
+        return replace(typed, given=named | files)
 
 
 COMMANDS: Registry[Command] = Registry("command")
@@ -80,12 +73,12 @@ COMMANDS: Registry[Command] = Registry("command")
 def register_command(
     name: str,
     description: str,
-    options: type[Options],
+    options: type[_Options],
     *,
     groups: Mapping[str, tuple[type, ...]] | None = None,
     shown: Collection[str] = (),
     read: Callable[[Sequence[str]], tuple[dict[str, Any], list[str]]] | None = None,
-) -> Callable[[Callable[[Options, Sequence[str]], int]], Callable[[Options, Sequence[str]], int]]:
+) -> Callable[[Callable[[_Options, Sequence[str]], int]], Callable[[_Options, Sequence[str]], int]]:
     """Decorator that makes a function a command.
 
     The function gets the options and the whole command line, with which a command starts itself in several workers;
@@ -94,7 +87,7 @@ def register_command(
     Args:
         name: What users type after `hybridpar`.
         description: One sentence for `hybridpar --help`.
-        options: Dataclass whose fields are the options; their docstrings are the help.
+        options: Dataclass whose fields are the options; what its docstring says below `Attributes:` is the help.
         groups: Titles of its help screen, with the base classes of `options` that each shows.
         shown: Options that `--help` shows where there are groups.
         read: Called with a command line; returns the values in the files that it names, by option, and its other words.
@@ -103,7 +96,7 @@ def register_command(
         The decorator; it returns the function as it is.
     """
 
-    def enter(run: Callable[[Options, Sequence[str]], int]) -> Callable[[Options, Sequence[str]], int]:
+    def enter(run: Callable[[_Options, Sequence[str]], int]) -> Callable[[_Options, Sequence[str]], int]:
         COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, read))
         return run
 
@@ -116,65 +109,81 @@ def find_command(name: str) -> Command:
     return COMMANDS.get(name)
 
 
-def load_commands(name: str | None = None) -> None:
+def load_commands(name: str = "") -> None:
     """Import the modules of this folder, so that their commands are registered."""
     modules = [module.name for module in pkgutil.iter_modules(__path__)]
-    name = name and name.replace("-", "_")
     for module in [name] if name in modules else modules:
         importlib.import_module(f"{__name__}.{module}")
+
+
+@contextlib.contextmanager
+def progress_bar(shown: bool = True) -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
+    """A bar in the terminal; gives what names the work at hand, and what says how much is done of how much."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)  # what is printed is the result alone
+    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=None)
+
+        def announce(text: str) -> None:
+            bar.update(task, description=text)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield announce, advance
 
 
 def named_options(arguments: Sequence[str], options: type) -> frozenset[str]:
     """The options that a command line names, whatever value it gives them."""
     words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
-    return frozenset(one.name for one in fields(options) if {one.name, f"no_{one.name}"} & words)
+    return frozenset(option.name for option in fields(options) if {option.name, f"no_{option.name}"} & words)
 
 
 def _unset(arguments: Sequence[str], options: type) -> list[str]:
     """A command line with `None` for `none` where that unsets an option, as one that a preset sets."""
-    flags = {f"--{one.name.replace('_', '-')}" for one in fields(options) if one.default is None}
-    line = list(arguments)
-    for at, (before, word) in enumerate(zip(["", *line], line, strict=False)):
-        option, joined, value = word.partition("=") if word.startswith("--") else (before, "", word)
-        if value == "none" and option.replace("_", "-") in flags:
-            line[at] = f"{option}=None" if joined else "None"
+    flags = {f"--{option.name.replace('_', '-')}" for option in fields(options) if option.default is None}
+    line: list[str] = []
+    for word in arguments:
+        option, _, value = word.rpartition("=")
+        unsets = value == "none" and (option or "".join(line[-1:])) in flags
+        line.append(f"{word.removesuffix('none')}None" if unsets else word)
     return line
 
 
-def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collection[str]) -> type:
-    """A dataclass with the options of another one in titled groups, for a help screen."""
-    parts: list[Any] = []
+def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collection[str] | None) -> type:
+    """A dataclass with the options of another one in titled groups, for a help screen; with all, or some of them."""
+    texts, hints = _texts(options), get_type_hints(options, include_extras=True)
+
+    def explained(option: Field[Any]) -> tuple[str, Any, Field[Any]]:
+        """A field with its help text, without a default that says nothing."""
+        hint = hints[option.name]
+        if not any(getattr(mark, "help", None) for mark in getattr(hint, "__metadata__", ())):
+            says_nothing = option.default in (None, "", ()) or option.default is False
+            help_ = tyro.conf.arg(help=texts.get(option.name, ""), help_behavior_hint="" if says_nothing else None)
+            hint = Annotated[hint, help_]
+        return option.name, hint, field() if option.default is MISSING else field(default=option.default)
+
+    inside, parts = set(), []
     for number, (title, bases) in enumerate(groups.items()):
-        options_here = [_explained(base, one) for base in bases for one in fields(base) if one.name in shown]
-        group = make_dataclass(f"Group{number}", options_here)
+        names = {option.name for base in bases for option in fields(base)}
+        inside |= names
+        here = [
+            option for option in fields(options) if option.name in names and (shown is None or option.name in shown)
+        ]
+        group = make_dataclass(f"Group{number}", map(explained, here))
         hint: Any = Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title, help="")]
         parts.append((f"group_{number}", hint, field(default_factory=group)))
-    inside = {one.name for bases in groups.values() for base in bases for one in fields(base)}
-    loose = [_explained(options, one) for one in fields(options) if one.name not in inside]
+    loose = [explained(option) for option in fields(options) if option.name not in inside]
     return make_dataclass(options.__name__, [*loose, *parts], kw_only=True, namespace={"__doc__": options.__doc__})
 
 
-def _explained(owner: type, one: Field[Any]) -> tuple[str, Any, Field[Any]]:
-    """A field with its docstring as help text, without line breaks, and without a default that says nothing."""
-    hint = get_type_hints(owner, include_extras=True)[one.name]
-    if not any(getattr(part, "help", None) for part in getattr(hint, "__metadata__", ())):
-        docs = [_field_docs(base) for base in owner.__mro__ if is_dataclass(base)]
-        text = " ".join(next((texts[one.name] for texts in docs if one.name in texts), "").split())
-        says_nothing = one.default in (None, "", ()) or one.default is False
-        hint = Annotated[hint, tyro.conf.arg(help=text, help_behavior_hint="" if says_nothing else None)]
-    return one.name, hint, field() if one.default is MISSING else field(default=one.default)
-
-
-def _field_docs(owner: type) -> dict[str, str]:
-    """The strings below the fields of a dataclass, by field."""
-    try:
-        source = textwrap.dedent(inspect.getsource(owner))
-    except (OSError, TypeError):  # it was made without a file
-        return {}
-    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    return {
-        above.target.id: ast.literal_eval(below.value)
-        for above, below in pairwise(body)
-        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-    }
+def _texts(options: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say of the fields."""
+    texts: dict[str, str] = {}
+    for base in reversed(options.__mro__):
+        attributes = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.MULTILINE):
+            texts[name] = " ".join(text.split())
+    return texts

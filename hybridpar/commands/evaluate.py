@@ -1,4 +1,7 @@
-"""`hybridpar evaluate`: tests the model of a run, or weights, on a whole test set, on one or several workers."""
+"""`hybridpar evaluate`: tests the model of a run, or weights, on a whole test set, on one or several workers.
+
+What it shares with `predict` and `export` is here: the model that they are given, and files that are not replaced.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from hybridpar.commands import register_command
 from hybridpar.config import TrainConfig
-from hybridpar.config.trained import RunArgument, TrainedOptions
-from hybridpar.errors import RunDirectoryError, UsageError
+from hybridpar.config.train import TrainedOptions
+from hybridpar.errors import RunDirectoryError, check
 from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, note_orderly_end, prepare_worker
+from hybridpar.spec import AT_LEAST_1, check_rules
 
 if TYPE_CHECKING:
     from hybridpar.observe.results import TestResult
@@ -28,26 +32,76 @@ _MOST_DRAWN = 500
 _FILES = ("evaluation.json", "confusion.html")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluate(TrainedOptions):
-    """Test the model of a run, or weights, on the whole test set of its data."""
+class TrainedModel(TrainedOptions):
+    """A trained model, and whether files may be replaced.
 
-    run: RunArgument
-    """Where the model is."""
-    batch_size: int | None = None
-    """Images per batch, over all workers; default: that of the run."""
-    loader_workers: int | None = None
-    """Loader processes per worker; default: 0 for data held in memory, else 2."""
-    amp: Literal["none", "bf16", "fp16"] | None = None
-    """Precision of the forward pass; default: that of the run."""
-    nproc: int | None = None
-    """Workers that the test set is divided among; default: one per GPU, else 1. Under torchrun: those it started."""
-    json: bool = False
-    """Print all figures as JSON, and nothing else, to standard output."""
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """Write evaluation.json and confusion.html into this folder."""
+    Attributes:
+        run: A run directory; a checkpoint in it (step-N); or weights as `train --weights` takes them, with --model and
+            --data.
+        force: Replace files that are there.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     force: bool = False
-    """Replace such files that are there."""
+
+    def find(self) -> Trained:
+        """The model, without importing torch."""
+        from hybridpar.run.directory import before_the_start
+        from hybridpar.run.trained import find_trained
+
+        check_rules(self)
+        with before_the_start():
+            return find_trained(self.run, self)
+
+    def refuse_replacing(self, *files: Path) -> None:
+        """Refuse to replace what is there, before the work has taken its time."""
+        taken = ", ".join(str(file) for file in files if file.exists())
+        rule, fix = "A file is not replaced by itself.", "Add --force, or name another --output."
+        check(self.force or not taken, f"there already: {taken}", rule, fix)
+
+
+def import_torch(trained: Trained) -> None:
+    """Set up this process for the model, and import torch."""
+    prepare_worker(trained.config.tune_process)
+    with leaving_at_once():
+        import_torchvision()
+
+
+def facts_of(trained: Trained) -> dict[str, Any]:
+    """What is written down of the model."""
+    return {
+        "model": trained.name,
+        "data": trained.config.data,
+        "checkpoint": None if trained.checkpoint is None else str(trained.checkpoint),
+        "step": trained.step,
+        "weights": trained.weights or trained.source,
+    }
+
+
+def say(text: str) -> None:
+    """Print beside what is printed for programs."""
+    print(text, file=sys.stderr)
+
+
+class Evaluate(TrainedModel):
+    """Test the model of a run, or weights, on the whole test set of its data.
+
+    Attributes:
+        batch_size: Images per batch, over all workers; default: that of the run.
+        loader_workers: Loader processes per worker; default: 0 for data held in memory, else 2.
+        amp: Precision of the forward pass; default: that of the run.
+        nproc: Workers that the test set is divided among; default: one per GPU, else 1. Under torchrun: those it
+            started.
+        json: Print all figures as JSON, and nothing else, to standard output.
+        output: Write evaluation.json and confusion.html into this folder.
+    """
+
+    batch_size: int | None = None
+    loader_workers: int | None = None
+    amp: Literal["none", "bf16", "fp16"] | None = None
+    nproc: Annotated[int | None, AT_LEAST_1] = None
+    json: bool = False
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
 
     def changed(self, config: TrainConfig) -> TrainConfig:
         """The options of a run, or those by default, with what is otherwise."""
@@ -57,68 +111,33 @@ class Evaluate(TrainedOptions):
 
 
 @register_command(
-    "evaluate",
-    "Test the model of a run, or weights: accuracy, by class, confusion, calibration.",
-    Evaluate,
-    groups={"Model and data": (TrainedOptions,)},
-    shown=[field.name for field in fields(TrainedOptions)],
+    "evaluate", "Test the model of a run, or weights: accuracy, by class, confusion, calibration.", Evaluate
 )
 def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
     """Test on this worker, or start the workers of this machine and wait for them."""
-    from hybridpar.run.directory import before_the_start
-    from hybridpar.run.trained import find_trained
+    from hybridpar.machine.devices import gpu_count, has_gpu_driver
 
-    if command.nproc is not None and command.nproc < 1:
-        raise UsageError(f"--nproc is {command.nproc}", "It must be at least 1.")
-    with before_the_start():
-        trained = find_trained(command.run, command)
+    trained = command.find()
     if not in_job():
-        _check_output(command)
-        workers = command.nproc or _workers()
+        if command.output is not None:
+            command.refuse_replacing(*(command.output / name for name in _FILES))
+        # What a CPU computes alone is divided among its cores by torch.
+        workers = command.nproc or (gpu_count() if has_gpu_driver() else 0) or 1
         if workers > 1:
             from hybridpar.machine.supervise import launch_workers
 
             return launch_workers(arguments, workers, restarts=0)
-    prepare_worker(trained.config.tune_process)
-    with leaving_at_once():
-        import_torchvision()
-        from hybridpar.run.evaluate import evaluate_trained
+    import_torch(trained)
+    from hybridpar.run.evaluate import evaluate_trained
+
     trained, result = evaluate_trained(trained)
     if result is not None:
         _report(command, trained, result)
     return 0
 
 
-def _workers() -> int:
-    """One per GPU, else one: what a CPU computes alone is divided among its cores by torch."""
-    from hybridpar.machine.devices import gpu_count, has_gpu_driver
-
-    return (gpu_count() if has_gpu_driver() else 0) or 1
-
-
-def _check_output(command: Evaluate) -> None:
-    """Refuse to replace what is there, before the test has taken its time."""
-    if command.output is None or command.force:
-        return
-    taken = [name for name in _FILES if (command.output / name).exists()]
-    if taken:
-        raise UsageError(
-            f"{command.output} already has {', '.join(taken)}",
-            "The result of a test is not replaced by itself.",
-            "Add --force, or name another --output.",
-        )
-
-
 def _report(command: Evaluate, trained: Trained, result: TestResult) -> None:
-    figures = {
-        "model": trained.name,
-        "data": trained.config.data,
-        "checkpoint": None if trained.checkpoint is None else str(trained.checkpoint),
-        "step": trained.step,
-        "weights": trained.weights or trained.source,
-        **result.plain(),
-    }
-    text = json.dumps(figures, indent=None if command.json else 2)
+    text = json.dumps({**facts_of(trained), **result.plain()}, indent=None if command.json else 2)
     aside = sys.stderr if command.json else sys.stdout
     print(f"model     {trained}\ndata      {trained.config.data}", file=aside)
     print(text if command.json else result.text(), flush=True)
@@ -140,7 +159,7 @@ def _write(folder: Path, trained: Trained, result: TestResult, text: str) -> lis
     if result.confusion is None or len(result.classes) > _MOST_DRAWN:
         return written
     if importlib.util.find_spec("plotly") is None:
-        print("confusion.html needs plotly: pip install 'hybridpar[report]'", file=sys.stderr)
+        say("confusion.html needs plotly: pip install 'hybridpar[report]'")
         return written
     from hybridpar.observe.page import confusion_matrix, element, write_page
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.config.trained import RunArgument, TrainedOptions
+from hybridpar.commands.evaluate import TrainedModel, facts_of, import_torch
 from hybridpar.errors import DataError, UsageError
-from hybridpar.machine.launch import import_torchvision, leaving_at_once, prepare_worker
+from hybridpar.formats.output_files import check_writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,65 +23,54 @@ if TYPE_CHECKING:
 _IMAGES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export(TrainedOptions):
-    """Write the model of a run into a file that runs without hybridpar, checked against the model on real images."""
+class Export(TrainedModel):
+    """Write the model of a run into a file that runs without hybridpar, checked against the model on real images.
 
-    run: RunArgument
-    """Where the model is."""
+    Attributes:
+        format: A graph for torch.export.load, ONNX, or the weights alone.
+        output: The file to write.
+        images: Check with this image file, or folder of them; may be repeated. Default: test images of the run's data.
+    """
+
     format: Literal["torch-export", "onnx", "safetensors"]
-    """A graph for torch.export.load, ONNX, or the weights alone."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """The file to write."""
     images: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """Check with this image file, or folder of them; may be repeated. Default: test images of the run's data."""
-    force: bool = False
-    """Replace the file if it is there."""
 
 
 @register_command(
     "export",
     "Write the model of a run into a file that runs without hybridpar: torch.export, ONNX, safetensors.",
     Export,
-    groups={"Model and data": (TrainedOptions,)},
-    shown=[field.name for field in fields(TrainedOptions)],
 )
 def run_export(command: Export, _: Sequence[str]) -> int:
     """Write and check the file."""
-    from hybridpar.run.directory import before_the_start
-    from hybridpar.run.trained import find_trained
-
-    if command.output.is_dir() or (command.output.exists() and not command.force):
-        raise UsageError(
-            f"{command.output} is {'a folder' if command.output.is_dir() else 'there already'}",
-            "A file is not replaced by itself, and a folder never.",
-            "Add --force, or name another." if command.output.is_file() else "Name a file.",
-        )
+    check_writable("--output", command.output)
+    command.refuse_replacing(command.output)
     if command.format == "torch-export" and command.output.suffix != ".pt2":
         raise UsageError(
             f"--output {command.output} with --format torch-export",
             "torch.export.load wants a name that ends in .pt2.",
             f"Name it {command.output.with_suffix('.pt2')}.",
         )
-    with before_the_start():
-        trained = find_trained(command.run, command)
-    prepare_worker(trained.config.tune_process)
-    with leaving_at_once():
-        import_torchvision()
-        from hybridpar.models.export import check_format, export_model
-        from hybridpar.models.state_dicts import extra_states
-        from hybridpar.run.trained import image_facts, load_trained
+    trained = command.find()
+    import_torch(trained)
+    from hybridpar.models.export import check_format, export_model
+    from hybridpar.models.state_dicts import extra_states
+    from hybridpar.run.directory import before_the_start
+    from hybridpar.run.trained import image_facts, load_trained
+
     check_format(command.format)
     with before_the_start():
         facts = image_facts(trained, command.image_size)
         trained, model = load_trained(trained, len(facts.class_names))
         images = _images(command, trained, facts)
     print(f"model     {trained}", flush=True)
-    done = export_model(model, images, command.format, command.output, facts=_told(trained, facts))
-    sizes = ", ".join(map(str, done.batches))
+    # What outputs mean, and how images are made inputs.
+    inputs = {"classes": facts.class_names, "image_size": facts.test_size, "mean": facts.mean, "std": facts.std}
+    done = export_model(model, images, command.format, command.output, facts={**facts_of(trained), **inputs})
     print(
-        f"checked   batches of {sizes} images: outputs differ by {done.difference:.2g} at most, "
-        f"{done.relative:.2g} of the largest"
+        f"checked   batches of {', '.join(map(str, done.batches))} images: outputs differ by {done.difference:.2g} at "
+        f"most, {done.relative:.2g} of the largest"
     )
     print(f"written   {done.file}, {done.bytes / 1e6:.1f} MB")
     if command.format == "safetensors" and (left := extra_states(model)):
@@ -111,17 +99,3 @@ def _images(command: Export, trained: Trained, facts: ImageFacts) -> Tensor:
         fix = "Name some images with --images, or the folder of the data with --data-root."
         raise DataError(error.what, "The file is checked on real images before it is kept.", fix) from error
     return images if len(images) > 1 else images.repeat(2, 1, 1, 1)
-
-
-def _told(trained: Trained, facts: ImageFacts) -> dict[str, Any]:
-    """What the file keeps of the model: what its outputs mean, and how images are made its inputs."""
-    return {
-        "model": trained.name,
-        "data": trained.config.data,
-        "step": trained.step,
-        "weights": trained.weights or trained.source,
-        "classes": facts.class_names,
-        "image_size": facts.test_size,
-        "mean": facts.mean,
-        "std": facts.std,
-    }

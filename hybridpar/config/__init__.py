@@ -5,7 +5,8 @@ They are frozen dataclasses: Python users fill them in, and the command line is 
 
 from hybridpar.config.data import DataConfig, ModelConfig
 from hybridpar.config.optimizer import OptimizerConfig
-from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig
+from hybridpar.config.sync import SyncConfig
+from hybridpar.config.train import PipelineConfig, TrainConfig
 
 __all__ = [
     "DataConfig",

@@ -5,13 +5,12 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import functools
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
+from annotated_types import Ge
 
 from hybridpar.errors import UsageError, check
 from hybridpar.spec import (
@@ -21,7 +20,7 @@ from hybridpar.spec import (
     BELOW_1,
     POSITIVE,
     UNNAMED,
-    Rule,
+    Options,
     between,
     overlay,
     read_choice,
@@ -31,36 +30,30 @@ from hybridpar.spec import (
 )
 
 
-def unless(said: str, otherwise: str) -> Any:
-    """The help of an option that is on, and is given as `--no-NAME`."""
-    return tyro.conf.arg(help=said, help_behavior_hint=f"(default: {otherwise})")
+class DataConfig(Options):
+    """Data: images, batches, and how training images are changed at random.
 
-
-_BATCH = Rule("at least 1, or auto", lambda size: str(size) == "auto" or size >= 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Data: images, batches, and how training images are changed at random."""
+    Attributes:
+        data: Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision
+            (mnist, ...), package.module:factory, or `synthetic:samples=1024`. `,download` fetches it; `,bad=error` ends
+            the run at a bad image.
+        data_root: Directory of the data set's files; of `csv` it may be the table.
+        batch_size: Samples per step; `auto`: the smallest as fast as any.
+        loader_workers: Loader processes per worker; default: 0 for data held in memory, else 2.
+        image_size: Side of images in pixels; also `224,test=288,crop=0.95,channels=1`, ...; default: of the weights or
+            model, else of the data.
+        augment: Policy `ra,n=2,m=9`, `ta`, `aa`, `augmix` or `timm:SPEC`; also
+            `hflip=0.5,color_jitter=0.4,erase=0.25,repeats=3`, ...
+        mix: Mix the images of a batch: `mixup=0.2,cutmix=1,prob=1,switch=0.5,off=280`.
+    """
 
     data: Annotated[str, tyro.conf.arg(metavar="NAME")] = "digits"
-    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision (mnist,
-    ...), package.module:factory, or `synthetic:samples=1024`. `,download` fetches it; `,bad=error` ends the run at a
-    bad image."""
     data_root: Path = Path("data")
-    """Directory of the data set's files; of `csv` it may be the table."""
-    batch_size: Annotated[int | Literal["auto"], _BATCH] = 64
-    """Samples per step; `auto`: the smallest as fast as any."""
+    batch_size: Annotated[int, AT_LEAST_1] | Literal["auto"] = 64
     loader_workers: Annotated[int | None, AT_LEAST_0] = None
-    """Loader processes per worker; default: 0 for data held in memory, else 2."""
     image_size: Annotated[int | str | None, tyro.conf.arg(metavar="PX")] = None
-    """Side of images in pixels; also `224,test=288,crop=0.95,channels=1`, ...; default: of the weights or model, else
-    of the data."""
     augment: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "none"
-    """Policy `ra,n=2,m=9`, `ta`, `aa`, `augmix` or `timm:SPEC`; also `hflip=0.5,color_jitter=0.4,erase=0.25,repeats=3`,
-    ..."""
     mix: Annotated[str | None, tyro.conf.arg(metavar="KEY=...")] = None
-    """Mix the images of a batch: `mixup=0.2,cutmix=1,prob=1,switch=0.5,off=280`."""
 
     @property
     def samples_per_step(self) -> int:
@@ -80,7 +73,10 @@ class DataConfig:
     @property
     def data_options(self) -> DataOptions:
         """What `data` says behind the name of the data set."""
-        return read_data(self.data)
+        kinds: dict[str, type[DataOptions]] = {"hf/NAME": HubOptions, "synthetic": Synthetic, USERS: UserOptions}
+        return read_fields(
+            f"--data {self.data}", split_name(self.data)[1], kinds.get(data_set_kind(self.data), DataOptions)
+        )
 
     @property
     def images(self) -> Images:
@@ -90,44 +86,43 @@ class DataConfig:
     @property
     def augmentation(self) -> Augmentation:
         """What `augment` stands for."""
-        return read_augmentation(self.augment)
+        return read_choice("--augment", self.augment, _POLICIES, usual="none")
 
     @property
     def mixing(self) -> Mixing:
         """What `mix` stands for."""
-        return read_mixing(self.mix)
+        return read_fields(f"--mix {self.mix}", self.mix or "", Mixing)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Model: what is handed to its builder, the weights that it starts from, and what stays as it is."""
+class ModelConfig(Options):
+    """Model: what is handed to its builder, the weights that it starts from, and what stays as it is.
+
+    Attributes:
+        model_arg: Argument of the model's builder or factory, as key=value; may be repeated. A value is read as TOML or
+            Python. `stem=cifar` gives a ResNet first layers for small images.
+        drop: Dropout before the last layer, and stochastic depth: `0.1,path=0.2`; default: those of the model.
+        weights: Start from published weights (`default`, or a name of torchvision's or timm's), hf-hub:OWNER/NAME, a
+            .pt or .safetensors file, or a checkpoint; the head is new where classes differ.
+        freeze: Do not train what this pattern names, modules or parameters, as layer[12] or *.bias; may be repeated.
+    """
 
     model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Argument of the model's builder or factory, as key=value; may be repeated. A value is read as TOML or Python.
-    `stem=cifar` gives a ResNet first layers for small images."""
     drop: Annotated[float | str | None, tyro.conf.arg(metavar="RATE[,...]")] = None
-    """Dropout before the last layer, and stochastic depth: `0.1,path=0.2`; default: those of the model."""
     weights: str | None = None
-    """Start from published weights (`default`, or a name of torchvision's or timm's), hf-hub:OWNER/NAME, a .pt or
-    .safetensors file, or a checkpoint; the head is new where classes differ."""
     freeze: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Do not train what this pattern names, modules or parameters, as layer[12] or *.bias; may be repeated."""
 
     @property
     def drop_rates(self) -> DropRates:
         """What `drop` stands for."""
-        return read_drop_rates(self.drop)
+        return read_fields(f"--drop {self.drop}", "" if self.drop is None else str(self.drop), DropRates)
 
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
-_AT_LEAST_2 = Rule("at least 2", lambda number: number >= 2)
-_AT_LEAST_8 = Rule("at least 8", lambda number: number >= 8)
 _FROM_0_TO_1 = between(0, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Images:
+class Images(Options):
     """`224,test=288,...`: the images that a model is fed.
 
     Attributes:
@@ -142,24 +137,24 @@ class Images:
         channels: Of the images: 1 is grey, 3 is RGB, and 4 is RGBA.
     """
 
-    size: Annotated[int | None, UNNAMED, _AT_LEAST_8] = None
-    test: Annotated[int | None, _AT_LEAST_8] = None
+    size: Annotated[int | None, UNNAMED, Ge(8)] = None
+    test: Annotated[int | None, Ge(8)] = None
     crop: Annotated[float | None, AT_MOST_1] = None
-    mean: Annotated[tuple[float, ...] | None, _FROM_0_TO_1] = None
-    std: Annotated[tuple[float, ...] | None, POSITIVE] = None
+    mean: tuple[Annotated[float, _FROM_0_TO_1], ...] | None = None
+    std: tuple[Annotated[float, POSITIVE], ...] | None = None
     interpolation: Interpolation | None = None
     train_interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "random"] | None = None
-    channels: Annotated[int, Rule("1, 3 or 4", (1, 3, 4).__contains__)] = 3
+    channels: int = 3
 
     def __post_init__(self) -> None:
+        check(self.channels in (1, 3, 4), f"--image-size: channels={self.channels}", "It must be 1, 3 or 4.")
         for key, values in (("mean", self.mean), ("std", self.std)):
             fits = values is None or len(values) == self.channels
             why = f"It needs one for each of {self.channels} channel{'' if self.channels == 1 else 's'}."
             check(fits, f"--image-size: {key} has {len(values or ())} numbers", why)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Augmentation:
+class Augmentation(Options):
     """`none`: no policy; and how training images are changed with and without one.
 
     Attributes:
@@ -180,18 +175,16 @@ class Augmentation:
     color_jitter: Annotated[float, _FROM_0_TO_1] = 0.0
     erase: Annotated[float, _FROM_0_TO_1] = 0.0
     erase_mode: Literal["const", "rand", "pixel"] = "const"
-    scale: Annotated[tuple[float, float], AT_MOST_1] = (0.08, 1.0)
-    ratio: Annotated[tuple[float, float], POSITIVE] = (3 / 4, 4 / 3)
+    scale: tuple[Annotated[float, AT_MOST_1], Annotated[float, AT_MOST_1]] = (0.08, 1.0)
+    ratio: tuple[Annotated[float, POSITIVE], Annotated[float, POSITIVE]] = (3 / 4, 4 / 3)
     repeats: Annotated[int, AT_LEAST_1] = 1
 
     def __post_init__(self) -> None:
         for key, values in (("scale", self.scale), ("ratio", self.ratio)):
-            fits = len(values) == 2 and values[0] <= values[1]
-            given = "/".join(f"{value:g}" for value in values)
-            check(fits, f"--augment: {key}={given}", "It must be two numbers, the smaller one first.")
+            what = f"--augment: {key}={values[0]:g}/{values[1]:g}"
+            check(values[0] <= values[1], what, "It must be two numbers, the smaller one first.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RandAugment(Augmentation):
     """`ra`: RandAugment.
 
@@ -204,12 +197,10 @@ class RandAugment(Augmentation):
     m: Annotated[int, between(0, 30)] = 9
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrivialAugment(Augmentation):
     """`ta`: TrivialAugment."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AutoAugment(Augmentation):
     """`aa`: AutoAugment.
 
@@ -220,12 +211,10 @@ class AutoAugment(Augmentation):
     set: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
 
 
-@dataclass(frozen=True, kw_only=True)
 class AugMix(Augmentation):
     """`augmix`: AugMix."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TimmAugment(Augmentation):
     """`timm:SPEC`: a policy of timm.
 
@@ -246,8 +235,7 @@ _POLICIES: dict[str, type[Augmentation]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mixing:
+class Mixing(Options):
     """`mixup=0.2,cutmix=1,...`: how the images of a batch are mixed.
 
     Attributes:
@@ -270,8 +258,7 @@ class Mixing:
         return self.mixup > 0 or self.cutmix > 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class DropRates:
+class DropRates(Options):
     """`0.1,path=0.2`: dropout.
 
     Attributes:
@@ -283,8 +270,7 @@ class DropRates:
     path: Annotated[float | None, BELOW_1] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class DataOptions(Options):
     """What every data set takes behind its name.
 
     Attributes:
@@ -297,7 +283,6 @@ class DataOptions:
     download: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class HubOptions(DataOptions):
     """`hf/NAME:CONFIGURATION`: a data set of the Hugging Face hub.
 
@@ -308,7 +293,6 @@ class HubOptions(DataOptions):
     configuration: Annotated[str | None, UNNAMED] = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class UserOptions(DataOptions):
     """`package.module:factory`: data sets of a user's own.
 
@@ -319,7 +303,6 @@ class UserOptions(DataOptions):
     factory: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Synthetic(DataOptions):
     """`synthetic:samples=1024,classes=10`: patterns in noise.
 
@@ -328,39 +311,13 @@ class Synthetic(DataOptions):
         classes: Patterns.
     """
 
-    samples: Annotated[int, _AT_LEAST_2] = 1024
-    classes: Annotated[int, _AT_LEAST_2] = 10
+    samples: Annotated[int, Ge(2)] = 1024
+    classes: Annotated[int, Ge(2)] = 10
 
 
-@functools.cache
-def read_data(text: str) -> DataOptions:
-    """The options of a data set that a value of `--data` stands for."""
-    kinds: dict[str, type[DataOptions]] = {"hf/NAME": HubOptions, "synthetic": Synthetic, USERS: UserOptions}
-    return read_fields(f"--data {text}", split_name(text)[1], kinds.get(data_set_kind(text), DataOptions))
-
-
-@functools.cache
 def read_images(text: int | str | None) -> Images:
     """The images that a value of `--image-size` stands for."""
-    return Images() if text is None else read_fields(f"--image-size {text}", str(text), Images)
-
-
-@functools.cache
-def read_augmentation(text: str) -> Augmentation:
-    """What a value of `--augment` stands for."""
-    return read_choice("--augment", text, _POLICIES, usual="none")
-
-
-@functools.cache
-def read_mixing(text: str | None) -> Mixing:
-    """What a value of `--mix` stands for."""
-    return Mixing() if text is None else read_fields(f"--mix {text}", text, Mixing)
-
-
-@functools.cache
-def read_drop_rates(text: float | str | None) -> DropRates:
-    """What a value of `--drop` stands for."""
-    return DropRates() if text is None else read_fields(f"--drop {text}", str(text), DropRates)
+    return read_fields(f"--image-size {text}", "" if text is None else str(text), Images)
 
 
 def data_name(data: str) -> str:
@@ -402,7 +359,6 @@ class TorchvisionSet(NamedTuple):
 
     Attributes:
         cls: Class in `torchvision.datasets`.
-        about: What is in it, for listings.
         train: Arguments of the class for the training part.
         test: The same for the test part; None where torchvision knows no parts: 4 of 5 images of each class are for
             training then, chosen once and for all.
@@ -413,7 +369,6 @@ class TorchvisionSet(NamedTuple):
     """
 
     cls: str
-    about: str
     train: dict[str, Any]
     test: dict[str, Any] | None
     size: int = USUAL_SIZE
@@ -428,59 +383,40 @@ _IS_TRAIN, _IS_TEST = {"train": True}, {"train": False}
 
 #: The data sets by the name users type: torchvision's own in lower case.
 TORCHVISION_SETS = {
-    "mnist": TorchvisionSet("MNIST", "60,000 + 10,000 digits", _IS_TRAIN, _IS_TEST, 32, False),
-    "fashionmnist": TorchvisionSet("FashionMNIST", "60,000 + 10,000 clothes, 10 classes", _IS_TRAIN, _IS_TEST, 32),
-    "kmnist": TorchvisionSet("KMNIST", "60,000 + 10,000 hiragana, 10 classes", _IS_TRAIN, _IS_TEST, 32, False),
-    "qmnist": TorchvisionSet("QMNIST", "60,000 + 60,000 digits", _IS_TRAIN, _IS_TEST, 32, False),
+    "mnist": TorchvisionSet("MNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
+    "fashionmnist": TorchvisionSet("FashionMNIST", _IS_TRAIN, _IS_TEST, 32),
+    "kmnist": TorchvisionSet("KMNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
+    "qmnist": TorchvisionSet("QMNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
     "emnist": TorchvisionSet(
-        "EMNIST",
-        "112,800 + 18,800 digits and letters (balanced), 47 classes",
-        {"split": "balanced", "train": True},
-        {"split": "balanced", "train": False},
-        32,
-        False,
+        "EMNIST", {"split": "balanced", "train": True}, {"split": "balanced", "train": False}, 32, flip=False
     ),
-    "usps": TorchvisionSet("USPS", "7,291 + 2,007 digits", _IS_TRAIN, _IS_TEST, 32, False),
-    "semeion": TorchvisionSet("SEMEION", "1,593 digits", {}, None, 32, False),
-    "svhn": TorchvisionSet("SVHN", "73,257 + 26,032 house numbers", _TRAIN, _TEST, 32, False, needs="scipy"),
-    "stl10": TorchvisionSet("STL10", "5,000 + 8,000 photographs, 10 classes", _TRAIN, _TEST, 96),
-    "gtsrb": TorchvisionSet("GTSRB", "26,640 + 12,630 traffic signs, 43 classes", _TRAIN, _TEST, 48, False),
-    "food101": TorchvisionSet("Food101", "75,750 + 25,250 dishes, 101 classes", _TRAIN, _TEST),
-    "flowers102": TorchvisionSet("Flowers102", "1,020 + 6,149 flowers, 102 classes", _TRAIN, _TEST, needs="scipy"),
-    "oxfordiiitpet": TorchvisionSet("OxfordIIITPet", "3,680 + 3,669 cats and dogs, 37 classes", _TRAINVAL, _TEST),
-    "stanfordcars": TorchvisionSet(
-        "StanfordCars", "8,144 + 8,041 cars, 196 classes", _TRAIN, _TEST, downloads=False, needs="scipy"
-    ),
-    "fgvcaircraft": TorchvisionSet("FGVCAircraft", "6,667 + 3,333 aircraft, 100 classes", _TRAINVAL, _TEST),
-    "dtd": TorchvisionSet("DTD", "1,880 + 1,880 textures, 47 classes", _TRAIN, _TEST),
-    "eurosat": TorchvisionSet("EuroSAT", "27,000 satellite images, 10 classes", {}, None, 64),
-    "country211": TorchvisionSet("Country211", "31,650 + 21,100 photographs, 211 countries", _TRAIN, _TEST),
-    "sun397": TorchvisionSet("SUN397", "108,754 scenes, 397 classes", {}, None),
-    "caltech256": TorchvisionSet("Caltech256", "30,607 photographs, 257 classes", {}, None),
-    "pcam": TorchvisionSet("PCAM", "262,144 + 32,768 tissue patches, 2 classes", _TRAIN, _TEST, 96, needs="h5py"),
-    "renderedsst2": TorchvisionSet(
-        "RenderedSST2", "6,920 + 1,821 written reviews, 2 classes", _TRAIN, _TEST, USUAL_SIZE, False
-    ),
-    "fer2013": TorchvisionSet("FER2013", "28,709 faces for training, 7 moods", _TRAIN, _TEST, 48, downloads=False),
-    "clevr": TorchvisionSet("CLEVRClassification", "70,000 + 15,000 scenes by number of objects", _TRAIN, _VAL),
-    "celeba": TorchvisionSet(
-        "CelebA", "162,770 + 19,962 faces with 40 attributes each: several labels", _TRAIN, _TEST, 128, needs="gdown"
-    ),
-    "inaturalist": TorchvisionSet(
-        "INaturalist",
-        "iNaturalist 2021, 10,000 species",
-        {"version": "2021_train"},
-        {"version": "2021_valid"},
-    ),
+    "usps": TorchvisionSet("USPS", _IS_TRAIN, _IS_TEST, 32, flip=False),
+    "semeion": TorchvisionSet("SEMEION", {}, None, 32, flip=False),
+    "svhn": TorchvisionSet("SVHN", _TRAIN, _TEST, 32, flip=False, needs="scipy"),
+    "stl10": TorchvisionSet("STL10", _TRAIN, _TEST, 96),
+    "gtsrb": TorchvisionSet("GTSRB", _TRAIN, _TEST, 48, flip=False),
+    "food101": TorchvisionSet("Food101", _TRAIN, _TEST),
+    "flowers102": TorchvisionSet("Flowers102", _TRAIN, _TEST, needs="scipy"),
+    "oxfordiiitpet": TorchvisionSet("OxfordIIITPet", _TRAINVAL, _TEST),
+    "stanfordcars": TorchvisionSet("StanfordCars", _TRAIN, _TEST, downloads=False, needs="scipy"),
+    "fgvcaircraft": TorchvisionSet("FGVCAircraft", _TRAINVAL, _TEST),
+    "dtd": TorchvisionSet("DTD", _TRAIN, _TEST),
+    "eurosat": TorchvisionSet("EuroSAT", {}, None, 64),
+    "country211": TorchvisionSet("Country211", _TRAIN, _TEST),
+    "sun397": TorchvisionSet("SUN397", {}, None),
+    "caltech256": TorchvisionSet("Caltech256", {}, None),
+    "pcam": TorchvisionSet("PCAM", _TRAIN, _TEST, 96, needs="h5py"),
+    "renderedsst2": TorchvisionSet("RenderedSST2", _TRAIN, _TEST, USUAL_SIZE, flip=False),
+    "fer2013": TorchvisionSet("FER2013", _TRAIN, _TEST, 48, downloads=False),
+    "clevr": TorchvisionSet("CLEVRClassification", _TRAIN, _VAL),
+    "celeba": TorchvisionSet("CelebA", _TRAIN, _TEST, 128, needs="gdown"),
+    "inaturalist": TorchvisionSet("INaturalist", {"version": "2021_train"}, {"version": "2021_valid"}),
     "places365": TorchvisionSet(
-        "Places365",
-        "1,803,460 + 36,500 scenes, 365 classes; small images",
-        {"split": "train-standard", "small": True},
-        {"split": "val", "small": True},
+        "Places365", {"split": "train-standard", "small": True}, {"split": "val", "small": True}
     ),
-    "lfwpeople": TorchvisionSet("LFWPeople", "13,233 faces of 5,749 people", {"split": "10fold"}, None),
-    "imagenet": TorchvisionSet("ImageNet", "ILSVRC 2012, 1,000 classes", _TRAIN, _VAL, downloads=False, needs="scipy"),
-    "imagenette": TorchvisionSet("Imagenette", "9,469 + 3,925 photographs, 10 classes of ImageNet", _TRAIN, _VAL),
+    "lfwpeople": TorchvisionSet("LFWPeople", {"split": "10fold"}, None),
+    "imagenet": TorchvisionSet("ImageNet", _TRAIN, _VAL, downloads=False, needs="scipy"),
+    "imagenette": TorchvisionSet("Imagenette", _TRAIN, _VAL),
 }
 
 #: How data sets of a user's own are named.

@@ -8,23 +8,23 @@
     [optimisation]
     lr = 0.1
 
-Options that are typed win over the file, and the file over the preset. Values have the types of `TrainConfig`.
+Tables may be left out. Options that are typed win over the file, and the file over the preset. Values have the types of
+`TrainConfig`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import json
 import os
-import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from hybridpar.config.train import GROUPS, TrainConfig
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import UsageError, check, nearest
+from hybridpar.spec import Options, defaults_of, fields_of, validated
 
 #: Presets that ship with the package.
 PRESETS = Path(__file__).parent / "presets"
@@ -36,14 +36,16 @@ _OF_ONE_RUN = ("run_dir", "resume", "overwrite", "debug")
 _PATHS = ("plan", "resume_from", "timeline")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileOptions:
-    """Where options come from that are not typed; see `read_sources`."""
+class FileOptions(Options):
+    """Where options come from that are not typed; see `read_sources`.
+
+    Attributes:
+        preset: Take the options of a preset; `list` prints the names of all and ends.
+        config: Take the options of a TOML file, such as config.toml of a run. What is typed wins over it.
+    """
 
     preset: str | None = None
-    """Take the options of a preset; `list` prints the names of all and ends."""
     config: Path | None = None
-    """Take the options of a TOML file, such as config.toml of a run. What is typed wins over it."""
 
 
 def read_sources(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -71,29 +73,32 @@ def read_sources(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def read_settings(path: Path, label: str) -> dict[str, Any]:
     """The options that a configuration file sets, and the `model`, by name; `label` names the file in messages."""
     try:
-        text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise UsageError(f"cannot read the configuration {label}: {reason}", "It is a TOML file of options.") from error
-    except tomllib.TOMLDecodeError as error:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"cannot read the configuration {label}: {error}",
+            f"cannot read the configuration {label}: {getattr(error, 'strerror', None) or error}",
             "It is a TOML file of options.",
             "A string needs quotes, and true and false are written small.",
         ) from error
-    lines = text.splitlines()
+    types_of, defaults = {**fields_of(TrainConfig), "model": str}, defaults_of(TrainConfig)
+    del types_of["given"]
     values: dict[str, Any] = {}
-    where: dict[str, str] = {}
-    for table, key, value in _entries(tables, label):
+    for key, value in _entries(tables, label):
         name = key.replace("-", "_")
-        position = f"{label}, line {_line_of(lines, key, table)}"
-        _require_known(name, key, table, position)
-        if name in values:
-            raise UsageError(f"{key} is set twice, in {where[name]} and in {position}", "An option has one value.")
+        if name not in types_of:
+            raise UsageError(
+                f"{label}: unknown option {key!r}",
+                nearest(key, [option.replace("_", "-") for option in types_of]),
+                "`hybridpar train --help-all` shows all of them.",
+            )
+        check(name not in values, f"{label} sets {key} twice", "An option has one value.")
         if name in _PATHS and value not in ("auto", "none"):
             value = str(path.parent / str(value))
-        values[name], where[name] = _typed(name, value, position), position
+        if value == "none" and defaults.get(name, "") is None:  # as on the command line
+            values[name] = None
+        else:
+            fix = "`hybridpar train --help-all` says what it takes."
+            values[name] = validated(f"{label}: {key} cannot be {_toml(value)}", types_of[name], value, fix)
     return values
 
 
@@ -125,7 +130,7 @@ def config_text(config: TrainConfig, model: str, named: Collection[str] = (), pl
     out.append(f"model = {_toml(model)}")
     for title, bases in GROUPS.items():
         out += ["", f"[{table_name(title)}]"]
-        for field in (field for base in bases for field in dataclasses.fields(base)):
+        for field in (field for base in bases for field in fields(base)):
             value = getattr(config, field.name)
             if field.name in _PATHS and value not in (None, "auto", "none"):
                 value = os.path.abspath(value)  # a file is read relative to its folder
@@ -133,11 +138,8 @@ def config_text(config: TrainConfig, model: str, named: Collection[str] = (), pl
                 out.append(f"plan = {_toml(plan)}  # as it was found; auto: search again")
                 continue
             active = (field.name in named or value != field.default) and field.name not in _OF_ONE_RUN
-            key = field.name.replace("_", "-")
-            if value is None:
-                out.append(f"# {key}")
-            else:
-                out.append(f"{'' if active else '# '}{key} = {_toml(value)}")
+            line = field.name.replace("_", "-") + ("" if value is None else f" = {_toml(value)}")
+            out.append(line if active and value is not None else f"# {line}")
     return "\n".join(out) + "\n"
 
 
@@ -146,84 +148,20 @@ def table_name(title: str) -> str:
     return title.lower().replace(" ", "-")
 
 
-def _entries(tables: Mapping[str, Any], label: str) -> Iterable[tuple[str | None, str, Any]]:
-    """Table, key and value of all entries; the table is None where an entry is in none."""
+def _entries(tables: Mapping[str, Any], label: str) -> Iterator[tuple[str, Any]]:
+    """Key and value of all entries, in tables and in none."""
     names = [table_name(title) for title in GROUPS]
     for key, value in tables.items():
         if not isinstance(value, dict):
-            yield None, key, value
-            continue
-        if key not in names:
+            yield key, value
+        elif key in names:
+            yield from value.items()
+        else:
             raise UsageError(
                 f"{label} has an unknown table [{key}]", nearest(key, names), f"Tables: {', '.join(names)}."
             )
-        for inner, setting in value.items():
-            yield key, inner, setting
-
-
-def _require_known(name: str, key: str, table: str | None, position: str) -> None:
-    """Refuse a key that is no option, or is in another group's table."""
-    titles = {
-        field.name: title for title, bases in GROUPS.items() for base in bases for field in dataclasses.fields(base)
-    }
-    if name == "model" and table is None:
-        return
-    if name not in titles:
-        keys = [option.replace("_", "-") for option in titles]
-        inside = [option.replace("_", "-") for option, title in titles.items() if table in (None, table_name(title))]
-        raise UsageError(
-            f"{position}: unknown option {key!r}",
-            nearest(key, keys),
-            f"Options{'' if table is None else f' of [{table}]'}: {', '.join(inside)}.",
-        )
-    if table is not None and table != (right := table_name(titles[name])):
-        raise UsageError(
-            f"{position}: {key} is in [{table}]", f"It is an option of [{right}].", f"Move it to [{right}]."
-        )
-
-
-def _line_of(lines: Sequence[str], key: str, table: str | None) -> int:
-    """Number of the line that sets a key, from 1."""
-    at: str | None = None
-    for number, line in enumerate(lines, 1):
-        if header := re.match(r"\s*\[\s*[\"']?([^\"'\]]+?)[\"']?\s*\]", line):
-            at = header[1]
-        elif re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line) and at == table:
-            return number
-    return 1
-
-
-@functools.cache
-def _types() -> dict[str, Any]:
-    return get_type_hints(TrainConfig, include_extras=True) | {"model": str}
-
-
-def _typed(name: str, value: Any, position: str) -> Any:
-    """A value of TOML as the type of an option has it."""
-    from pydantic import TypeAdapter, ValidationError
-
-    default = next((field.default for field in dataclasses.fields(TrainConfig) if field.name == name), None)
-    if value == "none" and default is None and name != "model":  # as on the command line
-        return None
-    try:
-        return TypeAdapter(_types()[name]).validate_python(value)
-    except ValidationError:
-        raise UsageError(
-            f"{position}: {name.replace('_', '-')} cannot be {_toml(value)}",
-            f"Its default is {_toml(default)}." if default is not None else "It is unset by default.",
-            "`hybridpar train --help-all` says what it takes.",
-        ) from None
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return "a table"
-    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + escaped.replace("\n", "\\n").replace("\t", "\\t") + '"'
+    """A value as TOML writes it, which is as JSON does."""
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,26 +1,28 @@
-"""Options of a run: optimizer, learning-rate schedule, loss, and length."""
+"""Options of a run: optimizer, learning rate and its schedule, loss, and length.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib.util
-import re
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from hybridpar.config.rates import Average, Schedule, read_average, read_rate, read_schedule
-from hybridpar.errors import UsageError, nearest, not_installed, shortened
+from hybridpar.errors import UsageError, check, nearest, not_installed, shortened
 from hybridpar.spec import (
     AT_LEAST_0,
     AT_LEAST_1,
     AT_MOST_1,
     BELOW_1,
+    BETWEEN_0_AND_1,
     POSITIVE,
+    Options,
     defaults_of,
     fields_of,
     read_choice,
@@ -49,9 +51,6 @@ TORCH_OPTIMIZERS: dict[str, tuple[str, int]] = {
 #: What stands before the name of an optimizer of timm.
 TIMM = "timm/"
 
-#: How timm's source enters an optimizer under a name.
-_REGISTERED = re.compile(r"\bOptimInfo\(\s*name=['\"](\w+)")
-
 #: Tensors per parameter of timm's optimizers that keep another number than 2.
 _TIMM_COPIES = {
     **dict.fromkeys(("adan", "adanw", "cadan", "cadanw"), 4),
@@ -64,8 +63,7 @@ _TIMM_COPIES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
+class Groups(Options):
     """Which parameters have weight decay, and rates of their own: keys of `--optimizer` for every optimizer.
 
     Attributes:
@@ -86,8 +84,7 @@ class Groups:
         return (self.layer_decay, self.head_lr) != (1.0, 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Options):
     """`sgd:momentum=0.9,nesterov`: an optimizer by name, with arguments of its class and `Groups`.
 
     Attributes:
@@ -106,8 +103,7 @@ class Optimizer:
         return float(self.arguments.get("momentum", 0.9))  # as `check_optimizer` has checked
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(Options):
     """`ce`: cross-entropy; and what all losses have.
 
     Attributes:
@@ -117,7 +113,6 @@ class Loss:
     smoothing: Annotated[float, BELOW_1] = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class Binary(Loss):
     """`bce`: binary cross-entropy of each class.
 
@@ -128,7 +123,6 @@ class Binary(Loss):
     threshold: Annotated[float | None, BELOW_1] = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Automatic(Binary):
     """`auto`: `bce` where samples have several labels, else `ce`."""
 
@@ -136,8 +130,7 @@ class Automatic(Binary):
 _LOSSES: dict[str, type[Loss]] = {"auto": Automatic, "ce": Loss, "bce": Binary}
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientLimit:
+class GradientLimit(Options):
     """`1.0,mode=norm`: what gradients are clipped to.
 
     Attributes:
@@ -150,40 +143,213 @@ class GradientLimit:
     mode: Literal["norm", "value", "agc"] = "norm"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """Optimizer, learning-rate schedule, loss, and length of the run."""
+class Schedule(Options):
+    """`constant`: the peak rate after the warm-up; and what all schedules have.
+
+    Attributes:
+        warmup: Epochs of linear warm-up, at most half of the run.
+        warmup_lr: Learning rate of the first step; None: the first of equal steps from zero to the peak rate.
+        update: Change the rate before every step, or between epochs only, as timm and torchvision do by default.
+    """
+
+    warmup: Annotated[float, AT_LEAST_0] = 1.0
+    warmup_lr: Annotated[float | None, AT_LEAST_0] = None
+    update: Literal["step", "epoch"] = "step"
+
+
+class Falling(Schedule):
+    """What schedules have by which the rate falls.
+
+    Attributes:
+        min: Learning rate that they fall to, and not below.
+    """
+
+    min: Annotated[float, AT_LEAST_0] = 0.0
+
+
+class Counted(Falling):
+    """What schedules have that are counted in steps or epochs.
+
+    Attributes:
+        warmup_prefix: Whether they begin after the warm-up; else they are counted from the first epoch, the warm-up in
+            place of their beginning, as timm's default.
+    """
+
+    warmup_prefix: bool = True
+
+
+class Ending(Counted):
+    """What schedules have that end where the run does.
+
+    Attributes:
+        cooldown: Last epochs of the run, at the rate `min`.
+    """
+
+    cooldown: Annotated[float, AT_LEAST_0] = 0.0
+
+
+class Cosine(Ending):
+    """`cosine`: half a period of a cosine, or several with warm restarts.
+
+    Attributes:
+        cycle: Epochs of the first half period, after which the rate starts again at its peak; None: no restarts.
+        grow: What the length of a cycle is multiplied with for the next one.
+        decay: What the peak rate is multiplied with for the next cycle.
+    """
+
+    cycle: Annotated[float | None, POSITIVE] = None
+    grow: Annotated[float, AT_LEAST_1] = 1.0
+    decay: Annotated[float, AT_MOST_1] = 1.0
+
+
+class Poly(Ending):
+    """`poly`: a power of what is left of the run.
+
+    Attributes:
+        power: The exponent.
+    """
+
+    power: Annotated[float, POSITIVE] = 1.0
+
+
+class StableThenDown(Falling):
+    """`wsd`: constant, then down.
+
+    Attributes:
+        cooldown: As that of `cosine`.
+        decay: Epochs of the way down; below 1 a fraction of the run. 0.2: Hägele et al. 2024, section 3.
+    """
+
+    cooldown: Annotated[float, AT_LEAST_0] = 0.0
+    decay: Annotated[float, POSITIVE] = 0.2
+
+
+class Exponential(Counted):
+    """`exp`: exponential decay.
+
+    Attributes:
+        every: Epochs in which the rate falls once by `rate`.
+        rate: What the rate is multiplied with.
+    """
+
+    every: Annotated[float, POSITIVE] = 1.0
+    rate: Annotated[float, AT_MOST_1] = 0.1
+
+
+class Steps(Counted):
+    """`step`: equal falls.
+
+    Attributes:
+        every: Epochs from one fall of the rate to the next; None: as `fractions` says.
+        fractions: Of the run, at which the rate falls without `every`.
+        rate: What the rate is multiplied with.
+    """
+
+    every: Annotated[float | None, POSITIVE] = None
+    fractions: tuple[Annotated[float, BETWEEN_0_AND_1], ...] = (0.5, 0.75)
+    rate: Annotated[float, AT_MOST_1] = 0.1
+
+
+class MultiStep(Counted):
+    """`multistep`: falls after named epochs.
+
+    Attributes:
+        at: The epochs.
+        rate: What the rate is multiplied with.
+    """
+
+    at: tuple[Annotated[float, POSITIVE], ...]
+    rate: Annotated[float, AT_MOST_1] = 0.1
+
+
+class OnPlateau(Falling):
+    """`plateau`: falls where the test accuracy does not rise.
+
+    Attributes:
+        patience: Epochs without a better test accuracy after which the rate falls.
+        rate: What the rate is multiplied with.
+    """
+
+    patience: Annotated[int, AT_LEAST_0] = 10
+    rate: Annotated[float, AT_MOST_1] = 0.1
+
+
+_SCHEDULES: dict[str, type[Schedule]] = {
+    "cosine": Cosine,
+    "step": Steps,
+    "multistep": MultiStep,
+    "poly": Poly,
+    "exp": Exponential,
+    "wsd": StableThenDown,
+    "plateau": OnPlateau,
+    "constant": Schedule,
+}
+
+
+class Average(Options):
+    """`0.9998`: an exponential moving average of parameters and buffers.
+
+    Attributes:
+        decay: Part of the average that a step keeps.
+        warmup: Let the decay grow from 0.
+        every: Steps from one update of the average to the next.
+    """
+
+    decay: Annotated[float, BELOW_1]
+    warmup: bool = False
+    every: Annotated[int, AT_LEAST_1] = 1
+
+
+class LearningRate(Options):
+    """`0.1`, or `0.1/256`: for so many samples per step, and in proportion for others (Goyal et al. 2017).
+
+    Attributes:
+        value: The rate.
+        samples: Samples per step that it is for; None: for any number.
+    """
+
+    value: float
+    samples: float | None = None
+
+
+class OptimizerConfig(Options):
+    """Optimizer, learning-rate schedule, loss, and length of the run.
+
+    Attributes:
+        epochs: Number of epochs.
+        steps: Stop after this many steps in all, whatever --epochs says.
+        test_every: Epochs from one test of the model to the next; it is tested after the last one in any case.
+        optimizer: sgd, adamw or another of torch.optim in lower case, or timm/NAME (lamb, lion, ...), with arguments,
+            as `sgd:momentum=0.9,nesterov` or `adamw:betas=0.9/0.95`. For each: `decay_all`,
+            `no_decay=*.pos_embed`, `layer_decay=0.75`, `head_lr=10`.
+        lr: Peak learning rate, or `0.1/256`: 0.1 for a batch of 256, and in proportion for others. Default: 0.02, and
+            0.01 with --sync onebit-sgd.
+        weight_decay: Weight decay; not applied to biases, normalisation layers, and what the model's no_weight_decay()
+            names.
+        lr_schedule: `cosine:warmup=5,min=1e-6`, `cosine:cycle=10` with restarts, `step:every=30`, `multistep:at=30/60`,
+            `exp`, `poly`, `wsd`, `plateau`, `constant`; all with `warmup=EPOCHS`, usually 1.
+        loss: `ce` (cross-entropy), `bce` (binary cross-entropy of each class), `auto`: bce where samples have several
+            labels. With `smoothing=0.1`; bce with `threshold=0.2`: targets above count as 1.
+        clip_grad: Clip gradients to this global norm; with `mode=value` each value; with `mode=agc` the norm of a
+            unit's gradient over that of its weights.
+        model_ema: Keep an exponential moving average of parameters and buffers; it is tested too, and saved beside the
+            model. `0.9998`: what a step keeps of it; `0.9998,warmup`: that grows from 0; `0.9998,every=N`: updated
+            every N steps.
+        select_batch: Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest
+            that learns as well; 0: never.
+    """
 
     epochs: Annotated[int, AT_LEAST_1] = 10
-    """Number of epochs."""
     steps: Annotated[int | None, AT_LEAST_1] = None
-    """Stop after this many steps in all, whatever --epochs says."""
     test_every: Annotated[int, AT_LEAST_1] = 1
-    """Epochs from one test of the model to the next; it is tested after the last one in any case."""
     optimizer: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "sgd"
-    """sgd, adamw or another of torch.optim in lower case, or timm/NAME (lamb, lion, ...), with arguments, as
-    `sgd:momentum=0.9,nesterov` or `adamw:betas=0.9/0.95`. For each: `decay_all`, `no_decay=*.pos_embed`,
-    `layer_decay=0.75`, `head_lr=10`."""
     lr: Annotated[float | str | None, tyro.conf.arg(metavar="RATE[/SAMPLES]")] = None
-    """Peak learning rate, or `0.1/256`: 0.1 for a batch of 256, and in proportion for others. Default: 0.02, and 0.01
-    with --sync onebit-sgd."""
     weight_decay: Annotated[float, AT_LEAST_0] = 5e-4
-    """Weight decay; not applied to biases, normalisation layers, and what the model's no_weight_decay() names."""
     lr_schedule: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "cosine"
-    """`cosine:warmup=5,min=1e-6`, `cosine:cycle=10` with restarts, `step:every=30`, `multistep:at=30/60`, `exp`,
-    `poly`, `wsd`, `plateau`, `constant`; all with `warmup=EPOCHS`, usually 1."""
     loss: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "auto"
-    """`ce` (cross-entropy), `bce` (binary cross-entropy of each class), `auto`: bce where samples have several labels.
-    With `smoothing=0.1`; bce with `threshold=0.2`: targets above count as 1."""
     clip_grad: Annotated[float | str | None, tyro.conf.arg(metavar="LIMIT[,mode=MODE]")] = None
-    """Clip gradients to this global norm; with `mode=value` each value; with `mode=agc` the norm of a unit's gradient
-    over that of its weights."""
     model_ema: Annotated[float | str | None, tyro.conf.arg(metavar="DECAY[,KEY=VALUE,...]")] = None
-    """Keep an exponential moving average of parameters and buffers; it is tested too, and saved beside the model.
-    `0.9998`: what a step keeps of it; `0.9998,warmup`: that grows from 0; `0.9998,every=N`: updated every N steps."""
     select_batch: Annotated[int, AT_LEAST_0] = 0
-    """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as
-    well; 0: never."""
 
     @property
     def optim(self) -> Optimizer:
@@ -208,22 +374,40 @@ class OptimizerConfig:
     @property
     def rate_schedule(self) -> Schedule:
         """What `lr_schedule` stands for."""
-        return read_schedule(self.lr_schedule)
+        return read_choice("--lr-schedule", self.lr_schedule, _SCHEDULES)
 
     @property
     def criterion(self) -> Loss:
         """What `loss` stands for."""
-        return read_loss(self.loss)
+        return read_choice("--loss", self.loss, _LOSSES)
 
     @property
     def clipping(self) -> GradientLimit | None:
         """What `clip_grad` stands for."""
-        return None if self.clip_grad is None else read_limit(self.clip_grad)
+        text = self.clip_grad
+        return None if text is None else read_fields(f"--clip-grad {text}", str(text), GradientLimit)
 
     @property
     def ema(self) -> Average | None:
         """What `model_ema` stands for."""
-        return None if self.model_ema is None else read_average(self.model_ema)
+        text = self.model_ema
+        return None if text is None else read_fields(f"--model-ema {text}", str(text), Average)
+
+
+@functools.cache
+def read_rate(text: str | float) -> LearningRate:
+    """The peak learning rate that a value of `--lr` stands for."""
+    try:
+        numbers = [float(part) for part in str(text).split("/")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(0 < number < math.inf for number in numbers):
+        raise UsageError(
+            f"--lr is {shortened(str(text))}",
+            "It must be greater than 0 and finite, or such a rate and the samples per step that it is for.",
+            "Write for instance --lr 0.1, or --lr 0.1/256.",
+        )
+    return LearningRate(value=numbers[0], samples=numbers[1] if len(numbers) == 2 else None)
 
 
 @functools.cache
@@ -255,41 +439,19 @@ def _read_argument(text: str) -> Any:
         return text
 
 
-@functools.cache
-def read_loss(text: str) -> Loss:
-    """The loss that a value of `--loss` stands for."""
-    return read_choice("--loss", text, _LOSSES)
-
-
-@functools.cache
-def read_limit(text: str | float) -> GradientLimit:
-    """The limit of gradients that a value of `--clip-grad` stands for."""
-    return read_fields(f"--clip-grad {text}", str(text), GradientLimit)
-
-
 def check_optimizer(config: OptimizerConfig) -> None:
     """Check the specs of optimizer, rates, loss and clipping, without importing torch or timm."""
     _ = config.rate_schedule, config.ema, config.criterion, config.clipping, config.lr is None or read_rate(config.lr)
-    if type(momentum := config.optim.arguments.get("momentum", 0.9)) not in (int, float):
-        raise UsageError(
-            f"--optimizer {config.optimizer}: momentum={momentum}", "It must be a number.", "Write momentum=0.9."
-        )
+    what, nesterov = f"--optimizer {config.optimizer}", config.optim.arguments.get("nesterov")
+    is_number = type(momentum := config.optim.arguments.get("momentum", 0.9)) in (int, float)
+    check(is_number, f"{what}: momentum={momentum}", "It must be a number.", "Write momentum=0.9.")
+    check(not nesterov or momentum != 0, what, "Nesterov's method needs momentum.", "Write sgd:momentum=0.9,nesterov.")
     name = config.optim.name
-    names = set(TORCH_OPTIMIZERS)
-    if name.startswith(TIMM):
-        names = {TIMM + one for one in _timm_names(name)}
-    # Where timm says its names in another way, the worker that makes the optimizer tells.
-    if name not in names and (names or not name.startswith(TIMM)):
-        raise UsageError(f"unknown optimizer {shortened(repr(name))}", fix=nearest(name, names))
-
-
-def _timm_names(name: str) -> set[str]:
-    """Names of timm's optimizers, read from its source; empty where they do not stand there."""
-    package = importlib.util.find_spec("timm")
-    if package is None:
+    if name.startswith(TIMM) and importlib.util.find_spec("timm") is None:
         raise not_installed(f"the optimizer {shortened(name)} comes with timm", "timm")
-    files = [Path(folder, "optim", "_optim_factory.py") for folder in package.submodule_search_locations or ()]
-    return {found for file in files if file.is_file() for found in _REGISTERED.findall(file.read_text("utf-8"))}
+    # The worker that makes the optimizer knows timm's names: timm takes long to import.
+    if name not in TORCH_OPTIMIZERS and not name.startswith(TIMM):
+        raise UsageError(f"unknown optimizer {shortened(repr(name))}", fix=nearest(name, TORCH_OPTIMIZERS))
 
 
 def state_copies(config: OptimizerConfig) -> int:

@@ -1,14 +1,14 @@
-"""How replicas are kept in step: what `--sync` stands for."""
+"""How workers exchange gradients: the options, and what `--sync` stands for."""
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
+import tyro
+
 from hybridpar.errors import UsageError, check
-from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, between, read_choice
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, Options, between, read_choice
 
 #: Outer steps from which on a run is long enough for much outer momentum; with fewer it overshoots.
 LONG_RUN = 200
@@ -22,8 +22,7 @@ WARM_PART = 0.08
 ONEBIT_RATE = 1e-2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Exchange(Options):
     """What all have by which replicas meet without servers.
 
     Attributes:
@@ -43,7 +42,6 @@ class Exchange:
         return max(1, int(self.bucket * 2**20))
 
 
-@dataclass(frozen=True, kw_only=True)
 class AllReduce(Exchange):
     """`allreduce`: the gradients of every step are summed.
 
@@ -55,7 +53,6 @@ class AllReduce(Exchange):
     late: Literal["off", "delay", "half"] = "off"
 
 
-@dataclass(frozen=True, kw_only=True)
 class OneBit(AllReduce):
     """`onebit-sgd`: 1-bit SGD, AdaGrad, momentum at owners of stripes (Seide et al. 2014).
 
@@ -78,7 +75,6 @@ class OneBit(AllReduce):
         return math.ceil(WARM_PART * total)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Local(Exchange):
     """`local:H`: workers train alone for H steps, then take the plain mean of their parameters.
 
@@ -89,7 +85,6 @@ class Local(Exchange):
     every: Annotated[int, AT_LEAST_1]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Outer(Local):
     """`outer:H,opt=nesterov,...`: workers train alone for H steps, then make an outer step of their progress.
 
@@ -128,8 +123,7 @@ class Outer(Local):
         return 0.7 if self.lr is None else self.lr, usual if self.momentum is None else self.momentum
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterServers:
+class ParameterServers(Options):
     """`ps`: gradients go to parameter servers, which wait for all workers.
 
     Attributes:
@@ -147,7 +141,6 @@ class ParameterServers:
         return 1
 
 
-@dataclass(frozen=True, kw_only=True)
 class AsyncServers(ParameterServers):
     """`ps-async`: the servers wait for no worker.
 
@@ -166,7 +159,6 @@ class AsyncServers(ParameterServers):
         return workers
 
 
-@dataclass(frozen=True, kw_only=True)
 class SoftSync(AsyncServers):
     """`softsync:N`: the servers wait for W/N of W workers.
 
@@ -208,7 +200,71 @@ CODECS = (
 )
 
 
-@functools.cache
 def read_sync(text: str) -> Sync:
     """What a value of `--sync` stands for."""
     return read_choice("--sync", text, _CHOICES)
+
+
+class SyncConfig(Options):
+    """How workers exchange gradients.
+
+    Attributes:
+        sync: Replicas meet by `allreduce`, `onebit-sgd`, `outer:H,opt=nesterov`, `local:H`, or at servers:
+            `ps,servers=2`, `ps-async`, `softsync:N`. Without servers: `lanes=2`, `bucket=8` (MiB), `hierarchy=off`.
+        compress: Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`,
+            ...; rules such as `layer4.* -> powersgd; *.weight -> onebit`; or `auto`, which measures. Anything but
+            `none` changes the result.
+        batch_norm: BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over
+            all replicas; `local`: per replica, averaged at checkpoints; `frozen`: normalise by those that the model
+            has, and keep them.
+        guard: Whether a step in which any gradient is not finite is skipped, on all workers.
+        shard_optimizer: Divide the optimizer's state among the replicas, each of which updates a part of the parameters
+            and hands it round: the same result in less memory, for another half of the traffic.
+    """
+
+    sync: Annotated[str, tyro.conf.arg(metavar="NAME[,KEY=VALUE,...]")] = "allreduce"
+    compress: str = "none"
+    batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
+    guard: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Do not skip steps in which a gradient is not finite.",
+            help_behavior_hint="(default: all workers skip them)",
+        ),
+    ] = True
+    shard_optimizer: bool = False
+
+    @property
+    def exchange(self) -> Exchange:
+        """How replicas meet without servers; with servers, what holds for the workers that share a host."""
+        sync = read_sync(self.sync)
+        return sync if isinstance(sync, Exchange) else Exchange()
+
+    @property
+    def is_onebit(self) -> bool:
+        """Whether this is the recipe `onebit-sgd`."""
+        return isinstance(self.exchange, OneBit)
+
+    @property
+    def late(self) -> Literal["off", "delay", "half"]:
+        """By how much gradients are applied late."""
+        return self.exchange.late if isinstance(self.exchange, AllReduce) else "off"
+
+    @property
+    def outer(self) -> Outer | None:
+        """The outer loop of `outer:H`, or of `local:H`, which is one with the plain mean; None otherwise."""
+        sync = self.exchange
+        if isinstance(sync, Outer):
+            return sync
+        return Outer(every=sync.every) if isinstance(sync, Local) else None
+
+    @property
+    def parameter_servers(self) -> ParameterServers | None:
+        """The parameter servers that gradients go to; None otherwise."""
+        sync = read_sync(self.sync)
+        return sync if isinstance(sync, ParameterServers) else None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether codecs are measured and chosen (`--compress auto`)."""
+        return self.compress.strip() == "auto"

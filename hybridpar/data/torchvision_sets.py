@@ -132,4 +132,4 @@ def measured_statistics(images: Tensor) -> Statistics:
 
 
 for _name, _made in TORCHVISION_SETS.items():
-    DATA_SETS.register(_name, f"torchvision's {_made.cls}: {_made.about}")(partial(_load, _name))
+    DATA_SETS.register(_name, f"torchvision's {_made.cls}")(partial(_load, _name))

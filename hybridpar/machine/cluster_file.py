@@ -195,8 +195,8 @@ class ClusterSpec(_Part):
             for name in _COMPARED
         ]
         if len(there) > 1:
-            links = (None if spec.between is None else spec.between.bandwidth for spec in (self, other))
-            pairs.append(("between.bandwidth", *links))
+            ours, theirs = (None if spec.between is None else spec.between.bandwidth for spec in (self, other))
+            pairs.append(("between.bandwidth", ours, theirs))
         for name, one, two in pairs:
             if one == two or {None, ""} & {one, two}:
                 continue

@@ -103,6 +103,9 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             timm = importlib.import_module("timm.optim")
 
             name = name.removeprefix(TIMM)
+            if name not in (names := timm.list_optimizers()):
+                fix = nearest(f"{TIMM}{name}", [f"{TIMM}{known}" for known in names])
+                raise UsageError(f"unknown optimizer {TIMM + name!r}", fix=fix)
             if timm.get_optimizer_info(name).second_order:
                 raise UsageError(f"the optimizer {TIMM}{name}", "It needs second derivatives, which no step has.")
             _check_arguments(config, timm.get_optimizer_class(name, bind_defaults=False))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.config.rates import (
+from hybridpar.config.optimizer import (
     Cosine,
     Counted,
     Ending,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.checkpoints import Checkpoints
 from hybridpar.config.data import samples_of
+from hybridpar.config.train import Checkpoints
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.records import EpochRecord
 from hybridpar.train.checkpoint_files import list_checkpoints, step_of

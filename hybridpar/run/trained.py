@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.checkpoints import Checkpoints
-from hybridpar.config.trained import TrainedOptions
+from hybridpar.config.train import Checkpoints, TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
 from hybridpar.formats.tensor_files import shards_of
 from hybridpar.models import check_model_name, parse_arguments

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.world import GOOD_ORDER, World
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import Automatic
-from hybridpar.config.rates import OnPlateau, read_rate
+from hybridpar.config.optimizer import Automatic, OnPlateau, read_rate
 from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint

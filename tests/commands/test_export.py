@@ -58,7 +58,7 @@ def test_a_file_that_is_there_is_replaced_with_force_alone(run_dir, tmp_path, ca
     assert export(run_dir, target, "--force") == 0
     assert torch.export.load(target).module()(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
     assert export(run_dir, tmp_path, "--force") == 2
-    assert "is a folder" in capsys.readouterr().err
+    assert "is a directory" in capsys.readouterr().err
 
 
 def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hybridpar.cli import main
 from hybridpar.config import TrainConfig
-from hybridpar.config.trained import TrainedOptions
+from hybridpar.config.train import TrainedOptions
 from hybridpar.data import load_dataset
 from hybridpar.run.evaluate import evaluate_trained
 from hybridpar.run.trained import find_trained
@@ -70,6 +70,7 @@ def test_what_cannot_be_read_is_left_out_told_and_counted(run_dir, images, tmp_p
 
 
 def test_a_file_is_written_as_a_whole_and_not_replaced(run_dir, images, tmp_path, capsys):
+    (tmp_path / "made").mkdir()
     target = tmp_path / "made" / "out.csv"
     latin = tmp_path / os.fsdecode(b"\xe9t\xe9.png")  # a name that is not UTF-8
     shutil.copy(images / "00.png", latin)

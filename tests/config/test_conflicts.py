@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.conflicts import CONFLICTS, GRADIENT_CONFLICTS, NEED_EQUAL_REPLICAS
+from hybridpar.config.conflicts import CONFLICTS, FEATURES, GRADIENT_CONFLICTS, NEED_EQUAL_REPLICAS, features_of
 from hybridpar.errors import UsageError
 
 #: Options with which a run has a feature, and no other that it does not need.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "adafactor on servers": {"optimizer": "adafactor", "memory_format": "channels_last"},
+    "adafactor": {"optimizer": "adafactor", "memory_format": "channels_last"},
     "another codec": {"compress": "fp16"},
     "batch auto": {"batch_size": "auto"},
     "batch norm sync": {"batch_norm": "sync"},
@@ -34,11 +34,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no share": {"shares": "0,1"},
     "not sgd": {"optimizer": "adamw"},
     "outer": {"sync": "outer:4"},
+    "overwrite": {"overwrite": True},
     "placed": {"stages": 2, "placement": "0,1;2,3"},
     "plan file": {"plan": Path("plan.json")},
     "profile": {"profile": True},
     "recipe": {"sync": "onebit-sgd"},
+    "recompute all": {"recompute": ("all",)},
     "replicas without stages": {"replicas": 2},
+    "resume": {"resume": True},
     "resume from": {"resume_from": Path("runs/one")},
     "select batch": {"select_batch": 1},
     "servers": {"sync": "ps"},
@@ -52,33 +55,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"weights": "default"},
 }
 
-PAIRS = {frozenset(pair[:2]): pair for pair in (*CONFLICTS, *GRADIENT_CONFLICTS)}
+PAIRS = [frozenset((name, other)) for name, others, _ in (*CONFLICTS, *GRADIENT_CONFLICTS) for other in others]
 
 
 def test_the_table_knows_every_feature_and_each_pair_once():
-    assert OPTIONS.keys() == TrainConfig().features.keys()
-    assert len(PAIRS) == len(CONFLICTS) + len(GRADIENT_CONFLICTS)
+    assert OPTIONS.keys() == FEATURES.keys()
+    assert len(PAIRS) == len(set(PAIRS))
+    assert not features_of(TrainConfig())
     for feature, options in OPTIONS.items():
-        assert TrainConfig(**options).features[feature][1], feature
-        assert not TrainConfig().features[feature][1], feature
+        assert feature in features_of(TrainConfig(**options))
 
 
 @pytest.mark.parametrize("pair", list(combinations(OPTIONS, 2)), ids="+".join)
 def test_a_pair_is_refused_if_the_table_has_it(pair: tuple[str, str]) -> None:
-    one, other = pair
-    if OPTIONS[one].keys() & OPTIONS[other].keys():
+    first, second = (OPTIONS[name] for name in pair)
+    if first.keys() & second.keys():
         return  # the same option says both, so only one of them can be given
-    config = TrainConfig(**OPTIONS[one], **OPTIONS[other])
-    features = config.features
-    given = {name for name, (_, is_given) in features.items() if is_given}
-    refused = [row[:2] for key, row in PAIRS.items() if key <= given]
-    refused += [(name, name) for name in NEED_EQUAL_REPLICAS if {"placed", name} <= given]
+    config = TrainConfig(**first, **second)
+    features = features_of(config)
+    refused = [tuple(row) for row in PAIRS if row <= features.keys()]
+    refused += [(name, name) for name in NEED_EQUAL_REPLICAS if {"placed", name} <= features.keys()]
     if not refused:
         config.check()
         return
     with pytest.raises(UsageError) as caught:
         config.check()
-    assert any(
-        features[first][0] in caught.value.what and features[second][0] in caught.value.what
-        for first, second in refused
-    )
+    what = caught.value.what
+    assert any(features[name] in what and features[other] in what for name, other in refused)

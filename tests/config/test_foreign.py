@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hybridpar.commands import find_command
-from hybridpar.config.foreign import FOREIGN, page
+from hybridpar.config.foreign import foreign_names, page
 from hybridpar.errors import UsageError
 
-ROWS = [(name, text) for rows in FOREIGN.values() for names, text in rows.items() for name in names.split()]
+ROWS = [(name, text) for rows in foreign_names().values() for names, text in rows.items() for name in names.split()]
 
 
 def test_the_page_is_made_from_the_table() -> None:

@@ -13,14 +13,15 @@ from hybridpar.data.sources import DATA_SETS
 from hybridpar.errors import UsageError
 
 WRONG = [
-    ("batch_size", 0),
-    ("epochs", 0),
-    ("steps", 0),
-    ("nproc", 0),
-    ("micro_batches", 0),
-    ("weight_decay", -1e-4),
-    ("timeout", 0.0),
-    ("loader_workers", -1),
+    ("batch_size", 0, "at least 1 or 'auto'"),
+    ("epochs", 0, "at least 1"),
+    ("epochs", "3", "a valid integer"),
+    ("amp", "bf15", "'none', 'bf16' or 'fp16'"),
+    ("weight_decay", -1e-4, "at least 0"),
+    ("weight_decay", math.inf, "a finite number"),
+    ("timeout", 0.0, "greater than 0"),
+    ("loader_workers", -1, "at least 0"),
+    ("freeze", ["body"], "a valid tuple"),
 ]
 
 
@@ -28,13 +29,12 @@ def test_the_defaults_are_valid():
     TrainConfig().check()
 
 
-@pytest.mark.parametrize(("option", "value"), WRONG)
-def test_a_value_out_of_range_is_named_with_its_rule(option, value):
+@pytest.mark.parametrize(("option", "value", "rule"), WRONG)
+def test_a_value_out_of_range_is_named_with_its_rule(option, value, rule):
     with pytest.raises(UsageError) as caught:
         TrainConfig(**{option: value}).check()
     assert caught.value.what == f"--{option.replace('_', '-')} is {value}"
-    assert caught.value.why.startswith("It must be ")
-    assert caught.value.exit_code == 2
+    assert caught.value.why == f"It must be {rule}."
 
 
 @pytest.mark.parametrize(("option", "value"), [("weight_decay", 0.0), ("loader_workers", 0)])
@@ -48,7 +48,7 @@ def test_the_ends_of_a_range_belong_to_it(option, value):
         ({"optimizer": "adamv"}, "'adamv'", "adam"),
         ({"lr_schedule": "multistep"}, "--lr-schedule multistep", "multistep without at"),
         ({"lr": 0.0}, "--lr is 0.0", "greater than 0"),
-        ({"lr": math.nan}, "--lr is nan", "greater than 0"),
+        ({"lr": math.nan}, "--lr is nan", "a finite number"),
         ({"lr_schedule": "cosine:warmup=-1"}, "warmup=-1", "at least 0"),
         ({"lr_schedule": "cosine:cycle=0"}, "cycle=0", "greater than 0"),
         ({"loss": "ce:smoothing=1"}, "smoothing=1", "less than 1"),
@@ -59,11 +59,12 @@ def test_the_ends_of_a_range_belong_to_it(option, value):
         ({"clip_grad": "mode=agc"}, "--clip-grad mode=agc", "without limit"),
         ({"optimizer": "sgd:momentum=none"}, "momentum=None", "a number"),
         ({"optimizer": "sgd:momentum"}, "momentum=True", "a number"),
+        ({"optimizer": "sgd:momentum=0,nesterov"}, "--optimizer sgd:momentum=0,nesterov", "needs momentum"),
         ({"recompute": ("all",), "sync": "ps"}, "--recompute all with --sync ps", "whole model"),
-        ({"recompute": ("all",), "batch_size": "auto"}, "--batch-size auto with --recompute all", "whole model"),
+        ({"recompute": ("all",), "batch_size": "auto"}, "--recompute all with --batch-size auto", "whole model"),
         ({"optimizer": "adamw:layer_decay=2"}, "layer_decay=2", "at most 1"),
-        ({"sync": "allreduce:lanes=0"}, "lanes=0", "from 1 to 8"),
-        ({"sync": "allreduce:lanes=9"}, "lanes=9", "from 1 to 8"),
+        ({"sync": "allreduce:lanes=0"}, "lanes=0", "at least 1"),
+        ({"sync": "allreduce:lanes=9"}, "lanes=9", "at most 8"),
         ({"sync": "allreduce:bucket=0"}, "bucket=0", "greater than 0"),
     ],
 )
@@ -72,12 +73,6 @@ def test_options_of_the_optimizer_that_do_not_fit_are_one_error(options, one, ot
         TrainConfig(**options).check()
     assert one in caught.value.what
     assert other in str(caught.value)
-
-
-def test_nesterov_needs_momentum():
-    with pytest.raises(UsageError, match="Nesterov's method needs momentum"):
-        TrainConfig(optimizer="sgd:momentum=0,nesterov").check()
-    TrainConfig(optimizer="sgd:nesterov").check()
 
 
 def test_a_rate_for_a_batch_is_in_proportion_to_the_batch():
@@ -92,23 +87,6 @@ def test_shares_that_are_no_shares_are_one_error(said):
     assert caught.value.what == f"--shares is {said}"
     assert caught.value.fix
     assert TrainConfig(shares="1, 0,2.5").share_list == (1.0, 0.0, 2.5)
-
-
-@pytest.mark.parametrize(
-    ("shares", "options", "other"),
-    [
-        ("auto", {"cuda_graph": True}, "--cuda-graph"),
-        ("auto", {"select_batch": 2}, "--select-batch 2"),
-        ("0,1", {"batch_norm": "sync"}, "--batch-norm sync"),
-        ("auto", {"sync": "local:4"}, "--sync local:4"),
-        ("auto", {"sync": "ps"}, "--sync ps"),
-    ],
-)
-def test_what_cannot_have_shares_is_refused_by_name(shares, options, other):
-    with pytest.raises(UsageError) as caught:
-        TrainConfig(shares=shares, **options).check()
-    assert f"--shares {shares}" in caught.value.what
-    assert other in caught.value.what
 
 
 def test_the_names_of_codecs_and_data_sets_are_those_that_are_registered():

@@ -8,7 +8,7 @@ from timm.scheduler import create_scheduler_v2
 from torch.optim import lr_scheduler
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.config.rates import OnPlateau
+from hybridpar.config.optimizer import OnPlateau
 from hybridpar.optim.schedule import Plateau, rate_factor
 
 CONFIG = OptimizerConfig(lr_schedule="cosine:warmup=2")

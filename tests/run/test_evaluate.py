@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hybridpar.config.trained import TrainedOptions
+from hybridpar.config.train import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
 from hybridpar.errors import UsageError
 from hybridpar.observe.metrics import read_metrics

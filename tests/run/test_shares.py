@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import read_plan
@@ -185,6 +186,22 @@ def test_codecs_of_unequal_replicas_keep_what_they_have_not_sent(tmp_path):
     run_ranks(stopped_rank, 3, tmp_path / "parts", None, {**options, "resume": True})
     whole, parts = saved_state(tmp_path / "whole"), saved_state(tmp_path / "parts")
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"placement": "0,0;1,3"}, "--placement 0,0;1,3 with --stages 2"),
+        ({"placement": "0,1;1,2"}, "--placement 0,1;1,2 with --stages 2"),
+        ({"replicas": 3}, "--placement 0,0;1,2 with --stages 2 and --replicas 3"),
+        ({"batch_norm": "sync"}, "--batch-norm sync with replicas of different numbers of workers"),
+        ({"compress": "auto"}, "--compress auto with replicas of different numbers of workers"),
+    ],
+)
+def test_placements_that_cannot_be(options, what):
+    with pytest.raises(UsageError) as raised:
+        TrainConfig(**{"stages": 2, "placement": "0,0;1,2", **options}).check()
+    assert raised.value.what == what
 
 
 def refused(world, directory):

@@ -12,8 +12,7 @@ import pytest
 
 from hybridpar import Evaluation, Trainer
 from hybridpar.config import TrainConfig
-from hybridpar.config.checkpoints import Checkpoints
-from hybridpar.config.trained import TrainedOptions
+from hybridpar.config.train import Checkpoints, TrainedOptions
 from hybridpar.errors import UsageError
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import EpochRecord
@@ -37,8 +36,8 @@ def epochs_of(*accuracies: float, losses: tuple[float, ...] = ()) -> list[EpochR
     ("text", "said"),
     [
         ("stop=0", "at least 1"),
-        ("stop=many", "a whole number"),
-        ("by=test_los", "Did you mean test_loss"),
+        ("stop=many", "a valid integer"),
+        ("by=test_los", "'test_loss'"),
         ("best=0", "at least 1"),
         ("every=often", "60s"),
         ("every=epoch/never", "60s"),

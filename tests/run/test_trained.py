@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.config.trained import TrainedOptions
+from hybridpar.config.train import TrainedOptions
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.models import model_fingerprint
 from hybridpar.run.trained import find_trained, load_trained

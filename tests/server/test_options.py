@@ -28,7 +28,7 @@ from tests.small_nets import plain
         ({"sync": "ps", "optimizer": "timm/kron"}, "--optimizer timm/kron with --sync ps"),
         (
             {"sync": "ps", "optimizer": "adafactor", "memory_format": "channels_last"},
-            "--optimizer adafactor --memory-format channels_last with --sync ps",
+            "--optimizer adafactor with --sync ps",
         ),
         ({"sync": "ps", "compress": "auto"}, "--compress auto with --sync ps"),
         ({"sync": "ps", "batch_norm": "sync"}, "--batch-norm sync with --sync ps"),

@@ -98,7 +98,7 @@ def test_one_replica_has_nothing_to_hide():
 
 
 def test_halves_need_sgd():
-    with pytest.raises(UsageError, match=r"--sync allreduce:late=half with --optimizer adamw"):
+    with pytest.raises(UsageError, match=r"--optimizer adamw with --sync allreduce:late=half"):
         config(sync="allreduce:late=half", optimizer="adamw").check()
     with pytest.raises(
         RankError, match=r"cannot be divided into the micro-batches[\s\S]*cannot be divided into 2 micro-batches"

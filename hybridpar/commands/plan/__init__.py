@@ -1,4 +1,7 @@
-"""`hybridpar plan`: searches for the fastest way to train a model, without training it."""
+"""`hybridpar plan`: what `hybridpar train` decides before its first step, and why, without the training.
+
+It takes the options of `hybridpar train`, and names of files that it reads and writes besides.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`hybridpar tune`: checks the request, and searches kernels for this machine in a process set up for it."""
+"""`hybridpar tune`: searches the fastest kernels for a model on this machine, in a process set up for it.
+
+It takes the options of `hybridpar train`, and those of the search.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from rich.console import Console
 
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands.plan.progress import ProgressBar
-from hybridpar.commands.tune.request import TuneRequest
+from hybridpar.commands import progress_bar
+from hybridpar.commands.tune.request import TuneRequest, parse_seconds
 from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.formats.file_reader import read_text
@@ -33,6 +32,9 @@ from hybridpar.tvm_kernels.search import Progress, SearchReport, search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
 
+#: The type of a convolution's tensors under each `--amp`.
+_DTYPES = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 
 def run_tune(config: TuneRequest, search: Callable[..., SearchReport] = search_all) -> int:
     """Tune, or show what was tuned."""
@@ -45,17 +47,19 @@ def run_tune(config: TuneRequest, search: Callable[..., SearchReport] = search_a
         read_database(path)  # refuses a file of something else, which records would be added to
     work = find_work(config)
     options: dict[str, Any] = {"again": config.again, "seed": config.seed, "trials": config.trials}
-    with ProgressBar() as bar:
+    with progress_bar() as (announce, advance):
+
+        def show(progress: Progress) -> None:
+            announce(_described(progress))
+            advance(progress.done, progress.total)
+
         try:
-            report = search(work, path, config.seconds, **options, on_progress=partial(_show_search, bar))
+            report = search(work, path, parse_seconds(config.budget), **options, on_progress=show)
         except KernelsUnavailable as error:
-            by, needed = "TVM", "apache-tvm of the version that hybridpar asks for"
-            if config.target == "cuda":
-                by, needed = f"{by}, and with NVRTC or nvcc", f"{needed}, and NVRTC (torch for CUDA has it) or nvcc"
             raise KernelError(
                 f"no kernel can be built here: {error}",
-                f"Tuning compiles kernels with {by}.",
-                f"Install {needed}; training works without.",
+                "Tuning compiles kernels with TVM, and for a GPU with NVRTC, which torch for CUDA has, or nvcc.",
+                "Install apache-tvm of the version that hybridpar asks for; training works without.",
             ) from error
     if path.exists():
         _show(config, path, set(work))
@@ -69,21 +73,19 @@ def run_tune(config: TuneRequest, search: Callable[..., SearchReport] = search_a
 
 def find_work(config: TuneRequest) -> Counter[KernelKey]:
     """The convolutions that a request asks for in each direction, and how often each one runs in a step."""
-    work: Counter[KernelKey] = Counter()
+    contiguous = config.memory_format == "contiguous"
+    layout = Layout.CONTIGUOUS if contiguous else Layout.CHANNELS_LAST
     if config.shapes is not None:
-        layout, where = _layout(config), _where(config, config.threads)
-        for shape in read_shapes(config.shapes):
-            work.update(KernelKey(direction, shape, layout, *where) for direction in Direction)
-        return work
+        where = _where(config, threads_per_worker(1, available_cores()))
+        shapes = read_shapes(config.shapes)
+        return Counter(KernelKey(direction, shape, layout, *where) for shape in shapes for direction in Direction)
     assert config.model is not None
     run = with_images_of_model(config, config.model)
     data = load_dataset(run)
     samples, threads = share_of_worker(run, run.nproc or run.workers_wanted or default_workers())
-    channels, rows, columns = data.sample_shape
     seed_everything(config.seed)
     model = configured_model(run, config.model, data.classes)
-    where = _where(config, config.threads or threads)
-    work = step_keys(model, (samples, channels, rows, columns), _layout(config), *where)
+    work = step_keys(model, (samples, *data.sample_shape), layout, *_where(config, threads))
     if not work:
         raise UsageError(
             f"{config.model} has no depthwise convolution",
@@ -93,25 +95,13 @@ def find_work(config: TuneRequest) -> Counter[KernelKey]:
     return work
 
 
-def _layout(config: TuneRequest) -> Layout:
-    """The memory format that is tuned for."""
-    layout = Layout.CONTIGUOUS if config.memory_format == "contiguous" else Layout.CHANNELS_LAST
-    if config.target == "cpu" and layout is Layout.CONTIGUOUS:
-        raise UsageError(
-            "--memory-format contiguous on the CPU",
-            "Kernels for the CPU are for channels_last, in which they are as fast or faster.",
-            "Leave --memory-format out, here and in the training.",
-        )
-    return layout
-
-
-def _where(config: TuneRequest, threads: int | None) -> tuple[int, str, str]:
+def _where(config: TuneRequest, threads: int) -> tuple[int, str, str]:
     """Threads, device and dtype of what is tuned."""
-    if config.target == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError("--target cuda without a GPU", "Kernels are measured on the GPU that they are for.")
-        return 1, gpu_at(torch.cuda.current_device()).fingerprint, config.dtype
-    return threads or threads_per_worker(1, available_cores()), cpu_fingerprint(), config.dtype
+    if config.target == "cpu":
+        return config.threads or threads, cpu_fingerprint(), _DTYPES[config.amp]
+    if not torch.cuda.is_available():
+        raise UsageError("--target cuda without a GPU", "Kernels are measured on the GPU that they are for.")
+    return 1, gpu_at(torch.cuda.current_device()).fingerprint, _DTYPES[config.amp]
 
 
 def read_shapes(path: Path) -> list[ConvShape]:
@@ -143,12 +133,10 @@ def _show(config: TuneRequest, path: Path, only: set[KernelKey] | None) -> None:
         console.print(line)
 
 
-def _show_search(bar: ProgressBar, progress: Progress) -> None:
-    """Show how far it is, and the best so far."""
-    text = f"{progress.key.shape.text} {progress.key.direction}"
-    if progress.best is not None:
-        best = progress.best
+def _described(progress: Progress) -> str:
+    """What is searched, and the best so far."""
+    text, best = f"{progress.key.shape.text} {progress.key.direction}", progress.best
+    if best is not None:
         text += f"  best {best.ms:.3f} ms, torch {best.stock_ms:.3f} ms"
         text += f", {best.stock_ms / best.ms:.2f}x" if best.clear else ", the machine is busy"
-    bar.announce(text)
-    bar.advance(progress.done, progress.total)
+    return text

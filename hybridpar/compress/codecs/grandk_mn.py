@@ -41,7 +41,7 @@ class GlobalRandomK(LargeTensorCodec):
     """
 
     rate: Annotated[float, AT_MOST_1] = 0.01
-    levels: Annotated[tuple[int, ...], BITS] = (4,)
+    levels: tuple[Annotated[int, BITS], ...] = (4,)
     least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     reads_state = True

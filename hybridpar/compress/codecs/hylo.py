@@ -32,7 +32,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.codecs.twobit import TwoBit
 from hybridpar.compress.memory import WORKER
-from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, FINITE
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, POSITIVE
 
 
 @CODECS.register("hylo", "Hylo: important filters of convolutions, 2 bits for dense layers, small layers in full")
@@ -53,7 +53,7 @@ class Hylo(Codec):
     rate: Annotated[float, AT_MOST_1] = 0.1
     power: Annotated[float, AT_LEAST_0] = 0.5
     delay: Annotated[int, AT_LEAST_0] = 50
-    factor: Annotated[float, FINITE] = 1.5
+    factor: Annotated[float, POSITIVE] = 1.5
     cap: Annotated[float, AT_MOST_1] = 0.5
     reads_state = True
     feedback = True

@@ -33,7 +33,7 @@ class QsgdMultiScale(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    levels: Annotated[tuple[int, ...], BITS] = (4, 6, 8)
+    levels: tuple[Annotated[int, BITS], ...] = (4, 6, 8)
     least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     biased = False

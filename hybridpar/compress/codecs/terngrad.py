@@ -12,7 +12,6 @@ its root mean square, as in the paper, which makes w smaller and the result less
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,10 +21,8 @@ from torch import Tensor
 
 from hybridpar.compress.agreed import GridsCoder
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
-from hybridpar.spec import AT_LEAST_1, Rule
-
-#: Below 1 all elements could be clipped.
-_CLIP = Rule("0 for none, or at least 1 and finite", lambda number: number == 0 or 1 <= number < math.inf)
+from hybridpar.errors import check
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1
 
 
 @CODECS.register(
@@ -41,10 +38,14 @@ class TernGrad(LargeTensorCodec):
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    clip: Annotated[float, _CLIP] = 2.5
+    clip: Annotated[float, AT_LEAST_0] = 2.5
     least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     takes_feedback = False
+
+    def __post_init__(self) -> None:
+        # Below 1 all elements could be clipped.
+        check(self.clip == 0 or self.clip >= 1, f"terngrad:clip={self.clip:g}", "It must be 0 for none, or at least 1.")
 
     @property
     def biased(self) -> bool:  # type: ignore[override]

@@ -29,7 +29,7 @@ from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, magnitude, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import Meet, Plain, QuantisedCoder, Quantiser, put
 from hybridpar.errors import check
-from hybridpar.spec import AT_LEAST_1, AT_MOST_1, FINITE
+from hybridpar.spec import AT_LEAST_1, AT_MOST_1, POSITIVE
 
 #: Bytes before the codes of a stripe: the level.
 _HEAD = 4
@@ -51,8 +51,8 @@ class TwoBit(LargeTensorCodec):
         meet: As that of `onebit`. `pull=full` needs owners, so it is always `shard`.
     """
 
-    threshold: Annotated[float | None, FINITE] = None
-    factor: Annotated[float, FINITE] = 1.5
+    threshold: Annotated[float | None, POSITIVE] = None
+    factor: Annotated[float, POSITIVE] = 1.5
     cap: Annotated[float, AT_MOST_1] = 0.5
     pull: Literal["codes", "full"] = "codes"
     least: Annotated[int, AT_LEAST_1] = 1000

@@ -57,10 +57,10 @@ def test_each_finer_grid_costs_one_bit() -> None:
     [
         ("4/4", "from coarse to fine"),
         ("9/12", "the first of 8 at most"),
-        ("0/3", "They must be from 1 to 16"),
-        ("4/17", "They must be from 1 to 16"),
-        ("4/", "a whole number"),
-        ("a/b", "a whole number"),
+        ("0/3", "It must be at least 1"),
+        ("4/17", "It must be at most 16"),
+        ("4/", "a valid integer"),
+        ("a/b", "a valid integer"),
     ],
 )
 def test_levels_that_are_none_are_refused(levels: str, rule: str) -> None:
