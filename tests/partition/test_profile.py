@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.partition.dry_run import dry_run_partitions
+from benchmarks.partition.dry_run import measured_saved_bytes
 from hybridpar.errors import UsageError
 from hybridpar.partition import profile_cache
 from hybridpar.partition.planning import saved_bytes
@@ -18,7 +18,7 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.unit_runner import Clock, step_times
 from hybridpar.partition.units import ModelUnits, find_units
 from tests.allocated import counting
-from tests.partition.nets import CASES, IMAGES, Residual
+from tests.partition.nets import CASES
 
 
 def units_of(name: str) -> tuple[ModelUnits, torch.Tensor]:
@@ -127,7 +127,7 @@ def test_predicted_saved_bytes_are_what_stages_save(name: str) -> None:
     units, example = units_of(name)
     count = min(3, len(units.graph))
     stage_of = [min(index * count // len(units.graph), count - 1) for index in range(len(units.graph))]
-    measured = [item.saved_bytes for item in dry_run_partitions([split_model(units, stage_of)], [example], passes=1)[0]]
+    measured = measured_saved_bytes(split_model(units, stage_of), example)
     predicted = saved_bytes(units.graph, stage_of)
     # A copy at a border, or the relu of one, may save a few values more or fewer.
     assert sum(predicted) == pytest.approx(sum(measured), rel=0.1, abs=64)
@@ -210,18 +210,3 @@ def test_a_damaged_profile_is_measured_again(tmp_path: Path, monkeypatch: pytest
     path.write_text(json.dumps(data) if damage else "")
     assert measured_profile(units, [example], **options).noise == 0.02
     assert machine.measured == 2
-
-
-def test_dry_run_leaves_the_stages_as_they_were() -> None:
-    model, example = Residual(), torch.randn(*IMAGES)
-    units = find_units(trace_model(model, [example]), [example])
-    stages = split_model(units, [0] * 3 + [1] * (len(units.graph) - 3))
-    for stage in stages:
-        stage.eval()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    (times,) = dry_run_partitions([stages], [example], passes=2)
-    assert len(times) == 2
-    assert all(item.ms > 0 for item in times)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(module.training for stage in stages for module in stage.modules())
