@@ -246,7 +246,7 @@ def _block(name: str, mode: str, workers: int, seconds: float) -> float:
 
 def main(options: Options) -> None:
     """Take every table that is asked for."""
-    arguments = {"quick": options.quick, "output": None if options.quick else options.output}
+    arguments: dict[str, Any] = {"quick": options.quick, "output": None if options.quick else options.output}
     arguments["rounds"] = LEAST_ROUNDS if options.quick else options.rounds
     for rate in possible_links(options.links) if options.table != "slow" else ():
         with Network(WORKERS + SERVERS, rate) as network:

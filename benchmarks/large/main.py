@@ -118,7 +118,7 @@ def run(shape: tuple[int, int], stages: int, directory: str, cap: int = 0) -> li
         resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
         variables = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
         variables |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 17), "LOCAL_WORLD_SIZE": str(stages)}
-        measure_in_ranks(network, "benchmarks.large.main", arguments | {"output": output.name}, **variables)
+        measure_in_ranks(network, "benchmarks.large.main", arguments | {"output": output.name}, environment=variables)
         reports: list[dict[str, Any]] = json.loads(Path(output.name).read_text())
         return reports
 

@@ -113,8 +113,8 @@ def measure(root: str, files: str, processes: list[int], rounds: int, output: st
         rows = []
         for name, target in targets.items():
             extra = versions | {"images_per_second": round(IMAGES / result.median_ms(name) * 1e3)}
-            common = {"claim": "loader", "setting": setting}
-            rows.append(row(result, name, "torchvision", **common, target=target, extra=extra))
+            method = (result, name, "torchvision")
+            rows.append(row(*method, claim="loader", setting=setting, target=target, extra=extra))
         write_rows(rows, output)
 
 

@@ -20,6 +20,9 @@ from benchmarks.rig.launch import measure_in_ranks, possible_links, run_command
 from benchmarks.rig.network import LOOPBACK, Network
 from hybridpar.errors import UsageError, nearest
 
+#: Tables that `all` takes.
+ALL = ("closing", "ways", "predicted", "target")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -59,10 +62,9 @@ def main(options: Options) -> None:
     for name in options.models:
         if name not in known:
             raise UsageError(f"no model {name!r}", fix=nearest(name, known))
-    tables = ("closing", "ways", "predicted", "target")
-    names = () if options.quick else (*tables, "regret", "batches")
+    names = () if options.quick else (*ALL, "regret", "batches")
     files = {name: str(options.output.resolve() / f"{name}.csv") for name in names}
-    tables = tables if options.table == "all" else (options.table,)
+    tables = ALL if options.table == "all" else (options.table,)
     if "closing" in tables:
         for link in possible_links(options.links):
             closing.measure(link, options.runs, options.quick, files.get("closing"))

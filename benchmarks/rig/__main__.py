@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def measure(rounds: int, output: str | None) -> None:
         sent = {name: bytes_of(method) for name, method in methods.items()}
         if rank == 0:
             setting = f"{SETTING} per rank, DDP"
-            common = {"claim": "rig", "setting": setting, "link": link(), "ranks": ranks}
+            common: dict[str, Any] = {"claim": "rig", "setting": setting, "link": link(), "ranks": ranks}
             rows = [row(result, name, "fp32", extra={"sent_bytes_per_step": sent[name]}, **common) for name in methods]
             write_rows(rows, output)
     if rank == 0 and not is_good:  # one rank is enough to say so

@@ -96,7 +96,10 @@ def _train_worker(world: World, turn: Any, model: nn.Module, data: ImageData, co
         micro_batches=config.micro_batches,
         loader_workers=0,
     )
-    length = {"steps_per_epoch": batches.steps_per_epoch, "total_steps": config.epochs * batches.steps_per_epoch}
+    length: dict[str, Any] = {
+        "steps_per_epoch": batches.steps_per_epoch,
+        "total_steps": config.epochs * batches.steps_per_epoch,
+    }
     by_epoch, losses = list[float](), list[float]()
     sent = exchanges = 0
     with Trainer(copy.deepcopy(model), config=config, world=world, **length) as trainer:

@@ -60,7 +60,12 @@ def possible_links(links: Sequence[str]) -> Iterator[str]:
 
 
 def measure_in_ranks(
-    network: Network, module: str, arguments: Mapping[str, Any], timeout: float = 3600.0, threads: int = 1, **more: str
+    network: Network,
+    module: str,
+    arguments: Mapping[str, Any],
+    timeout: float = 3600.0,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Call `measure(**arguments)` of a module in every rank.
 
@@ -70,10 +75,10 @@ def measure_in_ranks(
         arguments: What JSON can hold, and paths.
         timeout: Seconds until the whole run must be over.
         threads: Threads per rank within an operation.
-        more: Variables of the environment.
+        environment: More variables for every rank.
     """
     # Torch's warnings about names of its own that will change say nothing of this run.
-    variables = {"PYTHONWARNINGS": "ignore::FutureWarning"} | more
+    variables = {"PYTHONWARNINGS": "ignore::FutureWarning"} | dict(environment or {})
     command = ["-m", "benchmarks.rig.rank", module, json.dumps(arguments, default=_absolute)]
     launch(command, network, threads=threads, timeout=timeout, environment=variables)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.rig.launch import measure_in_ranks, possible_links, run_command
 from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, parse_link
@@ -76,7 +76,10 @@ def main(options: Options) -> None:
     if options.table in ("loss", "all"):
         names = options.methods or (QUICK if options.quick else (*BASELINES, *FIELD, *CODECS))
         with Network(2, LOOPBACK) as network:
-            arguments = {"seeds": 1 if options.quick else options.seeds, "output": _file(options, "loss")}
+            arguments: dict[str, Any] = {
+                "seeds": 1 if options.quick else options.seeds,
+                "output": _file(options, "loss"),
+            }
             arguments["methods"] = [name for name in _measurable(options, names, 2) if name != "none"]
             arguments |= {"quick": options.quick, "peers": options.peers}
             measure_in_ranks(network, "benchmarks.sync.losses", arguments, timeout=5400)

@@ -13,6 +13,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -132,12 +133,12 @@ def measure_task(task: Task, options: Options, gpus: int) -> None:
     rows = [row for row in rows if (row.setting, row.device, row.commit) == key]
     done = {row.extra["seed"] for row in rows}
     if seeds := [seed for seed in options.seeds if seed not in done]:
-        arguments = {"task": asdict(task), "seeds": seeds, "methods": options.methods, "device": device}
+        arguments: dict[str, Any] = {"task": asdict(task), "seeds": seeds, "methods": options.methods, "device": device}
         arguments |= {"most_stages": 4 if gpus else 2, "output": options.table}
         with Network(workers) as network:
             threads = max(1, len(available_cores()) // workers)
             variables = worker_variables(gpus)
-            measure_in_ranks(network, "benchmarks.thesis.worker", arguments, TIMEOUT * 3600, threads, **variables)
+            measure_in_ranks(network, "benchmarks.thesis.worker", arguments, TIMEOUT * 3600, threads, variables)
         rows += [row for row in read_rows(options.table) if row.extra["seed"] in seeds]
     print_rows(rows)
 

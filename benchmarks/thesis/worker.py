@@ -123,17 +123,17 @@ def _train(methods: Sequence[str], task: Task, world: World, choice: Choice | No
                 made[method] = Ours(task, world, choice.layout, choice.plan)
             else:
                 made[method] = Peer(method, task, world)
-        epochs = {name: partial(_next_epoch, method.epoch, count()) for name, method in made.items()}
+        epochs = {name: partial(_next_epoch, trained.epoch, count()) for name, trained in made.items()}
         result = paired(epochs, task.epochs - 1, warmup=1, seed=task.seed, keep_busy=True)
         accuracies = {}
-        for name, method in made.items():
+        for name, trained in made.items():
             meet()
-            accuracies[name] = method.accuracy()
+            accuracies[name] = trained.accuracy()
         meet()
         return result, accuracies
     finally:
-        for method in made.values():
-            method.close()
+        for trained in made.values():
+            trained.close()
         made.clear()
         forget(world.device)
 

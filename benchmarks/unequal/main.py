@@ -60,7 +60,12 @@ def main(options: Options) -> None:
         if speed not in TARGETS:
             raise UsageError(f"--speeds {speed}", f"One of {', '.join(map(str, TARGETS))}.")
         with Network(2, LOOPBACK) as network, _slowed(speed) as group:
-            arguments = {"speed": speed, "group": group, "quick": options.quick, "rounds": options.rounds}
+            arguments: dict[str, object] = {
+                "speed": speed,
+                "group": group,
+                "quick": options.quick,
+                "rounds": options.rounds,
+            }
             arguments["output"] = None if options.quick else options.output
             measure_in_ranks(network, "benchmarks.unequal.main", arguments)
 
