@@ -50,7 +50,8 @@ class Task:
         """In words, for the table: everything but the seed that speed or accuracy depend on."""
         cut = f" of {self.most_steps} steps" if self.most_steps else ""
         stem = f" ({self.stem} stem)" if self.model.startswith("resnet") else ""
-        return f"{self.model}{stem}, {self.data}, batch {self.batch}, {self.epochs} epochs{cut}, lr {self.lr:g}"
+        data = self.data.partition(",")[0]
+        return f"{self.model}{stem}, {data}, batch {self.batch}, {self.epochs} epochs{cut}, lr {self.lr:g}"
 
     @property
     def config(self) -> TrainConfig:
