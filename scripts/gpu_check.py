@@ -18,9 +18,7 @@ codes: 0 everything passed; 1 something did not; 3 there is no GPU, so nothing w
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import datetime
 import json
 import subprocess
 import sys
@@ -34,8 +32,8 @@ from torch import Tensor, nn
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for benchmarks.rig, which is not installed
 
-from benchmarks.rig.rows import commit  # noqa: E402
-from benchmarks.rig.table import append_rows, print_rows  # noqa: E402
+from benchmarks.rig.records import append_dicts  # noqa: E402
+from benchmarks.rig.rows import commit, now, write_rows  # noqa: E402
 from hybridpar import TrainConfig, Trainer  # noqa: E402
 from hybridpar.comm.world import World  # noqa: E402
 from hybridpar.models import build_model  # noqa: E402
@@ -146,17 +144,13 @@ def run_command(arguments: Sequence[str]) -> Check:
 
 
 def write_checks(checks: Sequence[Check], path: Path, device: str) -> None:
-    """Add checks to a table, under a header of their own where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(["date", "commit", "device", "torch", "check", "value", "limit", "passed"])
-        for check in checks:
-            value = f"{check.value:.3g}" if isinstance(check.value, float) else check.value
-            writer.writerow([date, commit(), device, torch.__version__, check.name, value, check.limit, check.passed])
+    """Add checks to a table."""
+    common = {"date": now(), "commit": commit(), "device": device, "torch": torch.__version__}
+    rows = []
+    for check in checks:
+        value = f"{check.value:.3g}" if isinstance(check.value, float) else check.value
+        rows.append(common | {"check": check.name, "value": value, "limit": check.limit, "passed": check.passed})
+    append_dicts(path, rows)
 
 
 def main() -> int:
@@ -180,7 +174,10 @@ def main() -> int:
         ("kernels", gpu_kernels.run_checks(devices[1])),
         ("convolutions", gpu_convolutions.run_checks(devices[1], convolutions)),
     ):
-        checks += [Check(f"{part}, {one.name}", one.value, one.limit, one.verdict != "FAILED") for one in results]
+        checks += [
+            Check(f"{part}, {result.name}", result.value, result.limit, result.verdict != "FAILED")
+            for result in results
+        ]
     checks.append(run_command(["resnet18", "--data", "synthetic", "--model-arg", "stem=cifar", "--epochs", "3"]))
     for check in checks:
         print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.value} (limit {check.limit})")
@@ -190,8 +187,7 @@ def main() -> int:
     if not options.no_timing:
         gpu_steps.time_steps(gpu_steps.SETTINGS, gpu, RESULTS / "steps.csv", compiled=True)
         for rows in gpu_kernels.time_kernels(gpu, device_name(gpu)):
-            append_rows(RESULTS / "kernels.csv", list(rows))
-            print_rows(list(rows))
+            write_rows(list(rows), RESULTS / "kernels.csv")
         gpu_convolutions.time_convolutions(gpu, convolutions)
     return 0 if all(check.passed for check in checks) else 1
 

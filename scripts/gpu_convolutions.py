@@ -13,9 +13,7 @@ are added to `convolutions.csv`. Exit codes: 0 nothing failed, 1 something did, 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import datetime
 import hashlib
 import itertools
 import json
@@ -29,8 +27,9 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.kernels.roofline import gpu_floor_ms  # noqa: E402
-from benchmarks.rig.rows import commit  # noqa: E402
+from benchmarks.kernels.common import gpu_floor_ms  # noqa: E402
+from benchmarks.rig.records import append_dicts, read_dicts  # noqa: E402
+from benchmarks.rig.rows import commit, now  # noqa: E402
 from hybridpar.codegen.cache import KernelsUnavailable  # noqa: E402
 from hybridpar.codegen.compile_pool import Builder  # noqa: E402
 from hybridpar.tvm_kernels import cuda_kernel  # noqa: E402
@@ -77,11 +76,6 @@ KEPT = 3
 #: Seconds to time a candidate for, and its rival.
 SECONDS = 0.05
 
-COLUMNS = (
-    *("date", "commit", "device", "torch", "shape", "direction", "layout", "dtype", "method", "ms", "ratio_to_kernel"),
-    *("floor_ms", "error", "parameters"),
-)
-
 
 def cases(gpu: Gpu, shapes: Iterable[str], dtypes: Iterable[str]) -> list[KernelKey]:
     """Every direction and layout of some shapes and dtypes."""
@@ -105,13 +99,13 @@ def prebuild(folder: Path, gpu: Gpu, checked: int = 1, timed: int = KEPT) -> Non
     wanted += [(key, timed) for key in cases(gpu, TIMED, DTYPES_TIMED)]
     compiled = 0
     with Builder(1) as builder, (folder / LIST).open("w") as file:
-        for place, (key, count) in enumerate(wanted):
-            print(f"{place}/{len(wanted)} {key.direction} {key.shape.text}")
+        for number, (key, count) in enumerate(wanted):
+            print(f"{number}/{len(wanted)} {key.direction} {key.shape.text}")
             for parameters, code in compiled_candidates(key, builder, count):
                 name = f"{hashlib.sha256(code).hexdigest()[:24]}.cubin"
                 (folder / name).write_bytes(code)
-                told = {"case": _name(key), "architecture": gpu.architecture, "parameters": parameters, "file": name}
-                file.write(json.dumps(told) + "\n")
+                line = {"case": _name(key), "architecture": gpu.architecture, "parameters": parameters, "file": name}
+                file.write(json.dumps(line) + "\n")
                 compiled += 1
     print(f"{compiled} candidates of {len(wanted)} cases compiled for {gpu.architecture}")
 
@@ -121,14 +115,14 @@ def compiled_candidates(key: KernelKey, builder: Builder, count: int) -> Iterato
     operation = operation_of(key)
     space = operation.space(key)
     wanted = [*best_before(key), operation.default(key)]
-    found = failed = 0
-    while space and found < count and failed <= 2 * count + 4:
-        parameters = nearest(wanted[min(found + failed, len(wanted) - 1)], space)
+    compiled = failed = 0
+    while space and compiled < count and failed <= 2 * count + 4:
+        parameters = nearest(wanted[min(compiled + failed, len(wanted) - 1)], space)
         space.remove(parameters)
         try:
             source = builder.build(operation.variant(key, parameters).request).image
             yield parameters, cuda_kernel.compile_unspilled(source, key.device.rpartition(" ")[2])
-            found += 1
+            compiled += 1
         except KernelsUnavailable as error:
             failed += 1
             print(f"{_name(key)} {parameters}: {error}", file=sys.stderr)
@@ -136,10 +130,9 @@ def compiled_candidates(key: KernelKey, builder: Builder, count: int) -> Iterato
 
 def best_before(key: KernelKey) -> list[dict[str, int]]:
     """What was the fastest of a case, by the rows of the table, the newest first."""
-    with RESULTS.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["method"] == "kernel" and _row_case(row) == _name(key)]
-    told = dict.fromkeys(row["parameters"] for row in reversed(rows))
-    return [{name: int(value) for name, _, value in (one.partition("=") for one in text.split())} for text in told]
+    rows = [row for row in read_dicts(RESULTS) if row["method"] == "kernel" and _row_case(row) == _name(key)]
+    texts = dict.fromkeys(row["parameters"] for row in reversed(rows))
+    return [{name: int(value) for name, _, value in (word.partition("=") for word in text.split())} for text in texts]
 
 
 def _row_case(row: dict[str, str]) -> str:
@@ -167,17 +160,17 @@ class Kernels:
             SkippedCheck: None was prebuilt for this architecture.
             KernelsUnavailable: None can be built.
         """
-        found = itertools.islice(self._prebuilt(key) if self.folder is not None else self._built(key), count)
-        kernels = [load_cubin(variant, code, self.index) for variant, code in found]
+        candidates = self._prebuilt(key) if self.folder is not None else self._built(key)
+        kernels = [load_cubin(variant, code, self.index) for variant, code in itertools.islice(candidates, count)]
         if not kernels:
             raise SkippedCheck(f"there is no machine code for {self.gpu.architecture}")
         return kernels
 
     def _prebuilt(self, key: KernelKey) -> Iterator[tuple[CudaVariant, bytes]]:
         assert self.folder is not None
-        for told in self._compiled:
-            if (told["case"], told["architecture"]) == (_name(key), self.gpu.architecture):
-                yield self._variant(key, told["parameters"]), (self.folder / told["file"]).read_bytes()
+        for line in self._compiled:
+            if (line["case"], line["architecture"]) == (_name(key), self.gpu.architecture):
+                yield self._variant(key, line["parameters"]), (self.folder / line["file"]).read_bytes()
 
     def _built(self, key: KernelKey) -> Iterator[tuple[CudaVariant, bytes]]:
         with Builder(1) as builder:
@@ -238,41 +231,41 @@ def time_case(kernels: Kernels, key: KernelKey, device: torch.device) -> Timed |
     pairs = {
         name: time_pairs(lambda: bench.run(kernel), way, SECONDS, 5, device=device) for name, way in bench.ways.items()
     }
-    ms = min(one.ms for one in pairs.values())
-    return Timed(key, ms, {name: one.stock_ms for name, one in pairs.items()}, error, dict(kernel.variant.parameters))
+    ms = min(pair.ms for pair in pairs.values())
+    ways = {name: pair.stock_ms for name, pair in pairs.items()}
+    return Timed(key, ms, ways, error, dict(kernel.variant.parameters))
 
 
 def time_convolutions(device: torch.device, kernels: Kernels, path: Path = RESULTS) -> None:
     """Time all cases, and add rows to a table as they come."""
     for key in cases(kernels.gpu, TIMED, DTYPES_TIMED):
         try:
-            found = time_case(kernels, key, device)
+            timed = time_case(kernels, key, device)
         except (SkippedCheck, KernelsUnavailable, RuntimeError) as error:
             print(f"{_name(key)}: {error}", file=sys.stderr)
             continue
-        if found is not None:
-            write_rows(found, kernels.gpu, path)
-            fastest = min(found.ways, key=lambda name: found.ways[name])
-            ratio = found.ways[fastest] / found.ms
-            print(f"{_name(key)}: {found.ms:.4f} ms, {fastest} {found.ways[fastest]:.4f} ms, {ratio:.2f}x")
+        if timed is not None:
+            write_rows(timed, kernels.gpu, path)
+            fastest, ms = min(timed.ways.items(), key=lambda way: way[1])
+            print(f"{_name(key)}: {timed.ms:.4f} ms, {fastest} {ms:.4f} ms, {ms / timed.ms:.2f}x")
 
 
-def write_rows(found: Timed, gpu: Gpu, path: Path) -> None:
-    """Add a row for the kernel and one for each of torch's ways, under a header where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, key = not path.exists(), found.key
-    head = (datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), commit(), gpu.name, torch.__version__)
-    of = (key.shape.text, str(key.direction), str(key.layout), key.dtype)
+def write_rows(timed: Timed, gpu: Gpu, path: Path) -> None:
+    """Add a row for the kernel and one for each of torch's ways."""
+    key = timed.key
     floor_ms = gpu_floor_ms(gpu.name, key.shape, 4 if key.dtype == "float32" else 2)
-    floor = "" if floor_ms is None else f"{floor_ms:.5f}"
-    parameters = " ".join(f"{name}={value}" for name, value in found.parameters.items())
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(COLUMNS)
-        writer.writerow([*head, *of, "kernel", f"{found.ms:.5f}", 1.0, floor, f"{found.error:.2e}", parameters])
-        for name, ms in found.ways.items():
-            writer.writerow([*head, *of, name, f"{ms:.5f}", f"{ms / found.ms:.3f}", floor, "", ""])
+    common = {"date": now(), "commit": commit(), "device": gpu.name, "torch": torch.__version__}
+    common |= {"shape": key.shape.text, "direction": str(key.direction), "layout": str(key.layout), "dtype": key.dtype}
+    parameters = " ".join(f"{name}={value}" for name, value in timed.parameters.items())
+    rows = []
+    for name, ms in {"kernel": timed.ms, **timed.ways}.items():
+        row = common | {"method": name, "ms": f"{ms:.5f}", "ratio_to_kernel": f"{ms / timed.ms:.3f}"}
+        row["floor_ms"] = "" if floor_ms is None else f"{floor_ms:.5f}"
+        is_kernel = name == "kernel"
+        rows.append(
+            row | {"error": f"{timed.error:.2e}" if is_kernel else "", "parameters": parameters if is_kernel else ""}
+        )
+    append_dicts(path, rows)
 
 
 def main() -> int:

@@ -91,11 +91,11 @@ class Made:
 def make(quantiser: Quantiser, shape: tuple[int, int], device: torch.device) -> Made:
     """Encode, with a residual where the codec has a kernel for that, decode, and add to ones."""
     generator = torch.Generator().manual_seed(0)
-    values, kept = torch.randn(2, math.prod(shape), generator=generator).to(device)
+    values, unsent = torch.randn(2, math.prod(shape), generator=generator).to(device)
     left, decoded, added = torch.empty_like(values), torch.empty_like(values), torch.ones_like(values)
     scratch = Scratch(device)
     message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
-    residual = Memory() if isinstance(quantiser, LevelQuantiser) else Residual(kept, left)
+    residual = Memory() if isinstance(quantiser, LevelQuantiser) else Residual(unsent, left)
     quantiser.encode(quantiser.view(values), residual, message, scratch)
     quantiser.read(message, quantiser.view(decoded), scratch, 3, add=False)
     quantiser.read(message, quantiser.view(added), scratch, 1, add=True)
@@ -106,31 +106,31 @@ def compare(codec: str, shape: tuple[int, int], device: torch.device) -> Outcome
     """One codec and shape: share of bytes that torch would have sent otherwise; the rest must be exact."""
     of, heads = CODECS[codec]
     noisy = codec.startswith("qsgd")
-    found = make(of(shape, device), shape, device)
+    made = make(of(shape, device), shape, device)
     with by_torch():
         # Torch draws other noise on a CPU, so it rounds where the noise is; it decodes on a CPU in any case.
         expected = make(of(shape, device if noisy else CPU), shape, device if noisy else CPU)
         quantiser, scratch = of(shape, CPU), Scratch(CPU)
-        decoded, added, whole = (torch.empty(math.prod(shape)) for _ in range(3))
-        quantiser.read(found.message, quantiser.view(decoded), scratch, 3, add=False)
-        quantiser.read(found.message, quantiser.view(added.fill_(1)), scratch, 1, add=True)
-        quantiser.read(found.message, quantiser.view(whole), scratch, 1, add=False)
+        decoded, added, sent = (torch.empty(math.prod(shape)) for _ in range(3))
+        quantiser.read(made.message, quantiser.view(decoded), scratch, 3, add=False)
+        quantiser.read(made.message, quantiser.view(added.fill_(1)), scratch, 1, add=True)
+        quantiser.read(made.message, quantiser.view(sent), scratch, 1, add=False)
     head = 4 * heads(shape[0])
-    levels, wanted = (one.message[:head].view(torch.float32) for one in (found, expected))
+    levels, wanted = (each.message[:head].view(torch.float32) for each in (made, expected))
     if not torch.allclose(levels, wanted, rtol=LEVEL_LIMIT, atol=1e-7):
         raise ValueError(f"levels differ by {float((levels - wanted).abs().max()):.3g}")
-    if not (_same(found.decoded, decoded) and torch.allclose(found.added, added, rtol=1e-6, atol=1e-6)):
+    if not (_same(made.decoded, decoded) and torch.allclose(made.added, added, rtol=1e-6, atol=1e-6)):
         raise ValueError("what is decoded from the same bytes differs")
     if not noisy:
-        values, kept = torch.randn(2, math.prod(shape), generator=torch.Generator().manual_seed(0))
-        if not _same(found.left, values + kept - whole):
+        values, residual = torch.randn(2, math.prod(shape), generator=torch.Generator().manual_seed(0))
+        if not _same(made.left, values + residual - sent):
             raise ValueError("what is kept is not what was not sent")
-    share = float((found.message[head:] != expected.message[head:]).float().mean())
+    share = float((made.message[head:] != expected.message[head:]).float().mean())
     return share, BYTES_LIMIT, share <= BYTES_LIMIT or shape == (1, 1)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+def _same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
 def special_values(device: torch.device) -> Outcome:
@@ -161,8 +161,8 @@ def on_another_stream(device: torch.device) -> Outcome:
         for _ in range(50):
             values.add_(1)
         assert kernels.largest(values, out)
-        found = out.item()
-    return found, 50.0, found == 50
+        value = out.item()
+    return value, 50.0, value == 50
 
 
 def on_another_gpu(device: torch.device) -> Outcome:
@@ -186,8 +186,8 @@ def in_a_graph(device: torch.device) -> Outcome:
         assert kernels.largest(values, out)
     values.fill_(7)
     graph.replay()
-    found = out.item()
-    return found, 7.0, found == 7
+    value = out.item()
+    return value, 7.0, value == 7
 
 
 def run_checks(device: torch.device) -> Iterator[Result]:
@@ -218,10 +218,10 @@ def time_kernels(device: torch.device, name: str) -> Iterator[Sequence[Row]]:
         name: What to call it in rows.
     """
     for shape in TIMED:
-        values, kept, left, out = torch.randn(4, math.prod(shape), device=device)
+        values, unsent, left, out = torch.randn(4, math.prod(shape), device=device)
         for codec, (of, _) in CODECS.items():
             quantiser, scratch = of(shape, device), Scratch(device)
-            residual = Memory() if isinstance(quantiser, LevelQuantiser) else Residual(kept, left)
+            residual = Memory() if isinstance(quantiser, LevelQuantiser) else Residual(unsent, left)
             message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
             ways: dict[str, Callable[[], object]] = {
                 "encode": lambda: quantiser.encode(quantiser.view(values), residual, message, scratch),  # noqa: B023
@@ -239,18 +239,16 @@ def _rows(setting: str, step: Callable[[], object], values: Tensor, out: Tensor,
 
     methods = {"torch": slow, "kernels": step, "copy": lambda: out.copy_(values)}
     repeats = {"torch": 1, "kernels": 20, "copy": 20}  # torch's takes up to a thousand times as long
-    result = paired({method: _finished(one, values.device) for method, one in methods.items()}, repeats=repeats)
+    result = paired({method: _finished(call, values.device) for method, call in methods.items()}, repeats=repeats)
     return [
-        dataclasses.replace(
-            row(
-                result,
-                method,
-                "torch",
-                claim="gpu",
-                setting=setting,
-                extra={"gradient_gb_per_second": round(4e-6 * values.numel() / result.median_ms(method), 2)},
-            ),
+        row(
+            result,
+            method,
+            "torch",
+            claim="gpu",
+            setting=setting,
             device=name,
+            extra={"gradient_gb_per_second": round(4e-6 * values.numel() / result.median_ms(method), 2)},
         )
         for method in methods
     ]

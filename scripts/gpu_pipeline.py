@@ -128,15 +128,15 @@ PLAIN: dict[str, object] = {}
 
 def same(
     device: torch.device,
-    one: dict[str, object],
-    other: dict[str, object],
+    first: dict[str, object],
+    second: dict[str, object],
     *,
     amp: str = "none",
     dropout: float = 0.0,
     uneven: bool = False,
 ) -> Outcome:
     """Train in two ways and compare; value, limit and whether it holds, of whichever is the nearer to its limit."""
-    configs = [dataclasses.replace(BASE, amp=amp, **changes) for changes in (one, other)]  # type: ignore[arg-type]
+    configs = [dataclasses.replace(BASE, amp=amp, **changes) for changes in (first, second)]  # type: ignore[arg-type]
     if any(config.cuda_graph for config in configs):
         if device.type != "cuda":
             raise SkippedCheck("needs a GPU")
@@ -191,8 +191,8 @@ def all_checks(device: torch.device) -> dict[str, Callable[[], Outcome]]:
     """The checks by name."""
     checks: dict[str, Callable[[], Outcome]] = {}
 
-    def add(name: str, one: dict[str, object], other: dict[str, object], **options: object) -> None:
-        checks[name] = lambda: same(device, one, other, **options)  # type: ignore[arg-type]
+    def add(name: str, first: dict[str, object], second: dict[str, object], **options: object) -> None:
+        checks[name] = lambda: same(device, first, second, **options)  # type: ignore[arg-type]
 
     for stages in (2, 4):
         for schedule in ("1f1b", "gpipe", "greedy"):

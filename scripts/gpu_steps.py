@@ -31,8 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.rig.paired import paired  # noqa: E402
-from benchmarks.rig.rows import Row, row  # noqa: E402
-from benchmarks.rig.table import append_rows, print_rows  # noqa: E402
+from benchmarks.rig.rows import Row, row, write_rows  # noqa: E402
 from hybridpar import TrainConfig, Trainer  # noqa: E402
 from hybridpar.comm.world import World  # noqa: E402
 from hybridpar.models import build_model  # noqa: E402
@@ -186,19 +185,17 @@ def rows_of(setting: Setting, steps: dict[str, Step], device: torch.device) -> l
     each = {name: tuple(ms / BURST for ms in times) for name, times in result.milliseconds.items()}
     result = dataclasses.replace(result, milliseconds=each)
     return [
-        dataclasses.replace(
-            row(
-                result,
-                name,
-                "plain loop",
-                claim="gpu",
-                setting=setting.text,
-                extra={
-                    "images_per_second": round(1e3 * setting.samples / result.median_ms(name), 1),
-                    "loss": round(losses[name], 5),
-                },
-            ),
+        row(
+            result,
+            name,
+            "plain loop",
+            claim="gpu",
+            setting=setting.text,
             device=device_name(device),
+            extra={
+                "images_per_second": round(1e3 * setting.samples / result.median_ms(name), 1),
+                "loss": round(losses[name], 5),
+            },
         )
         for name in steps
     ]
@@ -236,8 +233,7 @@ def time_steps(settings: Iterable[Setting], device: torch.device, path: Path, *,
             continue
         finally:
             forget(device)
-        append_rows(path, rows)
-        print_rows(rows)
+        write_rows(rows, path)
         print(f"{setting.name}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -255,7 +251,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("torch sees no GPU here: nothing was timed")
         return NO_GPU
-    chosen = [one for one in SETTINGS if one.name.startswith(options.only)]
+    chosen = [setting for setting in SETTINGS if setting.name.startswith(options.only)]
     time_steps(chosen, torch.device("cuda", 0), options.out, compiled=not options.no_compile)
     return 0
 

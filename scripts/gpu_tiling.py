@@ -15,8 +15,6 @@ Rows are added to `benchmarks/gpu/results/tiling.csv`, times as medians of alter
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import functools
 import itertools
 import json
@@ -33,7 +31,8 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.rig.rows import commit  # noqa: E402
+from benchmarks.rig.records import append_dicts  # noqa: E402
+from benchmarks.rig.rows import commit, now  # noqa: E402
 from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_unspilled, load_cubin  # noqa: E402
 from hybridpar.tvm_kernels.cuda_space import bank_conflicts, reject  # noqa: E402
@@ -55,11 +54,6 @@ DIRECTIONS = Direction.FORWARD, Direction.WEIGHT_GRADIENT
 #: Columns of a thread and how often it has them: the same tile.
 SPLITS = (4, 1), (2, 2), (1, 4)
 
-COLUMNS = (
-    *("date", "commit", "device", "torch", "shape", "direction", "layout", "dtype", "columns", "virtual", "phases"),
-    *("conflicts", "ms", "time_over_one_virtual", "error"),
-)
-
 
 @dataclass(frozen=True)
 class Case:
@@ -80,11 +74,14 @@ class Case:
         return CudaVariant(ConvShape.parse(self.shape), self.direction, Layout.CONTIGUOUS, "float32", parameters)
 
     @property
+    def phases(self) -> str:
+        """How its phases lie, in a word."""
+        return "apart" if self.apart else "mixed"
+
+    @property
     def file(self) -> str:
         """The name of its machine code."""
-        return (
-            f"{self.shape.partition(' ')[0]}-{self.direction}-{self.virtual}-{'apart' if self.apart else 'mixed'}.cubin"
-        )
+        return f"{self.shape.partition(' ')[0]}-{self.direction}-{self.virtual}-{self.phases}.cubin"
 
 
 def cases() -> list[Case]:
@@ -141,35 +138,39 @@ def measure(folder: Path, path: Path) -> int:
     device = torch.device("cuda", 0)
     gpu = gpu_at(0)
     notes = [json.loads(line) for line in (folder / LIST).read_text().splitlines()]
-    conflicts = {one["file"]: float(one["conflicts"]) for one in notes}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, wrong = not path.exists(), 0
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(COLUMNS)
-        for (shape, direction), group in itertools.groupby(cases(), key=lambda case: (case.shape, case.direction)):
-            bench = ConvBench(ConvShape.parse(shape), direction, Layout.CONTIGUOUS, 1, 0, "float32", device)
-            kernels: dict[Case, CudaKernel] = {}
-            for case in group:
-                with phases_of(case):
-                    kernels[case] = load_cubin(case.variant, (folder / case.file).read_bytes(), 0)
-            for case, kernel in kernels.items():
-                baseline = kernels[replace(case, columns=4, virtual=1)]
-                error = bench.error(kernel)
-                wrong += error > most_error(direction, "float32")
-                pairs = time_pairs(
-                    lambda bench=bench, kernel=kernel: bench.run(kernel),  # type: ignore[misc]
-                    lambda bench=bench, baseline=baseline: bench.run(baseline),  # type: ignore[misc]
-                    SECONDS,
-                    9,
-                    device=device,
-                )
-                found = (f"{conflicts[case.file]:.3f}", f"{pairs.ms:.5f}", f"{pairs.ms / pairs.stock_ms:.3f}")
-                of = (shape, str(direction), "contiguous", "float32", case.columns, case.virtual, case.phases)
-                writer.writerow([date, commit(), gpu.name, torch.__version__, *of, *found, f"{error:.2e}"])
-                print(shape, direction, case.virtual, case.phases, *found, f"{error:.1e}", flush=True)
+    conflicts = {note["file"]: float(note["conflicts"]) for note in notes}
+    wrong = 0
+    for (shape, direction), group in itertools.groupby(cases(), key=lambda case: (case.shape, case.direction)):
+        bench = ConvBench(ConvShape.parse(shape), direction, Layout.CONTIGUOUS, 1, 0, "float32", device)
+        kernels: dict[Case, CudaKernel] = {}
+        for case in group:
+            with phases_of(case):
+                kernels[case] = load_cubin(case.variant, (folder / case.file).read_bytes(), 0)
+        for case, kernel in kernels.items():
+            baseline = kernels[replace(case, columns=4, virtual=1)]
+            error = bench.error(kernel)
+            wrong += error > most_error(direction, "float32")
+            calls = functools.partial(bench.run, kernel), functools.partial(bench.run, baseline)
+            pairs = time_pairs(*calls, SECONDS, 9, device=device)
+            row = {
+                "date": now(),
+                "commit": commit(),
+                "device": gpu.name,
+                "torch": torch.__version__,
+                "shape": shape,
+                "direction": str(direction),
+                "layout": "contiguous",
+                "dtype": "float32",
+                "columns": case.columns,
+                "virtual": case.virtual,
+                "phases": case.phases,
+                "conflicts": f"{conflicts[case.file]:.3f}",
+                "ms": f"{pairs.ms:.5f}",
+                "time_over_one_virtual": f"{pairs.ms / pairs.stock_ms:.3f}",
+                "error": f"{error:.2e}",
+            }
+            append_dicts(path, [row])
+            print(*row.values(), flush=True)
     return 1 if wrong else 0
 
 

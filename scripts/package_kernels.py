@@ -30,50 +30,36 @@ MOST_BYTES = 200_000
 def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[KernelRecord]:
     """The best record of each key in some databases: the newest search's fastest, if it beat torch.
 
-    Args:
-        paths: The databases.
-        most_bytes: Where they come to more than this, those that save least are left out. Devices share it: one that
-            has many records does not push out those of another that has few.
-
-    Returns:
-        In the order of their keys, so that two packages differ in what changed.
-
-    Raises:
-        UsageError: A file cannot be read.
+    Where they come to more than `most_bytes`, those that save least are left out. Devices share it: one that has many
+    records does not push out those of another that has few. Records are in the order of their keys, so that two
+    packages differ in what changed.
     """
     merged = Database("what is packaged")
     for path in paths:
         merged.add(read_database(path).records)
     best = [merged.best(key, current=False) for key in merged]
-    winners = [one for one in best if one is not None and one.wins and one.rejected is None]
+    winners = [record for record in best if record is not None and record.wins and record.rejected is None]
     by_device: dict[str, list[KernelRecord]] = {}
-    for record in sorted(winners, key=lambda one: one.saved_ms, reverse=True):
+    for record in sorted(winners, key=lambda record: record.saved_ms, reverse=True):
         by_device.setdefault(record.device, []).append(record)
-    in_turn = (record for place in zip_longest(*by_device.values()) for record in place if record is not None)
-    size, kept = 0, []
+    in_turn = (record for row in zip_longest(*by_device.values()) for record in row if record is not None)
+    size, chosen = 0, []
     for record in in_turn:
         size += len(short_line(record).encode()) + 1
         if size > most_bytes:
             break
-        kept.append(record)
-    return sorted(kept, key=lambda one: one.key)
+        chosen.append(record)
+    return sorted(chosen, key=lambda record: record.key)
 
 
 def short_line(record: KernelRecord) -> str:
-    """A record of a convolution as a line of the packaged database.
-
-    Args:
-        record: Of a convolution, which is what a line without `op` is read as.
-
-    Returns:
-        A line of JSON without a line break.
-    """
-    told = record.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    """A record of a convolution as a line of JSON of the packaged database."""
+    cells = record.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     digits = {"error": 2, "stock_error": 2, "noise": 2, "ms": 4, "stock_ms": 4, "layout_ms": 4}
-    told |= {name: float(f"{told[name]:.{count}g}") for name, count in digits.items() if name in told}
-    if "tuned_at" in told:
-        told["tuned_at"] = round(told["tuned_at"])
-    return json.dumps(told, separators=(",", ":"))
+    cells |= {name: float(f"{cells[name]:.{count}g}") for name, count in digits.items() if name in cells}
+    if "tuned_at" in cells:
+        cells["tuned_at"] = round(cells["tuned_at"])
+    return json.dumps(cells, separators=(",", ":"))
 
 
 def main() -> int:

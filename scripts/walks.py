@@ -98,20 +98,20 @@ def count(walk: str) -> Counter[str]:
         port = free.getsockname()[1]
     workers = 2 if walk == "two workers, onebit" else 1
     common = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    places: list[dict[str, str]] = [{}]
+    ranks: list[dict[str, str]] = [{}]
     if workers > 1:
         common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
     with tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(
                 [sys.executable, __file__, "--count", walk, "--output", os.path.join(folder, str(rank))],
-                env=common | place,
+                env=common | variables,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank, place in enumerate(places)
+            for rank, variables in enumerate(ranks)
         ]
         errors = [worker.communicate()[1] for worker in started]
         if any(worker.returncode for worker in started):

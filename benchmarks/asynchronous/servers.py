@@ -8,7 +8,6 @@ python -m benchmarks.asynchronous.servers --quick               # small, and not
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import threading
 import time
@@ -22,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pipeline.checks import Check, write_checks
-from benchmarks.rig.command import measure_in_ranks, run_command
-from benchmarks.rig.network import LOOPBACK, Network, missing
-from benchmarks.rig.paired import FOREIGN_LOAD, LEAST_ROUNDS, Paired, paired
+from benchmarks.rig.checks import Check, check_of, write_checks
+from benchmarks.rig.launch import measure_in_ranks, possible_links, run_command
+from benchmarks.rig.network import LOOPBACK, Network
+from benchmarks.rig.paired import LEAST_ROUNDS, Paired, highest, paired, total
 from benchmarks.rig.rank import link, process_group
+from benchmarks.rig.task import TINY, Setting
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
-from hybridpar.models import build_model, seed_everything
 from hybridpar.optim.losses import as_sum
 from hybridpar.pipeline.step import StepRequest
 from hybridpar.planner.resolve import resolve
@@ -45,15 +44,13 @@ from hybridpar.server.wire import Weights
 from hybridpar.train.engine import EngineParts
 from hybridpar.train.trainer import Trainer
 
-RESULTS = Path(__file__).parent / "results"
-_HERE = "benchmarks.asynchronous.servers"
-_TINY = "benchmarks.pipeline.setups:tiny_net"
-
 #: Throughput over that of an all-reduce, at least, by method; on the shaped link.
 TARGETS = {"masters": 0.65, "servers": 0.65}
 #: Images per second over those of `ps` with one worker of three slowed four times.
 SLOW_TARGET, SLOWED = 2.0, 4.0
 WORKERS, SERVERS = 2, 2
+#: Milliseconds in place of a backward pass in `slow`, and seconds of a block.
+WAIT_MS, BLOCK_SECONDS = 40.0, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +63,10 @@ class Options:
     """Links of `cost`."""
     rounds: int = 30
     """Rounds of `cost` to keep, and blocks of `slow` per mode."""
-    wait_ms: float = 40.0
-    """What takes the place of a backward pass in `slow`."""
     quick: bool = False
     """Small settings, busy rounds kept, nothing written."""
-    output: Path = RESULTS
-    """Folder of the tables to add rows to."""
+    output: Path = Path(__file__).parent / "results" / "servers.csv"
+    """Table to add rows to."""
 
 
 class Waiting(nn.Module):
@@ -108,21 +103,19 @@ class Party:
             address = server.address
             self._thread = threading.Thread(target=_serve, args=(server,), daemon=True)
             self._thread.start()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, address)
+        addresses: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(addresses, address)
         self.engine: ServedEngine | None = None
         if self._rank < workers:
-            self._open(name, config, model, [told[host] for host in hosts])
+            self._open(name, config, model, [addresses[host] for host in hosts])
         dist.barrier()
 
     def _open(self, name: str, config: TrainConfig, model: nn.Module, addresses: list[str]) -> None:
         self._servers = servers = Servers(model, config, self._rank, addresses, name)
         servers.come(partial(shard_starts, model, servers, limit=10**9) if self._rank == 0 else None)
-        alone = TrainConfig(lr=config.lr)
+        plain, loss = TrainConfig(lr=config.lr), as_sum(nn.CrossEntropyLoss())
         self._lanes = Lanes(torch.device("cpu"))
-        parts = EngineParts(
-            model, resolve(alone, 1), None, _no_optimizer, as_sum(nn.CrossEntropyLoss()), alone, World(), self._lanes
-        )
+        parts = EngineParts(model, resolve(plain, 1), None, _no_optimizer, loss, plain, World(), self._lanes)
         self.engine = ServedEngine(parts, servers)
         self.engine.gradients.take_weights()
 
@@ -157,42 +150,26 @@ def _serve(server: ShardServer) -> None:
 
 def measure_cost(quick: bool, rounds: int, output: str | None) -> None:
     """Time steps in this rank; workers are the first ranks, servers the last."""
-    with process_group(timeout=180) as (rank, ranks):
-        side, batch, name = (16, 4, _TINY) if quick else (32, 16, "resnet18")
+    setting = Setting(TINY, 16, 4) if quick else Setting("resnet18", 32, 16)
+    with process_group(timeout=180) as (rank, ranks), contextlib.ExitStack() as stack:
         world = World.join(lanes=2)
-        party = world.split([list(range(WORKERS)), *([one] for one in range(WORKERS, ranks))])
-        images = torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(rank))
-        labels = torch.randint(0, 10, (batch,), generator=torch.Generator().manual_seed(rank))
-
-        def build() -> nn.Module:
-            seed_everything(0)
-            return build_model(name, 10)
-
-        with contextlib.ExitStack() as stack:
-            stack.callback(world.close)
+        stack.callback(world.close)
+        team = world.split([list(range(WORKERS)), *([server] for server in range(WORKERS, ranks))])
+        stack.callback(team.close)
+        batch = setting.noise(rank)
+        methods: dict[str, Callable[[], object]] = {"allreduce": lambda: None}
+        if rank < WORKERS:
+            trainer = stack.enter_context(Trainer(setting.build(), config=TrainConfig(lr=1e-3), world=team))
+            methods["allreduce"] = partial(trainer.step, batch)
+        for kind, servers, hosts in (("masters", 0, range(WORKERS)), ("servers", SERVERS, range(WORKERS, ranks))):
+            config = TrainConfig(lr=1e-3, sync=f"ps,servers={servers}")
+            party = Party(kind, config, WORKERS, list(hosts), setting.build())
             stack.callback(party.close)
-            methods: dict[str, Callable[[], object]] = {}
-            trainer = Trainer(build(), config=TrainConfig(lr=1e-3), world=party) if rank < WORKERS else None
-            if trainer is not None:
-                stack.callback(trainer.close)
-            own_trainer = trainer
-            methods["allreduce"] = lambda: own_trainer.step((images, labels)) if own_trainer is not None else None
-            for kind, config, hosts in (
-                ("masters", TrainConfig(lr=1e-3, sync="ps,servers=0"), list(range(WORKERS))),
-                (
-                    "servers",
-                    TrainConfig(lr=1e-3, sync=f"ps,servers={SERVERS}"),
-                    list(range(WORKERS, WORKERS + SERVERS)),
-                ),
-            ):
-                made = Party(kind, config, WORKERS, hosts, build())
-                stack.callback(made.close)
-                methods[kind] = partial(made.step, images, labels, WORKERS)
-            limit = math.inf if quick else FOREIGN_LOAD
-            result = paired(methods, rounds, warmup=3, foreign_load=limit)
+            methods[kind] = partial(party.step, *batch, WORKERS)
+        result = paired(methods, rounds, keep_busy=quick)
         if rank == 0:
-            setting = f"{name}, {side}x{side} images, batch {batch} per worker, {WORKERS} workers, {SERVERS} servers"
-            write_checks(_cost_rows(result, setting), output, title="servers, cost")
+            what = f"{setting} per worker, {WORKERS} workers, {SERVERS} servers"
+            write_checks(_cost_rows(result, what), output, "servers, cost")
 
 
 def _cost_rows(result: Paired, setting: str) -> list[Check]:
@@ -218,24 +195,36 @@ def _cost_rows(result: Paired, setting: str) -> list[Check]:
 # ------------------------------------------------------------------------ slow
 
 
-def measure_slow(quick: bool, blocks: int, wait_ms: float, output: str | None) -> None:
+def measure_slow(quick: bool, rounds: int, output: str | None) -> None:
     """Count images per second in blocks of some seconds, modes in turn; three workers, the last rank serves."""
-    seconds = 0.5 if quick else 4.0
+    seconds = 0.5 if quick else BLOCK_SECONDS
     with process_group(timeout=180) as (rank, ranks):
         workers = ranks - 1
-        modes = {"ps": "ps", "ps-async": "ps-async", "softsync:2": f"softsync:{min(2, workers)}"}
+        modes = ("ps", "ps-async", "softsync:2")
         rates: dict[str, list[float]] = {mode: [] for mode in modes}
-        for block in range(blocks):
-            for mode in sorted(modes, key=lambda mode: (block + list(modes).index(mode)) % len(modes)):
-                rates[mode].append(_block(f"{mode}-{block}", modes[mode], workers, wait_ms / 1e3, seconds))
-        if rank == 0:
-            write_checks(_slow_rows(rates, workers, wait_ms, seconds), output, title="servers, one slow worker")
+        for block in range(2 if quick else rounds):
+            for mode in (*modes[block % 3 :], *modes[: block % 3]):
+                rates[mode].append(_block(f"{mode}-{block}", mode, workers, seconds))
+        if rank:
+            return
+        setting = (
+            f"{workers} workers that wait {WAIT_MS:g} ms in place of computing, worker 0 {SLOWED:g} times as long; "
+            "1 MB of parameters, 1 server"
+        )
+        rows = []
+        for mode, values in rates.items():
+            ratios = [value / base for value, base in zip(values, rates["ps"], strict=True)]
+            extra = f"{statistics.median(values):.0f} images/s; {len(values)} blocks of {seconds:g} s, modes in turn"
+            at_least = None if mode == "ps" else SLOW_TARGET
+            what = f"images/s of {mode} over those of ps"
+            rows.append(check_of(setting, link(), what, ratios, at_least=at_least, extra=extra))
+        write_checks(rows, output, "servers, one slow worker")
 
 
-def _block(name: str, mode: str, workers: int, wait: float, seconds: float) -> float:
+def _block(name: str, mode: str, workers: int, seconds: float) -> float:
     """Images per second of all workers together."""
     rank = dist.get_rank()
-    model = Waiting(wait * (SLOWED if rank == 0 else 1.0))
+    model = Waiting(WAIT_MS / 1e3 * (SLOWED if rank == 0 else 1.0))
     party = Party(name, TrainConfig(lr=1e-3, sync=mode), workers, [workers], model)
     images, labels = torch.randn(8, 25_000), torch.zeros(8, dtype=torch.int64)
     done, began = 0, time.perf_counter()
@@ -246,58 +235,31 @@ def _block(name: str, mode: str, workers: int, wait: float, seconds: float) -> f
         done += answer.applied
         if answer.stop:
             break
-    facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, (done, time.perf_counter() - began if party.engine is not None else 0.0))
+    taken = time.perf_counter() - began if party.engine is not None else 0.0
     party.close()
-    dist.barrier()
-    return 8 * sum(count for count, _ in facts) / max(taken for _, taken in facts)
-
-
-def _slow_rows(rates: dict[str, list[float]], workers: int, wait_ms: float, seconds: float) -> list[Check]:
-    rows = []
-    for mode, own in rates.items():
-        ratios = [value / base for value, base in zip(own, rates["ps"], strict=True)]
-        rows.append(
-            Check(
-                setting=f"{workers} workers that wait {wait_ms:g} ms in place of computing, worker 0 {SLOWED:g} times "
-                "as long; 1 MB of parameters, 1 server",
-                link=link(),
-                what=f"images/s of {mode} over those of ps",
-                value=statistics.median(ratios),
-                low=min(ratios),
-                high=max(ratios),
-                at_least=None if mode == "ps" else SLOW_TARGET,
-                extra=f"{statistics.median(own):.0f} images/s; {len(own)} blocks of {seconds:g} s, modes in turn",
-            )
-        )
-    return rows
+    images_done = total(float(8 * done))
+    return images_done / highest([taken])[0]
 
 
 # ------------------------------------------------------------------------ main
 
 
-def main(options: Options) -> int:
+def main(options: Options) -> None:
     """Take every table that is asked for."""
-    output = None if options.quick else str((options.output / "servers.csv").resolve())
-    rounds = LEAST_ROUNDS if options.quick else options.rounds
-    told: dict[str, Any] = {"quick": options.quick, "output": output}
-    for rate in options.links if options.table != "slow" else ():
-        if rate != LOOPBACK and (lack := missing()):
-            print(f"{rate}: skipped, {lack}")
-            continue
+    arguments: dict[str, Any] = {"quick": options.quick, "output": None if options.quick else options.output}
+    arguments["rounds"] = LEAST_ROUNDS if options.quick else options.rounds
+    for rate in possible_links(options.links) if options.table != "slow" else ():
         with Network(WORKERS + SERVERS, rate) as network:
-            measure_in_ranks(network, _HERE, told | {"what": "cost", "rounds": rounds})
-    if options.table in ("slow", "all"):
-        told |= {"blocks": 2 if options.quick else min(rounds, 10), "wait_ms": options.wait_ms}
+            measure_in_ranks(network, "benchmarks.asynchronous.servers", arguments | {"table": "cost"})
+    if options.table != "cost":
         with Network(4, LOOPBACK) as network:
-            measure_in_ranks(network, _HERE, told | {"what": "slow"})
-    return 0
+            slow = {"table": "slow", "rounds": min(options.rounds, 10)}
+            measure_in_ranks(network, "benchmarks.asynchronous.servers", arguments | slow)
 
 
-def measure(what: str, **told: Any) -> None:
+def measure(table: str, **arguments: Any) -> None:
     """Measure one table in this rank."""
-    measures: dict[str, Callable[..., None]] = {"cost": measure_cost, "slow": measure_slow}
-    measures[what](**told)
+    (measure_cost if table == "cost" else measure_slow)(**arguments)
 
 
 if __name__ == "__main__":

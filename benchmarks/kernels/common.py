@@ -1,43 +1,76 @@
-"""Allocator settings, machine description and printing of tables, shared by all benchmarks of kernels."""
+"""Allocator settings, the columns that every row ends with, and floors: what neither arithmetic nor memory can beat."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.rig.rows import commit, device, now
-from hybridpar.machine.process import describe_allocator, tune_this_process
-from hybridpar.tvm_kernels.operation import operations
+from benchmarks.rig.rows import commit, now, processor
+from hybridpar.machine.process import describe_allocator
+from hybridpar.tvm_kernels.shapes import ConvShape
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def same_allocator() -> None:
-    """Give this process the allocator settings of a training run, which hold for all that it measures."""
-    tune_this_process(1)
+#: Bytes a second of memory, and float32 multiply-adds a second, of SXM modules.
+_GPUS = {
+    "NVIDIA A100-SXM4-80GB": (2.039e12, 9.75e12),
+    "NVIDIA H100 80GB HBM3": (3.35e12, 33.5e12),
+    "NVIDIA H200": (4.8e12, 33.5e12),
+}
 
 
 def setting() -> dict[str, object]:
     """Columns that every row ends with."""
-    versions = dict(operations()["depthwise_conv2d", "cpu"].versions)
     return {
         "date": now(),
         "commit": commit(),
-        "device": device(),
+        "device": processor(),
         "threads": torch.get_num_threads(),
         "allocator": describe_allocator(),
-        "torch": versions["torch"],
-        "tvm": versions["tvm"],
+        "torch": torch.__version__,
+        "tvm": importlib.metadata.version("apache-tvm"),
         "python": platform.python_version(),
     }
 
 
-def print_aligned(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns, the first one to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+def measure_speed() -> tuple[float, float]:
+    """Float32 multiply-adds a second, in a product of matrices, and bytes a second in a copy, of this many threads."""
+    left, right = torch.randn(2, 768, 768)
+    out, source = torch.empty(768, 768), torch.zeros(8 << 20)
+    copied = torch.empty_like(source)
+    products = 768**3 / _least_seconds(lambda: torch.mm(left, right, out=out))
+    return products, 2 * source.nbytes / _least_seconds(lambda: copied.copy_(source))
+
+
+def _least_seconds(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(15):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def multiply_adds(shape: ConvShape) -> int:
+    """Multiplications with an element of the image, not with padding; the same in all three directions."""
+    count = shape.batch * shape.channels
+    for axis, (size, outputs) in enumerate(((shape.height, shape.out_height), (shape.width, shape.out_width))):
+        inputs = (
+            out * shape.stride[axis] + tap * shape.dilation[axis] - shape.padding[axis]
+            for out in range(outputs)
+            for tap in range(shape.kernel[axis])
+        )
+        count *= sum(0 <= position < size for position in inputs)
+    return count
+
+
+def gpu_floor_ms(name: str, shape: ConvShape, item: int) -> float | None:
+    """What neither arithmetic nor memory of a GPU can beat, by its data sheet; None where that is not here."""
+    if name not in _GPUS:
+        return None
+    bandwidth, per_second = _GPUS[name]
+    return 1e3 * max(multiply_adds(shape) / per_second, shape.least_bytes * item / 4 / bandwidth)

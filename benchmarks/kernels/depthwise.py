@@ -3,26 +3,22 @@
 They are timed anew because the fastest time of a search may be partly luck; as there on tensors that are in no cache,
 by `ConvBench`.
 
-Seventeen convolutions of MobileNetV2, EfficientNet-B0 and ConvNeXt-T, or some drawn at random, in all directions, each
-tuned beforehand for a number of seconds. The operation, on whatever its records choose, against torch in both memory
-formats, in the same rounds; the ratio is to the faster of torch's two.
+Seventeen convolutions of MobileNetV2, EfficientNet-B0 and ConvNeXt-T in all directions, each tuned beforehand for a
+number of seconds. The operation, on whatever its records choose, against torch in both memory formats, in the same
+rounds; the ratio is to the faster of torch's two.
 
     python -m benchmarks.kernels.depthwise                                # tunes what has no record, then the table
     python -m benchmarks.kernels.depthwise --threads 2
-    python -m benchmarks.kernels.depthwise --random 6 --seconds 20        # a minute for each shape
     python -m benchmarks.kernels.depthwise --report                       # geometric means of the rows that are there
 
-All sides run under one allocator that keeps its memory. Rows are written as they come, and what is there is not
-measured again.
+Rows are written as they come, and what is there is not measured again.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import random
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,13 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import tyro
 
-from benchmarks.kernels.common import RESULTS, same_allocator, setting
-from benchmarks.kernels.roofline import Speed, measure_speed, multiply_adds
-from benchmarks.rig.paired import Paired, paired
-from benchmarks.rig.records import append_dicts, read_records
-from hybridpar.codegen.compile_pool import Builder
+from benchmarks.kernels.common import RESULTS, measure_speed, multiply_adds, setting
+from benchmarks.rig.launch import run_command
+from benchmarks.rig.paired import paired
+from benchmarks.rig.records import append_dicts, print_markdown, read_records
+from hybridpar.machine.process import tune_this_process
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.database import Database, read_database
@@ -46,10 +41,8 @@ from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
-RECORDS = Path("runs/kernels/depthwise.jsonl")
-
 #: Net, channels, size of the image, edge of the kernel, stride.
-LISTED = (
+SHAPES = (
     *(("mb", 32, 112, 3, 1), ("mb", 96, 112, 3, 2), ("mb", 144, 56, 3, 1), ("mb", 144, 56, 3, 2)),
     *(("mb", 192, 28, 3, 1), ("mb", 384, 14, 3, 1), ("mb", 576, 14, 3, 1), ("mb", 576, 14, 3, 2), ("mb", 960, 7, 3, 1)),
     *(("ef", 144, 56, 5, 2), ("ef", 240, 28, 5, 1), ("ef", 672, 14, 5, 1), ("ef", 672, 14, 5, 2)),
@@ -59,11 +52,10 @@ LISTED = (
 SEED = 1000
 #: Shortest time of one method in a round; faster calls are repeated.
 LEAST_MS = 2.0
-#: What the geometric mean over the listed shapes was promised to be, by threads (or for random shapes) and direction.
-PROMISED: dict[str, dict[str, float]] = {
-    "listed, 1 thread": {"forward": 1.5, "input_gradient": 2.0, "weight_gradient": 4.5},
-    "listed, 2 threads": {"forward": 1.4, "input_gradient": 1.8, "weight_gradient": 4.0},
-    "random, 1 thread": {"forward": 1.2, "input_gradient": 1.5, "weight_gradient": 2.5},
+#: What the geometric mean over the shapes was promised to be, by threads and direction.
+PROMISED: dict[int, dict[str, float]] = {
+    1: {"forward": 1.5, "input_gradient": 2.0, "weight_gradient": 4.5},
+    2: {"forward": 1.4, "input_gradient": 1.8, "weight_gradient": 4.0},
 }
 
 
@@ -75,16 +67,12 @@ class Options:
     """That each side may use."""
     batches: tuple[int, ...] = (8, 32)
     """Images at a time."""
-    random: int = 0
-    """So many shapes drawn at random instead of those listed."""
     seconds: float = 8.0
     """To search for each shape and direction that has no record."""
     rounds: int = 20
     """Rounds to keep for each row."""
-    records: Path = RECORDS
+    records: Path = Path("runs/kernels/depthwise.jsonl")
     """Database to tune into and to choose from."""
-    tune_only: bool = False
-    """Search, and measure nothing."""
     report: bool = False
     """Print what the rows say, and measure nothing."""
     output: Path = RESULTS / "depthwise.csv"
@@ -96,7 +84,6 @@ class Row:
     """One direction of one shape. Times are medians in milliseconds.
 
     Attributes:
-        shapes: "listed" or "random".
         device: The CPU, as records name it; rows of another one are measured anew.
         runs_on: "kernel" where the record chose one, else "torch".
         own_ms: The operation as chosen.
@@ -109,7 +96,6 @@ class Row:
         loaded: Whether other processes used the cores meanwhile.
     """
 
-    shapes: str
     name: str
     shape: str
     direction: str
@@ -130,46 +116,41 @@ class Row:
     loaded: bool
 
     @property
-    def key(self) -> tuple[str, str, str, int, str]:
+    def key(self) -> tuple[str, str, int, str]:
         """What makes it this row."""
-        return self.shape, self.direction, self.layout, self.threads, self.device
+        return self.shape, self.direction, self.threads, self.device
 
 
-def main(options: Options) -> int:
+def main(options: Options) -> None:
     """Tune, measure, report."""
-    if options.report:
-        report(read_records(Row, options.output))
-        return 0
-    same_allocator()
+    if not options.report:
+        measure_missing(options)
+    report(read_records(Row, options.output))
+
+
+def measure_missing(options: Options) -> None:
+    """Tune and measure what the table lacks."""
+    tune_this_process(1)
     torch.set_num_threads(options.threads)
-    layout = Layout.CHANNELS_LAST
-    shapes = [(name, shape) for batch in options.batches for name, shape in named_shapes(batch, options.random)]
-    done = {row.key for row in read_records(Row, options.output)}
+    done, device = {row.key for row in read_records(Row, options.output)}, cpu_fingerprint()
     left = [
-        (name, KernelKey(direction, shape, layout, options.threads, cpu_fingerprint()))
-        for name, shape in shapes
+        (name, KernelKey(direction, shape, Layout.CHANNELS_LAST, options.threads, device))
+        for batch in options.batches
+        for name, shape in named_shapes(batch)
         for direction in Direction
-        if (shape.text, direction.value, layout.value, options.threads, cpu_fingerprint()) not in done
+        if (shape.text, direction.value, options.threads, device) not in done
     ]
     options.records.parent.mkdir(parents=True, exist_ok=True)
-    keys = [key for _, key in left]
     known = read_database(options.records) if options.records.exists() else Database("none")
-    if missing := [key for key in keys if known.best(key) is None]:
-        # As long for each of them, whatever it takes: the table is of all.
+    if missing := [key for _, key in left if known.best(key) is None]:
         search_all(missing, options.records, options.seconds * len(missing), weigher=evenly)
-    if options.tune_only:
-        return 0
-    with Builder() as builder:
-        speed = measure_speed(builder)
-    choices = Choices(read_database(options.records))
+    speed, choices = measure_speed(), Choices(read_database(options.records))
     use_choices(choices)
     with torch.no_grad():
         for name, key in left:
-            row = measure(name, key, choices, speed, options)
-            append_dicts(options.output, [asdict(row) | setting() | asdict(row)])
+            row = measure(name, key, choices, speed, options.rounds)
+            append_dicts(options.output, [setting() | {"shapes": "listed"} | asdict(row)])
             print(f"{name:14} {key.shape.text:40} {key.direction:16} {row.runs_on:7} {row.ratio:6.2f}x", flush=True)
-    report(read_records(Row, options.output))
-    return 0
 
 
 def evenly(counts: Mapping[KernelKey, int], _: float) -> dict[KernelKey, float]:
@@ -177,34 +158,23 @@ def evenly(counts: Mapping[KernelKey, int], _: float) -> dict[KernelKey, float]:
     return dict.fromkeys(counts, 1.0)
 
 
-def named_shapes(batch: int, count: int) -> Iterator[tuple[str, ConvShape]]:
-    """The listed shapes, or so many random ones, with their names."""
-    if not count:
-        for net, channels, size, edge, stride in LISTED:
-            yield f"{net}{channels}_{size}{'s2' if stride == 2 else ''}", shape_of(batch, channels, size, edge, stride)
-        return
-    draw = random.Random(1)
-    for place in range(count):
-        edge, stride = draw.choice((3, 5, 7)), draw.choice((1, 2))
-        size = draw.choice((7, 10, 14, 20, 28, 40, 56))
-        yield f"random{place}", shape_of(batch, 8 * draw.randint(2, 96 if size < 40 else 24), size, edge, stride)
+def named_shapes(batch: int) -> Iterator[tuple[str, ConvShape]]:
+    """The shapes with their names; paddings keep the size of the image, or halve it."""
+    for net, channels, size, edge, stride in SHAPES:
+        pad = edge // 2
+        shape = ConvShape(batch, channels, size, size, (edge, edge), (stride, stride), (pad, pad), (1, 1))
+        yield f"{net}{channels}_{size}{'s2' if stride == 2 else ''}", shape
 
 
-def shape_of(batch: int, channels: int, size: int, edge: int, stride: int) -> ConvShape:
-    """A convolution of square images that keeps their size, or halves it."""
-    pad = edge // 2
-    return ConvShape(batch, channels, size, size, (edge, edge), (stride, stride), (pad, pad), (1, 1))
-
-
-def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: Options) -> Row:
+def measure(name: str, key: KernelKey, choices: Choices, speed: tuple[float, float], rounds: int) -> Row:
     """Time one direction of one shape: the operation, and torch in both memory formats."""
-    own, stock, error = operations(key)
-    result = timed({"own": own, **stock}, options.rounds)
-    better = min(stock, key=result.median_ms)
-    ratio = result.ratio(better, "own")
-    floor = speed.floor_ms(multiply_adds(key.shape), key.shape.least_bytes, key.threads)
+    operation, stock, error = operations(key)
+    methods = {"operation": operation, **stock}
+    repeats = {which: max(1, math.ceil(LEAST_MS / once(method))) for which, method in methods.items()}
+    result = paired(methods, rounds, repeats=repeats)
+    ratio = result.ratio(min(stock, key=result.median_ms), "operation")
+    per_second, bandwidth = speed
     return Row(
-        shapes="random" if options.random else "listed",
         name=name,
         shape=key.shape.text,
         direction=key.direction,
@@ -212,24 +182,18 @@ def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: 
         threads=key.threads,
         device=key.device,
         runs_on="torch" if choices.decide(key).kernel is None else "kernel",
-        own_ms=round(result.median_ms("own"), 4),
+        own_ms=round(result.median_ms("operation"), 4),
         last_ms=round(result.median_ms("channels_last"), 4),
         contiguous_ms=round(result.median_ms("contiguous"), 4),
-        floor_ms=round(floor, 4),
+        floor_ms=round(1e3 * max(multiply_adds(key.shape) / per_second, key.shape.least_bytes / bandwidth), 4),
         ratio=round(ratio.median, 3),
         low=round(ratio.low, 3),
         high=round(ratio.high, 3),
-        best_ratio=round(min(result.min_ms(one) for one in stock) / result.min_ms("own"), 3),
+        best_ratio=round(min(map(result.min_ms, stock)) / result.min_ms("operation"), 3),
         error=float(f"{error:.2g}"),
         rounds=result.rounds,
         loaded=result.loaded,
     )
-
-
-def timed(methods: dict[str, Callable[[], object]], rounds: int) -> Paired:
-    """Time methods in turn, each often enough in a round that the clock does not matter."""
-    repeats = {name: max(1, math.ceil(LEAST_MS / once(method))) for name, method in methods.items()}
-    return paired(methods, rounds, repeats=repeats)
 
 
 def once(method: Callable[[], object]) -> float:
@@ -252,7 +216,7 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
     if key.direction == Direction.FORWARD:
         numbers = shape.stride, shape.padding, shape.dilation
         operands = [(x, weight, None, *numbers) for x, _, weight in bench.operands(key.layout)]
-        calls = [functools.partial(depthwise_conv2d, *one) for one in operands]
+        calls = [functools.partial(depthwise_conv2d, *arguments) for arguments in operands]
         return bench.in_turn(calls), stock, bench.error_of(calls[0]())
     if kernel is None:
         return bench.instead, stock, bench.stock_error
@@ -260,35 +224,21 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print geometric means by setting and direction."""
-    groups: dict[tuple[str, str, str, int, str], list[Row]] = defaultdict(list)
+    """Print geometric means by device, threads, batch and direction."""
+    groups: dict[tuple[str, int, int, str], list[Row]] = defaultdict(list)
     for row in rows:
-        batch = int(row.shape.partition("x")[0])
-        setting = f"{row.shapes}, {row.threads} thread{'s' if row.threads > 1 else ''}"
-        groups[row.device, setting, row.layout, batch, row.direction].append(row)
-    titles = (
-        "device",
-        "shapes",
-        "layout",
-        "batch",
-        "direction",
-        "on kernels",
-        "times as fast",
-        "by shortest",
-        "least",
-        "of floor",
-    )
-    print("|", " | ".join((*titles, "promised")), "|")
-    print("|", " | ".join(["---"] * (len(titles) + 1)), "|")
-    for (device, setting, layout, batch, direction), own in sorted(groups.items()):
-        means = [statistics.geometric_mean(values) for values in ([r.ratio for r in own], [r.best_ratio for r in own])]
-        floor = statistics.geometric_mean(min(1.0, row.floor_ms / row.own_ms) for row in own)
-        kernels = f"{sum(row.runs_on == 'kernel' for row in own)} of {len(own)}"
-        promised = PROMISED.get(setting, {}).get(direction)
-        numbers = [f"{value:.2f}" for value in (*means, min(row.ratio for row in own))]
-        cells = (device, setting, layout, batch, direction, kernels, *numbers, f"{floor:.0%}", promised or "-")
-        print("|", " | ".join(map(str, cells)), "|")
+        groups[row.device, row.threads, int(row.shape.partition("x")[0]), row.direction].append(row)
+    titles = ("device", "threads", "batch", "direction", "on kernels", "times as fast", "by shortest", "least")
+    lines = []
+    for (device, threads, batch, direction), group in sorted(groups.items()):
+        means = [statistics.geometric_mean(getattr(row, name) for row in group) for name in ("ratio", "best_ratio")]
+        floor = statistics.geometric_mean(min(1.0, row.floor_ms / row.own_ms) for row in group)
+        kernels = f"{sum(row.runs_on == 'kernel' for row in group)} of {len(group)}"
+        numbers = [f"{value:.2f}" for value in (*means, min(row.ratio for row in group))]
+        promised = PROMISED.get(threads, {}).get(direction, "-")
+        lines.append((device, threads, batch, direction, kernels, *numbers, f"{floor:.0%}", promised))
+    print_markdown((*titles, "of floor", "promised"), lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    run_command(main, Options)

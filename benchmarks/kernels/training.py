@@ -10,8 +10,7 @@ step by step in an order that changes from round to round. On one thread the tim
 round all start from where torch's step has led, and their losses and gradients must agree: an untrained network
 amplifies rounding, so that free runs part after a few steps, with any kernels.
 
-Then a few steps are taken apart: how long depthwise convolutions, BatchNorm with its activation, and the rest take with
-torch and with kernels. The table also has the gain that the records predict.
+The table also has the gain that the records predict.
 
 Run from the root of the repository, on an idle machine; what the database lacks is tuned first:
     python -m benchmarks.kernels.training --database kernels.jsonl [--models mobilenet_v2] [--threads 1] [--budget 15m]
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,17 +31,17 @@ from pathlib import Path
 import torch
 import torch._inductor.config
 import torchvision
-import tyro
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting
-from benchmarks.kernels.parts import PARTS, has_norms, measure_parts
+from benchmarks.kernels.common import RESULTS, setting
+from benchmarks.rig.launch import run_command
 from benchmarks.rig.paired import balanced_orders
-from benchmarks.rig.records import append_dicts
+from benchmarks.rig.records import append_dicts, print_markdown
 from benchmarks.rig.stats import Ratio, bootstrap_ratio
 from hybridpar.commands.tune.request import parse_seconds
 from hybridpar.errors import HybridparError
+from hybridpar.machine.process import tune_this_process
 from hybridpar.tvm_kernels import Database, optimize, read_database
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
 from hybridpar.tvm_kernels.layers import step_keys
@@ -55,8 +55,8 @@ from hybridpar.tvm_kernels.shapes import Layout
 TARGETS = {"mobilenet_v2": 1.2, "efficientnet_b0": 1.25, "convnext_tiny": 1.12}
 #: Largest relative difference of a loss from torch's, and least cosine of a gradient with torch's.
 MOST_DIFFERENCE, LEAST_COSINE = 1e-4, 0.99
-#: Rounds to take in any case, and steps that are taken apart.
-LEAST_ROUNDS, TAKEN_APART = 7, 5
+#: Rounds to take in any case.
+LEAST_ROUNDS = 7
 CLASSES = 1000
 
 
@@ -105,43 +105,39 @@ class Method:
             self.choices = active_choices()
             if not norms:
                 unfuse_norms(self.model)
-        self.compiled = compiled
         self.first_seconds = 0.0
         self._run = torch.compile(self.model) if compiled else self.model
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.losses: list[float] = []
         self.ms: list[float] = []
 
-    def step(self, images: Tensor, labels: Tensor, seed: int) -> float:
-        """One training step; returns the loss. Methods draw the same random numbers."""
+    def timed(self, images: Tensor, labels: Tensor, seed: int, clock: Callable[[], float]) -> None:
+        """A step whose time and loss are noted. Methods draw the same random numbers."""
+        images = images.contiguous(memory_format=self._format)
         torch.manual_seed(seed)
+        start, began = time.perf_counter(), clock()
         use_choices(self.choices)
         self._optimizer.zero_grad()
-        loss = functional.cross_entropy(self._run(images.contiguous(memory_format=self._format)), labels)
+        loss = functional.cross_entropy(self._run(images), labels)
         loss.backward()
         self._optimizer.step()
-        return loss.item()
+        self.losses.append(loss.item())
+        self.ms.append(1e3 * (clock() - began))
+        self.first_seconds = self.first_seconds or time.perf_counter() - start
 
     def follow(self, other: Method) -> None:
         """Take over another method's parameters and buffers."""
         with torch.no_grad():
-            for own, one in zip(self._tensors(), other._tensors(), strict=True):
-                own.copy_(one)
+            for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+                mine.copy_(theirs)
 
     def _tensors(self) -> Iterator[Tensor]:
         return itertools.chain(self.model.parameters(), self.model.buffers())
 
     def gradient(self) -> Tensor:
         """Of the last step, as one vector."""
-        return torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
-
-    def timed(self, images: Tensor, labels: Tensor, seed: int, clock: Callable[[], float]) -> None:
-        """A step whose time and loss are kept. Images come in the layout that is wanted."""
-        images = images.contiguous(memory_format=self._format)
-        start, began = time.perf_counter(), clock()
-        self.losses.append(self.step(images, labels, seed))
-        self.ms.append(1e3 * (clock() - began))
-        self.first_seconds = self.first_seconds or time.perf_counter() - start
+        gradients = (parameter.grad for parameter in self.model.parameters())
+        return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
 
 def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey]:
@@ -157,31 +153,27 @@ def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey]:
 
 def promised(database: Database, work: Mapping[KernelKey, int]) -> tuple[float, int]:
     """Milliseconds that a step is to take less than with torch, by records that win; and how many operations do."""
-    saved, runs = 0.0, 0
-    for key, often in work.items():
-        record = database.best(key)
-        if record is not None and record.wins:
-            saved += often * record.saved_ms
-            runs += often
-    return saved, runs
+    records = [(database.best(key), count) for key, count in work.items()]
+    wins = [(record, count) for record, count in records if record is not None and record.wins]
+    return sum(count * record.saved_ms for record, count in wins), sum(count for _, count in wins)
 
 
 def better_layout(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], clock: Callable[[], float]) -> Layout:
     """The memory format in which torch takes a step faster."""
     methods = {layout: Method(model, layout, None) for layout in Layout}
     for number in range(4):
-        for layout in sorted(methods) if number % 2 else sorted(methods, reverse=True):
+        for layout in sorted(methods, reverse=number % 2 == 0):
             methods[layout].timed(*batches[number % len(batches)], number, clock)
     return min(methods, key=lambda layout: min(methods[layout].ms[1:]))
 
 
-def methods_of(model: nn.Module, stock: Layout, database: Database) -> dict[str, Method]:
+def methods_of(model: nn.Module, layout: Layout, database: Database) -> dict[str, Method]:
     """What is compared; of norms only where the model has some."""
-    made = {"stock": Method(model, stock, None)}
-    for layout in Layout:
-        made[f"compile {layout.value}"] = Method(model, layout, None, compiled=True)
+    made = {"stock": Method(model, layout, None)}
+    for compiled in Layout:
+        made[f"compile {compiled.value}"] = Method(model, compiled, None, compiled=True)
     made["depthwise"] = Method(model, Layout.CHANNELS_LAST, database, norms=False)
-    if has_norms(model):
+    if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
         made["norms"] = Method(model, Layout.CHANNELS_LAST, Database())
         made["both"] = Method(model, Layout.CHANNELS_LAST, database)
     return made
@@ -218,16 +210,10 @@ def measure(name: str, options: Options) -> list[dict[str, object]]:
     model = torchvision.models.get_model(name, num_classes=CLASSES)
     work = tune_missing(model, options)
     database = read_database(options.database)
-    draw = torch.Generator().manual_seed(0)
-    batches = [
-        (
-            torch.randn(options.batch, 3, options.size, options.size, generator=draw),
-            torch.randint(CLASSES, (options.batch,), generator=draw),
-        )
-        for _ in range(2)
-    ]
-    stock = better_layout(model, batches, clock)
-    methods = methods_of(model, stock, database)
+    shape = (options.batch, 3, options.size, options.size)
+    batches = [(torch.randn(shape), torch.randint(CLASSES, (options.batch,))) for _ in range(2)]
+    layout = better_layout(model, batches, clock)
+    methods = methods_of(model, layout, database)
     orders = balanced_orders(methods, seed=0)
     began, rounds, worst = time.monotonic(), 0, 0.0
     while rounds <= LEAST_ROUNDS or time.monotonic() - began < options.seconds:
@@ -237,47 +223,31 @@ def measure(name: str, options: Options) -> list[dict[str, object]]:
             methods[name_of_method].timed(*batches[rounds % len(batches)], rounds, clock)
         rounds += 1
         worst = max(worst, check_step(methods))
-    rows = [_row(name, method, methods, (database, work), options) for method in methods]
-    for row in rows:
-        row |= {"stock_layout": stock.value, "rounds": rounds - 1, "loss_difference": f"{worst:.1e}", **setting()}
-    return rows
+    common = {"model": name, "batch": options.batch, "size": options.size, "operations": sum(work.values())}
+    common |= {"stock_layout": layout.value, "rounds": rounds - 1, "loss_difference": f"{worst:.1e}", **setting()}
+    target = TARGETS.get(name)
+    return [_row(which, methods, work, target if which == list(methods)[-1] else None) | common for which in methods]
 
 
 def _row(
-    model: str,
-    name: str,
-    methods: Mapping[str, Method],
-    tuned: tuple[Database, Mapping[KernelKey, int]],
-    options: Options,
+    name: str, methods: Mapping[str, Method], work: Mapping[KernelKey, int], target: float | None
 ) -> dict[str, object]:
     method, stock = methods[name], methods["stock"]
-    own, right = method.ms[1:], stock.ms[1:]  # the first step allocates
-    ratio = bootstrap_ratio(right, own)
-    database = Database() if method.choices is None else method.choices.database
-    saved, runs = promised(database, tuned[1])
-    stock_ms = sorted(right)[len(right) // 2]
-    parts = dict.fromkeys(PARTS, float("nan"))
-    if options.threads == 1 and not method.compiled:  # a compiled step has no calls of its own for them
-        images, labels = torch.randn(options.batch, 3, options.size, options.size), torch.arange(options.batch)
-        parts = measure_parts(lambda: method.step(images, labels % CLASSES, 0), TAKEN_APART)
-    target = TARGETS.get(model) if name == list(methods)[-1] else None
+    times, stock_times = method.ms[1:], stock.ms[1:]  # the first step allocates
+    ratio = bootstrap_ratio(stock_times, times)
+    saved, runs = promised(Database() if method.choices is None else method.choices.database, work)
+    stock_ms = statistics.median(stock_times)
     return {
-        "model": model,
-        "batch": options.batch,
-        "size": options.size,
         "method": name,
         "operations_on_kernels": runs,
-        "operations": sum(tuned[1].values()),
-        "median_ms": f"{sorted(own)[len(own) // 2]:.2f}",
-        "best_ms": f"{min(own):.2f}",
+        "median_ms": f"{statistics.median(times):.2f}",
+        "best_ms": f"{min(times):.2f}",
         "times_stock": f"{ratio.median:.4f}",
         "low": f"{ratio.low:.4f}",
         "high": f"{ratio.high:.4f}",
-        "best_times_stock": f"{min(right) / min(own):.4f}",
+        "best_times_stock": f"{min(stock_times) / min(times):.4f}",
         "first_step_s": f"{method.first_seconds:.1f}",
         "promised_times_stock": f"{stock_ms / (stock_ms - saved):.4f}",
-        **{f"{part}_ms": f"{ms:.2f}" for part, ms in parts.items()},
-        "rest_ms": f"{sorted(own)[len(own) // 2] - sum(parts.values()):.2f}",
         "target": "" if target is None else target,
         "verdict": _verdict(name, ratio, target),
     }
@@ -291,37 +261,18 @@ def _verdict(name: str, ratio: Ratio, target: float | None) -> str:
     return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "unclear"
 
 
-def show(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print what matters of a model's rows."""
-    columns: tuple[str, ...] = ("method", "operations_on_kernels", "median_ms", "best_ms", "times_stock", "low", "high")
-    columns += (
-        "best_times_stock",
-        "first_step_s",
-        "promised_times_stock",
-        *(f"{part}_ms" for part in PARTS),
-        "rest_ms",
-        "target",
-        "verdict",
-    )
-    first = rows[0]
-    sizes = f"batch {first['batch']}, {first['size']}x{first['size']}, {first['threads']} thread(s)"
-    print(f"\n{first['model']}, {sizes}")
-    print(f"torch in {first['stock_layout']}; losses differ by {first['loss_difference']} at most")
-    print_aligned([columns, *([str(row[column]) for column in columns] for row in rows)])
-
-
 def main(options: Options) -> None:
     """Measure all models, and add the rows of each to the table."""
+    tune_this_process(1)
     torch.set_num_threads(options.threads)
     # Compiled models draw the random numbers of eager ones, so that all methods drop the same.
     torch._inductor.config.fallback_random = True
     for name in options.models:
         rows = measure(name, options)
-        show(rows)
+        columns = [column for column in rows[0] if column not in setting()]
+        print_markdown(columns, [[row[column] for column in columns] for row in rows])
         append_dicts(options.output, rows)
-    print(f"\nwritten to {options.output}")
 
 
 if __name__ == "__main__":
-    same_allocator()
-    main(tyro.cli(Options))
+    run_command(main, Options)

@@ -18,11 +18,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rig.command import measure_in_ranks, run_command
-from benchmarks.rig.network import Network
-from benchmarks.rig.records import append_dicts
+import numpy as np
+import timm
+import torchvision
+from PIL import Image
+from timm.data import create_dataset, create_loader
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.rig.launch import measure_in_ranks, run_command
+from benchmarks.rig.network import LOOPBACK, Network
+from benchmarks.rig.paired import paired
+from benchmarks.rig.records import append_dicts
+from benchmarks.rig.rows import commit, now, row, write_rows
+from hybridpar.config import DataConfig, TrainConfig
+from hybridpar.data import TrainBatches, load_dataset
+from hybridpar.data.sources import IMAGENET_MEAN, IMAGENET_STD
+
 #: Time over torchvision's: 1.3 times as many images per second.
 TARGET = 0.769
 #: Height of the files by their width.
@@ -42,66 +54,46 @@ class Options:
     """Rounds to keep."""
     steps: int = 20
     """Steps of the runs that are asked how long they waited; 0: no runs."""
-    output: Path = RESULTS
+    output: Path = Path(__file__).parent / "results"
     """Folder of the tables to add rows to."""
 
 
-def main(options: Options) -> int:
-    """Write the files, time the loaders, and run some steps.
-
-    Args:
-        options: What is measured.
-
-    Returns:
-        0.
-    """
+def main(options: Options) -> None:
+    """Write the files, time the loaders, and run some steps."""
     with tempfile.TemporaryDirectory() as scratch:
         for width in options.widths:
-            height = SIZES[width]
             root = Path(scratch, str(width))
-            bytes_each = write_images(root, width, height)
-            told = {
-                "root": str(root),
-                "files": f"JPEG {width}x{height} of {bytes_each / 1e3:.0f} kB",
+            bytes_each = write_images(root, width, SIZES[width])
+            arguments = {
+                "root": root,
+                "files": f"JPEG {width}x{SIZES[width]} of {bytes_each / 1e3:.0f} kB",
                 "processes": options.processes,
                 "rounds": options.rounds,
-                "output": str(options.output.resolve() / "loader.csv"),
+                "output": options.output / "loader.csv",
             }
-            with Network(1, "loopback") as network:
-                measure_in_ranks(network, "benchmarks.loader.main", told)
+            with Network(1, LOOPBACK) as network:
+                measure_in_ranks(network, "benchmarks.loader.main", arguments)
             if options.steps:
                 runs = [waiting(root, processes, options.steps) for processes in options.processes]
                 append_dicts(options.output / "waiting.csv", runs)
-    return 0
 
 
 def write_images(root: Path, width: int, height: int) -> float:
     """Write crops of the photographs of `--data photos` as JPEG files, in the layout of `--data folder`.
 
-    Args:
-        root: Directory, which is made.
-        width: Of the files, in pixels.
-        height: Of the files.
-
     Returns:
         Mean size of a file in bytes.
     """
-    import numpy as np
-    from PIL import Image
-
-    from hybridpar.config import DataConfig
-    from hybridpar.data import load_dataset
-
     photographs: list[Image.Image] = load_dataset(DataConfig(data="photos")).train.dataset.photographs  # type: ignore[attr-defined]
     rng = np.random.default_rng(0)
     sizes = []
     for number in range(IMAGES):
         label = number % len(photographs)
-        whole = photographs[label]
-        wide = int(min(whole.width, whole.height * width / height) * rng.uniform(0.8, 1))
+        photograph = photographs[label]
+        wide = int(min(photograph.width, photograph.height * width / height) * rng.uniform(0.8, 1))
         high = wide * height // width
-        left, top = (int(rng.integers(room + 1)) for room in (whole.width - wide, whole.height - high))
-        image = whole.resize((width, height), Image.Resampling.LANCZOS, (left, top, left + wide, top + high))
+        left, top = (int(rng.integers(room + 1)) for room in (photograph.width - wide, photograph.height - high))
+        image = photograph.resize((width, height), Image.Resampling.LANCZOS, (left, top, left + wide, top + high))
         for part in ("train", "test") if number < 2 * len(photographs) else ("train",):
             file = root / part / f"{label:02d}" / f"{number:03d}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -111,64 +103,23 @@ def write_images(root: Path, width: int, height: int) -> float:
 
 
 def measure(root: str, files: str, processes: list[int], rounds: int, output: str) -> None:
-    """Time an epoch of each loader, and add the rows to the table.
-
-    Args:
-        root: Directory of the files.
-        files: What they are, in words.
-        processes: Numbers of loader processes.
-        rounds: Rounds to keep.
-        output: The table.
-    """
-    import timm
-    import torchvision
-
-    from benchmarks.rig.paired import paired
-    from benchmarks.rig.rows import row
-    from benchmarks.rig.table import append_rows, check_csv, print_rows
-
+    """Time an epoch of each loader with each number of loader processes, and add the rows to the table."""
     for count in processes:
         methods = make_methods(Path(root), count)
         result = paired(methods, rounds, warmup=3)
-        rows = [
-            row(
-                result,
-                name,
-                "torchvision",
-                claim="loader",
-                setting=f"{files} to {SIDE}x{SIDE}, batch {BATCH}, {count} loader processes",
-                target=TARGET if name == "hybridpar" else None,
-                extra={
-                    "images_per_second": round(IMAGES / result.median_ms(name) * 1e3),
-                    "timm": timm.__version__,
-                    "torchvision": torchvision.__version__,
-                },
-            )
-            for name in methods
-        ]
-        append_rows(Path(output), rows)
-        check_csv(Path(output))
-        print_rows(rows)
+        setting = f"{files} to {SIDE}x{SIDE}, batch {BATCH}, {count} loader processes"
+        versions = {"timm": timm.__version__, "torchvision": torchvision.__version__}
+        targets = {name: TARGET if name == "hybridpar" else None for name in methods}
+        rows = []
+        for name, target in targets.items():
+            extra = versions | {"images_per_second": round(IMAGES / result.median_ms(name) * 1e3)}
+            method = (result, name, "torchvision")
+            rows.append(row(*method, claim="loader", setting=setting, target=target, extra=extra))
+        write_rows(rows, output)
 
 
 def make_methods(root: Path, processes: int) -> dict[str, Callable[[], None]]:
-    """An epoch of each loader, which drops the batches.
-
-    Args:
-        root: Directory of the files.
-        processes: Loader processes.
-
-    Returns:
-        Functions by the names of the loaders.
-    """
-    from timm.data import create_dataset, create_loader
-    from torch.utils.data import DataLoader
-    from torchvision import datasets, transforms
-
-    from hybridpar.config import TrainConfig
-    from hybridpar.data import TrainBatches, load_dataset
-    from hybridpar.data.sources import IMAGENET_MEAN, IMAGENET_STD
-
+    """An epoch of each loader, which drops the batches, by the names of the loaders."""
     usual = transforms.Compose(
         [
             transforms.RandomResizedCrop(SIDE),
@@ -224,18 +175,7 @@ def make_methods(root: Path, processes: int) -> dict[str, Callable[[], None]]:
 
 
 def waiting(root: Path, processes: int, steps: int) -> dict[str, Any]:
-    """Train ResNet-18 for some steps, and read from the run's summary how long they waited for their data.
-
-    Args:
-        root: Directory of the files.
-        processes: Loader processes.
-        steps: Number of steps.
-
-    Returns:
-        A row of the table of runs.
-    """
-    from benchmarks.rig.rows import commit, now
-
+    """Train ResNet-18 for some steps, and read from the run's summary how long they waited for their data."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "hybridpar", "train", "resnet18", "--data", "folder", "--data-root", root]
         command += ["--batch-size", BATCH, "--loader-workers", processes, "--steps", steps]

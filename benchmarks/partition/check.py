@@ -39,8 +39,8 @@ def random_convex_stages(graph: UnitGraph, stages: int, generator: random.Random
                 ready.append(after)
     cuts = sorted(generator.sample(range(1, len(graph)), stages - 1))
     stage_of = [0] * len(graph)
-    for place, unit in enumerate(order):
-        stage_of[unit] = sum(cut <= place for cut in cuts)
+    for position, unit in enumerate(order):
+        stage_of[unit] = sum(cut <= position for cut in cuts)
     return stage_of
 
 
@@ -117,13 +117,13 @@ def compare_split(
     for stage in stages:
         stage.train()
         union.update(stage.state_dict())
-    own = model.state_dict()
-    state = sorted(union) == sorted(reference.keys) and all(union[name] is not None for name in own)
+    of_model = model.state_dict()
+    state = sorted(union) == sorted(reference.keys)
     if load and state:
-        saved = {name: value.clone() for name, value in own.items()}
+        saved = {name: value.clone() for name, value in of_model.items()}
         for stage in stages:
             stage.load_state_dict({name: saved[name] for name in stage.state_dict()})
-        merged = copy.deepcopy(own)  # some models want the metadata that only a whole state dict carries
+        merged = copy.deepcopy(of_model)  # some models want the metadata that only a whole state dict carries
         merged.update((name, value.clone()) for name, value in union.items())
         model.load_state_dict(merged)
         state = all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
@@ -159,16 +159,16 @@ def compare_split(
     return difference
 
 
-def _largest_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def _largest_difference(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Largest difference of any parameter's gradient, relative to that gradient's largest element.
 
     Where a gradient is zero but for rounding (the bias of a BatchNorm whose output only another BatchNorm sees), it
     is compared with a millionth of the model's largest gradient instead.
     """
-    if sorted(found) != sorted(wanted):
+    if sorted(gradients) != sorted(expected):
         return float("inf")
-    if not wanted:
+    if not expected:
         return 0.0
-    largest = {name: float(gradient.abs().max()) for name, gradient in wanted.items()}
+    largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
     floor = max(*largest.values(), 1e-6) * 1e-6
-    return max(float((found[name] - wanted[name]).abs().max()) / max(largest[name], floor) for name in wanted)
+    return max(float((gradients[name] - expected[name]).abs().max()) / max(largest[name], floor) for name in expected)

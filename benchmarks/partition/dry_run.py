@@ -1,4 +1,4 @@
-"""Runs stages of one process with a cut in the autograd graph at every border, and measures them so.
+"""Runs stages of one process with a cut in the autograd graph at every border.
 
 Received tensors are leaves, gradients exist and are accumulated into, and the backward pass comes after the forward
 passes of all stages, as in a pipeline, but without lanes, messages and micro-batches: the reference for a cut.
@@ -7,15 +7,11 @@ passes of all stages, as in a pipeline, but without lanes, messages and micro-ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from hybridpar.models.state import untouched
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.profile import Clock, expect_gradients, step_times
 from hybridpar.partition.stage import Stage
 
 
@@ -98,74 +94,22 @@ class StageRunner:
         self._received[index], self._sent[index] = {}, {}
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """What one stage took: minimum milliseconds over passes, and bytes it kept for backward.
-
-    Attributes:
-        forward_ms: Of the forward pass.
-        backward_ms: Of the backward pass.
-        saved_bytes: Kept for the backward pass, without parameters and buffers.
-    """
-
-    forward_ms: float
-    backward_ms: float
-    saved_bytes: int
-
-    @property
-    def ms(self) -> float:
-        """Forward and backward together."""
-        return self.forward_ms + self.backward_ms
-
-
-def dry_run_partitions(
-    partitions: Sequence[Sequence[Stage]], inputs: Sequence[torch.Tensor], *, passes: int = 5
-) -> list[list[StageTimes]]:
-    """Measure several partitions of one model in turns, so that whatever else the machine does hits all of them.
-
-    Args:
-        partitions: For every partition its stages; their state is put back afterwards.
-        inputs: One micro-batch.
-        passes: Passes over all stages of each; the minimum counts.
-
-    Returns:
-        For every partition times and sizes of its stages.
-    """
-    clock = Clock(inputs[0].device)
-    given = dict(zip(partitions[0][0].model_inputs, inputs, strict=True))
-    together = nn.ModuleList(stage for stages in partitions for stage in stages)
-    rows: list[list[list[tuple[float, float]]]] = [[] for _ in partitions]
-    with untouched(together, training=True):
-        expect_gradients(together)
-        saved = [_saved_bytes(stages, inputs) for stages in partitions]
-        for _ in range(passes):
-            for stages, times in zip(partitions, rows, strict=True):
-                times.append(step_times(stages, given, clock))
-    results = []
-    for times, sizes in zip(rows, saved, strict=True):
-        best = torch.tensor(times, dtype=torch.float64).amin(dim=0).tolist()
-        results.append([StageTimes(ahead, back, size) for (ahead, back), size in zip(best, sizes, strict=True)])
-    return results
-
-
-def _saved_bytes(stages: Sequence[Stage], inputs: Sequence[torch.Tensor]) -> list[int]:
+def measured_saved_bytes(stages: Sequence[Stage], *inputs: torch.Tensor) -> list[int]:
     """Bytes of distinct storages that each stage saves for backward, parameters and buffers left out."""
     runner = StageRunner(stages)
     runner.start(*inputs)
     sizes = []
     for index, stage in enumerate(stages):
-        own = {tensor.untyped_storage().data_ptr() for tensor in (*stage.parameters(), *stage.buffers())}
         seen: dict[int, int] = {}
 
-        def note(tensor: torch.Tensor, own: set[int] = own, seen: dict[int, int] = seen) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                seen[storage.data_ptr()] = storage.nbytes()
+        def note(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             runner.forward(index)
-        sizes.append(sum(seen.values()))
+        state = {tensor.untyped_storage().data_ptr() for tensor in (*stage.parameters(), *stage.buffers())}
+        sizes.append(sum(size for storage, size in seen.items() if storage not in state))
     for index in reversed(range(len(stages))):
         runner.backward(index)
     return sizes

@@ -7,96 +7,58 @@ statistics of all micro-batches, which is more work; it has a row of its own.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-from benchmarks.pipeline.methods import Method, Ours, Theirs, require_same_loss
-from benchmarks.pipeline.setups import TINY, WORK, Setting, cut_on_main
-from benchmarks.rig.paired import FOREIGN_LOAD, paired
+from benchmarks.pipeline.methods import WORK, Method, Ours, Theirs, cut_on_main, describe, require_same_loss
+from benchmarks.rig.paired import paired
 from benchmarks.rig.rank import link, process_group
-from benchmarks.rig.rows import Row, row
-from benchmarks.rig.table import append_rows, check_csv, print_rows
+from benchmarks.rig.rows import row, write_rows
+from benchmarks.rig.task import TINY, Setting
 from hybridpar.comm.world import World
-from hybridpar.plan import Plan
-from hybridpar.schedule.layout import Layout
-from hybridpar.sync.options import SyncOptions
+from hybridpar.config import TrainConfig
 
-SETTINGS = (Setting("resnet18", 112, 32, 8), Setting("mobilenet_v2", 112, 32, 8))
-QUICK = (Setting(TINY, 16, 16, 4),)
-
-SAME_AT_MOST = 1.0
-#: Stock BatchNorm, so that both sides do the same work.
-STOCK = SyncOptions(pool_batch_norm=False)
+SETTINGS = (Setting("resnet18", 112, 32), Setting("mobilenet_v2", 112, 32))
+QUICK = (Setting(TINY, 16, 16),)
+AT_MOST = 1.0
 POOLED = "pooled BatchNorm"
 
 
-def measure(quick: bool, rounds: int, keep_busy: bool, output: str | None, models: list[str]) -> None:
+def measure(quick: bool, rounds: int, keep_busy: bool, output: str | None) -> None:
     """Measure every setting in this rank, and write the rows in rank 0."""
+    micro_batches = 4 if quick else 8
     with process_group() as (rank, _):
-        worlds = {"gloo": World.join(lanes=1, shared_memory=False), "": World.join(lanes=1)}
+        worlds = {"gloo": World.join(shared_memory=False), "shared memory": World.join()}
         for setting in QUICK if quick else SETTINGS:
-            if models and setting.model not in models:
-                continue
-            plan = cut_on_main(setting, Layout.dealt(2, 2), worlds[""])
-            limit = float("inf") if keep_busy else FOREIGN_LOAD
-            rows = _same(setting, plan, worlds, rank, rounds, limit)
+            plan = cut_on_main(setting, worlds["gloo"], micro_batches)
+            # The torch method that each method is compared with.
+            methods: dict[str, Method] = {}
+            baselines: dict[str, str] = {}
+
+            def add(name: str, method: Method, theirs: str) -> None:
+                methods[name], baselines[name] = method, f"torch {theirs}"  # noqa: B023
+
+            for schedule, theirs in (("1f1b", "Schedule1F1B"), ("gpipe", "ScheduleGPipe")):
+                add(f"torch {theirs}", Theirs(setting, plan, micro_batches, theirs, rank), theirs)
+                config = TrainConfig(schedule=schedule, micro_batches=micro_batches, batch_norm="local")
+                for name, world in worlds.items():
+                    add(f"hybridpar {schedule}, {name}", Ours(setting, plan, world, config), theirs)
+            config = TrainConfig(schedule="1f1b", micro_batches=micro_batches)
+            ours = Ours(setting, plan, worlds["shared memory"], config)
+            add(f"hybridpar 1f1b, shared memory, {POOLED}", ours, "Schedule1F1B")
+            extra = {
+                "work": WORK,
+                "loss": require_same_loss(methods),
+                "stage_ms": [stage.ms for stage in plan.partition.stages],
+                "cut_bytes": [stage.cut_bytes for stage in plan.partition.stages],
+            }
+            result = paired({name: method.step for name, method in methods.items()}, rounds, keep_busy=keep_busy)
+            for method in methods.values():
+                method.close()
             if rank == 0:
-                print_rows(rows)
-                if output is not None:
-                    append_rows(Path(output), rows)
-                    check_csv(Path(output))
+                common = {"claim": "pipeline", "setting": describe(setting, micro_batches), "link": link()}
+                targets = {name: None if POOLED in name else AT_MOST for name in methods}
+                rows = [
+                    row(result, name, baselines[name], **common, ranks=2, target=target, extra=extra)
+                    for name, target in targets.items()
+                ]
+                write_rows(rows, output)
         for world in worlds.values():
             world.close()
-
-
-def _same(setting: Setting, plan: Plan, worlds: dict[str, World], rank: int, rounds: int, limit: float) -> list[Row]:
-    """The same stages under the same schedule."""
-    methods: dict[str, Method] = {}
-    for ours, theirs in (("1f1b", "Schedule1F1B"), ("gpipe", "ScheduleGPipe")):
-        methods[f"torch {theirs}"] = Theirs(setting, plan, theirs, rank)
-        for kind, world in worlds.items():
-            methods[f"hybridpar {ours}, {kind or 'shared memory'}"] = Ours(setting, plan, world, ours, sync=STOCK)
-    methods[f"hybridpar 1f1b, shared memory, {POOLED}"] = Ours(setting, plan, worlds[""], "1f1b")
-    loss = require_same_loss(methods)
-    result = paired({name: method.step for name, method in methods.items()}, rounds, foreign_load=limit)
-    notes = _notes(methods, plan) | {"loss": loss}
-    _close(methods)
-    rows = []
-    for name in methods:
-        baseline = "torch ScheduleGPipe" if "gpipe" in name.lower() else "torch Schedule1F1B"
-        target = None if name.startswith("torch") or POOLED in name else SAME_AT_MOST
-        rows.append(_row(result, name, baseline, setting, target, notes | _own_notes(methods[name])))
-    return rows
-
-
-def _row(result: Any, name: str, baseline: str, setting: Setting, target: float | None, notes: dict[str, Any]) -> Row:
-    return row(
-        result,
-        name,
-        baseline,
-        claim="pipeline",
-        setting=str(setting),
-        link=link(),
-        ranks=2,
-        target=None if name == baseline else target,
-        extra=notes,
-    )
-
-
-def _notes(methods: dict[str, Method], plan: Plan) -> dict[str, Any]:
-    return {
-        "work": WORK,
-        "stage_ms": [stage.ms for stage in plan.partition.stages],
-        "cut_bytes": [stage.cut_bytes for stage in plan.partition.stages],
-    }
-
-
-def _own_notes(method: Method) -> dict[str, Any]:
-    if not isinstance(method, Ours) or method.outcome is None:
-        return {}
-    return {"guard": True, "bubble": round(method.outcome.spans.bubble, 4)}
-
-
-def _close(methods: dict[str, Method]) -> None:
-    for method in methods.values():
-        method.close()

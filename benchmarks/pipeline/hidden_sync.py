@@ -20,69 +20,65 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.pipeline.checks import Check, write_checks
-from benchmarks.pipeline.methods import Ours
-from benchmarks.pipeline.setups import TINY, Setting, cut_on_main
+from benchmarks.pipeline.methods import Ours, cut_on_main, describe
+from benchmarks.rig.checks import Check, check_of, write_checks
 from benchmarks.rig.rank import link, process_group
+from benchmarks.rig.task import TINY, Setting
 from hybridpar.comm.clocks import gather_spans
 from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
 from hybridpar.schedule.actions import COMPUTE, Kind
-from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans
-from hybridpar.sync.options import SyncOptions
 
 #: Where the search for the rate of the second promise begins.
 RATE = "1gbit"
 #: The two times of the second promise agree when their ratio is in here.
 AGREE = (0.9, 1.1)
-SIDE, BATCH = 112, 32
+SETTING, QUICK = Setting("resnet18", 112, 32), Setting(TINY, 16, 16)
 HIDEABLE_AT_LEAST, ALL_AT_LEAST = 0.9, 0.8
 #: Below this a stage has nothing worth hiding: its only bucket is ready when everything has been computed.
 LEAST_MS = 2.0
-_BUCKET = 1 << 20
 
 
-def measure(
-    quick: bool, rounds: int, keep_busy: bool, output: str | None, micro_batches: int, notes: str, judge: bool
-) -> None:
+def measure(quick: bool, rounds: int, output: str | None, micro_batches: int, notes: str, judge: bool) -> None:
     """Measure one setting in this rank, and write rows in rank 0.
 
     Args:
         quick: A small net and few steps.
         rounds: Steps to judge.
-        keep_busy: Of no effect: what is hidden is judged within a step.
         output: Table to add rows to.
         micro_batches: Micro-batches of a step.
         notes: File for the ratio of the larger stage's sync to the other's last backward pass.
         judge: Judge all of the sync, if that ratio is in `AGREE`; write nothing if it is not.
     """
-    del keep_busy
-    setting = Setting(TINY, 16, 16, micro_batches) if quick else Setting("resnet18", SIDE, BATCH, micro_batches)
+    setting = QUICK if quick else SETTING
     with process_group() as (rank, _):
         world = World.join(lanes=2)
-        plan = cut_on_main(setting, Layout.dealt(2, 2), world, replicas=2, passes=3)
-        ours = Ours(setting, plan, world, "1f1b", sync=SyncOptions(bucket_bytes=_BUCKET))
+        plan = cut_on_main(setting, world, micro_batches, replicas=2)
+        config = TrainConfig(schedule="1f1b", micro_batches=micro_batches, sync="allreduce:bucket=1")
+        ours = Ours(setting, plan, world, config)
         spans: dict[int, StepSpans] = {}
         for number in range(3 + (5 if quick else rounds)):
             ours.step()
             if number >= 3:  # buckets are cut anew after the first step
-                assert ours.outcome is not None
-                spans[number] = ours.outcome.spans
+                assert ours.result is not None
+                spans[number] = ours.result.outcome.spans
         steps = gather_spans(world, spans).steps
         ours.close()
         world.close()
     if rank:
         return
-    found = [hidden(step) for step in steps.values()]
+    times = [hidden(step) for step in steps.values()]
     sizes = [stage.parameter_bytes or 0 for stage in plan.partition.stages]
-    large = max(found[0], key=lambda stage: sizes[stage])
+    large = max(times[0], key=lambda stage: sizes[stage])
     backward = [last_backward(step, stage=1 - large) for step in steps.values()]
-    ratio = statistics.median(one[large][0] / took for one, took in zip(found, backward, strict=True))
+    ratio = statistics.median(step[large][0] / taken for step, taken in zip(times, backward, strict=True))
     Path(notes).write_text(json.dumps({"ratio": ratio}))
     agree = AGREE[0] <= ratio <= AGREE[1]
     if agree or not judge:
         extra = f"sync of stage {large} / last backward pass of stage {1 - large}: {ratio:.2f}"
-        write_checks(_rows(setting, found, sizes, extra, agree and judge), output)
+        words = f"{describe(setting, micro_batches)}, 2 stages x 2 replicas"
+        write_checks(_rows(words, times, sizes, extra, agree and judge), output, "pipeline")
 
 
 def hidden(step: Mapping[int, StepSpans]) -> dict[int, tuple[float, float, float]]:
@@ -91,15 +87,12 @@ def hidden(step: Mapping[int, StepSpans]) -> dict[int, tuple[float, float, float
     A sum is ready when the last of its replicas has gathered the bucket, has begun when the last has come to it, and is
     over when the last has left it.
     """
-    computed = max(
-        one.origin * 1e3 + span.end_ms for one in step.values() for span in one.spans if span.action.kind in COMPUTE
-    )
+    spans = [span.shifted(worker.origin * 1e3) for worker in step.values() for span in worker.spans]
+    computed = max(span.end_ms for span in spans if span.action.kind in COMPUTE)
     sums: dict[tuple[int, int], list[Span]] = {}
-    for one in step.values():
-        for span in one.spans:
-            if span.action.kind is Kind.SYNC:
-                key = (span.action.stage, span.action.index or 0)
-                sums.setdefault(key, []).append(span.shifted(one.origin * 1e3))
+    for span in spans:
+        if span.action.kind is Kind.SYNC:
+            sums.setdefault((span.action.stage, span.action.index or 0), []).append(span)
     result = {}
     for stage in sorted({stage for stage, _ in sums}):
         mine = [both for (owner, _), both in sums.items() if owner == stage]
@@ -116,11 +109,11 @@ def hidden(step: Mapping[int, StepSpans]) -> dict[int, tuple[float, float, float
 
 def last_backward(step: Mapping[int, StepSpans], stage: int) -> float:
     """Milliseconds of the last backward pass of a stage; of the slowest replica."""
-    return max(
-        max((span for span in one.spans if span.action.kind is Kind.BACKWARD), key=lambda span: span.end_ms).duration_ms
-        for one in step.values()
-        if any(span.action.stage == stage and span.action.kind is Kind.BACKWARD for span in one.spans)
-    )
+    passes = [
+        [span for span in worker.spans if span.action.stage == stage and span.action.kind is Kind.BACKWARD]
+        for worker in step.values()
+    ]
+    return max(max(spans, key=lambda span: span.end_ms).duration_ms for spans in passes if spans)
 
 
 def _one_after_another(ready: Sequence[float], durations: Sequence[float]) -> list[tuple[float, float]]:
@@ -143,42 +136,16 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _rows(
-    setting: Setting,
-    found: list[dict[int, tuple[float, float, float]]],
-    sizes: list[int],
-    ratio: str,
-    judge: bool,
+    setting: str, times: list[dict[int, tuple[float, float, float]]], sizes: list[int], ratio: str, judge: bool
 ) -> list[Check]:
     rows = []
-    name = f"{setting}, 2 stages x 2 replicas"
-    for stage in found[0]:
-        totals, hideable, done = (statistics.median(one[stage][part] for one in found) for part in range(3))
-        parts = [one[stage][2] / one[stage][1] for one in found if one[stage][1] >= LEAST_MS]
-        extra = f"{sizes[stage] / 1e6:.1f} MB, {totals:.0f} ms, hideable {hideable:.0f} ms, hidden {done:.0f} ms"
+    for stage in times[0]:
+        total, hideable, done = (statistics.median(step[stage][part] for step in times) for part in range(3))
+        parts = [step[stage][2] / step[stage][1] for step in times if step[stage][1] >= LEAST_MS]
+        extra = f"{sizes[stage] / 1e6:.1f} MB, {total:.0f} ms, hideable {hideable:.0f} ms, hidden {done:.0f} ms"
+        what = f"hidden of the hideable sync, stage {stage}"
         if parts:
-            rows.append(
-                Check(
-                    setting=name,
-                    link=link(),
-                    what=f"hidden of the hideable sync, stage {stage}",
-                    value=statistics.median(parts),
-                    low=min(parts),
-                    high=max(parts),
-                    at_least=HIDEABLE_AT_LEAST,
-                    extra=extra,
-                )
-            )
-    whole = [sum(one[stage][2] for stage in one) / sum(one[stage][0] for stage in one) for one in found]
-    rows.append(
-        Check(
-            setting=name,
-            link=link(),
-            what="hidden of all sync",
-            value=statistics.median(whole),
-            low=min(whole),
-            high=max(whole),
-            at_least=ALL_AT_LEAST if judge else None,
-            extra=ratio,
-        )
-    )
-    return rows
+            rows.append(check_of(setting, link(), what, parts, at_least=HIDEABLE_AT_LEAST, extra=extra))
+    shares = [sum(done for *_, done in step.values()) / sum(total for total, *_ in step.values()) for step in times]
+    at_least = ALL_AT_LEAST if judge else None
+    return [*rows, check_of(setting, link(), "hidden of all sync", shares, at_least=at_least, extra=ratio)]

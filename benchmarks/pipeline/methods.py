@@ -1,105 +1,100 @@
-"""Sets up hybridpar and `torch.distributed.pipelining` behind the same three calls."""
+"""Pipelines of hybridpar and of `torch.distributed.pipelining`, and DDP, behind the same calls."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.pipeline.setups import Setting, optimizer_of, optimizer_step
+from benchmarks.rig.task import Loop, Setting, fast_ddp
 from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
 from hybridpar.errors import DataError
-from hybridpar.lanes import Lanes
-from hybridpar.partition.planning import stages_from_plan
-from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.pipeline.step import LateOutcome, StepRequest
-from hybridpar.plan import Plan
-from hybridpar.schedule.costs import Costs, Link
+from hybridpar.partition.planning import partition_model, stages_from_plan
+from hybridpar.plan import Placement, Plan, parse_plan
+from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.planner.resolve import resolve
 from hybridpar.schedule.layout import Layout
-from hybridpar.schedule.schedules import ScheduleRequest, make_all
-from hybridpar.sync.options import SyncOptions
+from hybridpar.train.trainer import StepResult, Trainer
+
+#: What all sides do, for the table.
+WORK = "forward, backward, SGD with momentum 0.9 (fused); fp32"
+
+
+class Method(Protocol):
+    """One side of a comparison."""
+
+    def step(self) -> None:
+        """One step, to its end."""
+
+    def loss(self) -> float:
+        """Mean loss of the batch in the last step; the same on all workers. A collective."""
+
+    def close(self) -> None:
+        """End what it holds."""
+
+
+def describe(setting: Setting, micro_batches: int) -> str:
+    """A setting as the tables have it."""
+    return f"{setting}, {micro_batches} micro-batches"
+
+
+def cut_on_main(
+    setting: Setting, world: World, micro_batches: int, *, replicas: int = 1, link_speed: float | None = None
+) -> Plan:
+    """Measure the model and cut it into two stages on rank 0; the plan is the same everywhere. A collective."""
+
+    def cut() -> str:
+        # A copy: what a stage saves is counted by storages, and a slice has that of the whole batch.
+        example = setting.noise()[0][: setting.batch // (micro_batches * replicas)].clone()
+        plan = partition_model(setting.build(), example, 2, link_speed=link_speed, threads=1).plan
+        placement = Placement(layout=Layout.repeated(Layout.dealt(2, 2).rows[0], replicas), device="cpu")
+        return plan.model_copy(update={"placement": placement}).to_json()
+
+    return parse_plan(json.loads(world.from_main(cut)))
 
 
 class Ours:
-    """A model that hybridpar trains as a pipeline. `step` returns when the step is over on this worker.
+    """A model that hybridpar trains as a pipeline.
 
     Args:
         setting: What is trained.
         plan: How it is cut.
         world: The workers.
-        schedule: Name of the schedule.
-        sync: How gradients are synchronised; by default with the guard, and BatchNorm's statistics pooled.
-        threads: Intra-op threads of a lane.
-        lanes_of_sync: Lanes that gradients are sent on.
-        link: What the schedule `greedy` is told of the link.
+        config: Schedule, micro-batches and what is done to gradients.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        plan: Plan,
-        world: World,
-        schedule: str,
-        *,
-        sync: SyncOptions | None = None,
-        threads: int = 1,
-        lanes_of_sync: int = 2,
-        link: Link | None = None,
-        times: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
-    ) -> None:
-        self.setting = setting
-        replicas = world.size // plan.layout.workers
-        sections = plan.partition.stages
-        self.model = setting.build()
-        stages = stages_from_plan(self.model, plan)
-        forward, backward = times or (
-            tuple(stage.forward_ms or 0.0 for stage in sections),
-            tuple(stage.backward_ms or 0.0 for stage in sections),
+    def __init__(self, setting: Setting, plan: Plan, world: World, config: TrainConfig) -> None:
+        run = resolve(config, world.size, plan, ())
+        images, labels = setting.noise()
+        self._trainer = Trainer(
+            setting.build(),
+            setting.optimizer,
+            nn.CrossEntropyLoss(),
+            config,
+            world=world,
+            plan=PlannedRun(run),
+            example=images[: run.micro_batch_samples(setting.batch)],
         )
-        layout = Layout.repeated(plan.layout.rows[0], replicas)
-        request = ScheduleRequest(layout, setting.micro_batches, Costs(forward, backward, link=link or Link()))
-        options = PipelineOptions(
-            layout,
-            make_all(schedule, request),
-            threads=threads,
-            costs=Costs(forward, backward),
-            sync=sync or SyncOptions(),
-            sync_lanes=lanes_of_sync,
-        )
-        self.lanes = Lanes("cpu")
-        self.engine = PipelineEngine(
-            self.model, stages, world, self.lanes, F.cross_entropy, optimizer_step, options, setting.micro_batches
-        )
-        images, labels = setting.data(replicas, self.engine.replica)
-        count = setting.micro_batches
-        self.micro_batches = list(zip(images.chunk(count), labels.chunk(count), strict=True))
-        self.outcome: LateOutcome | None = None
+        replicas, replica = run.layout.replicas, run.layout.replica_of(world.rank)
+        self._batch = images.chunk(replicas)[replica], labels.chunk(replicas)[replica]
+        self.result: StepResult | None = None
 
     def step(self) -> None:
-        """One step, to its end."""
-        samples = sum(len(labels) for _, labels in self.micro_batches)
-        self.outcome = self.engine.executor.step(StepRequest(self.micro_batches, samples), self.setting.batch)
-        self.engine.wait()
+        self.result = self._trainer.step(self._batch)
+        self._trainer.wait()
 
     def loss(self) -> float:
-        """Mean loss of the batch in the last step; the same on all workers."""
-        assert self.outcome is not None
-        return self.outcome.loss
-
-    def transport(self) -> str:
-        """The transport by which activations are sent."""
-        ends = self.engine.grid.senders.values() if self.engine.grid is not None else ()
-        return next((end.group.transport for end in ends), "none")
+        assert self.result is not None
+        return self.result.loss
 
     def close(self) -> None:
-        """End lanes, channels and process groups."""
-        self.engine.wait()
-        self.engine.close()
-        self.lanes.close()
+        self._trainer.close()
 
 
 class Theirs:
@@ -111,36 +106,33 @@ class Theirs:
     Args:
         setting: What is trained.
         plan: How it is cut.
+        micro_batches: Of a step.
         schedule: Name of torch's class.
         rank: This worker.
     """
 
-    def __init__(self, setting: Setting, plan: Plan, schedule: str, rank: int) -> None:
+    def __init__(self, setting: Setting, plan: Plan, micro_batches: int, schedule: str, rank: int) -> None:
         from torch.distributed import pipelining
 
-        self.setting = setting
-        model = setting.build()
-        stages = stages_from_plan(model, plan, relay=True)
+        stages = stages_from_plan(setting.build(), plan, relay=True)
         (mine,) = (stage for stage, (worker, _) in enumerate(plan.layout.rows[0]) if worker == rank)
         stage = pipelining.PipelineStage(stages[mine], mine, len(stages), torch.device("cpu"))
         kind: Any = getattr(pipelining, schedule)
-        self._schedule = kind(stage, setting.micro_batches, loss_fn=F.cross_entropy)
-        self._optimizer = optimizer_of(stages[mine])
-        images, labels = setting.data()
-        self._arguments = (images,) if mine == 0 else ()
+        self._schedule = kind(stage, micro_batches, loss_fn=F.cross_entropy)
+        self._optimizer = setting.optimizer(stages[mine])
+        images, labels = setting.noise()
+        self._inputs = (images,) if mine == 0 else ()
         self._target = labels if mine == len(stages) - 1 else None
         self._losses: list[Tensor] = []
 
     def step(self) -> None:
-        """One step, to its end."""
         self._optimizer.zero_grad()
         self._losses.clear()
         losses = self._losses if self._target is not None else None
-        self._schedule.step(*self._arguments, target=self._target, losses=losses, return_outputs=False)
+        self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
         self._optimizer.step()
 
     def loss(self) -> float:
-        """Mean loss of the batch in the last step; the same on all workers. A collective."""
         total = torch.stack(self._losses).mean() if self._target is not None else torch.zeros(())
         total = total.detach().double()
         dist.all_reduce(total)
@@ -150,17 +142,25 @@ class Theirs:
         """Nothing to end."""
 
 
-class Method(Protocol):
-    """One side of a comparison."""
+class Ddp:
+    """DistributedDataParallel in its fastest documented form, on this rank's half of the batch."""
+
+    def __init__(self, setting: Setting, rank: int, ranks: int) -> None:
+        self._loop = Loop(setting, fast_ddp)
+        images, labels = setting.noise()
+        self._batch = images.chunk(ranks)[rank], labels.chunk(ranks)[rank]
+        self._loss = torch.zeros(())
 
     def step(self) -> None:
-        """One step, to its end."""
+        self._loss = self._loop.step(*self._batch)
 
     def loss(self) -> float:
-        """Mean loss of the batch in the last step; the same on all workers."""
+        total = self._loss.double()
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
 
     def close(self) -> None:
-        """End what it holds."""
+        """Nothing to end."""
 
 
 def require_same_loss(methods: Mapping[str, Method], tolerance: float = 1e-4) -> float:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,18 +42,10 @@ class Job:
         with tempfile.TemporaryDirectory() as folder, _capped(self.cap) as procs:
             options = {"data": "synthetic:samples=1024", "image-size": self.side, "batch-size": batch, "lr": 0.001}
             options |= {"nproc": self.workers, "optimizer": self.optimizer, "steps": _STEPS}
+            options |= {"run-dir": f"{folder}/run", "checkpoints": "never"}
             words = [f"--{name}={value}" for name, value in options.items()]
             done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "hybridpar",
-                    "train",
-                    self.model,
-                    *words,
-                    f"--run-dir={folder}/run",
-                    "--checkpoints=never",
-                ],
+                [sys.executable, "-m", "hybridpar", "train", self.model, *words],
                 env={**os.environ, "HYBRIDPAR_CACHE": f"{folder}/cache"},
                 preexec_fn=lambda: procs.write_text(str(os.getpid())),
                 capture_output=True,
@@ -83,7 +75,7 @@ def _capped(cap: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def measure(jobs: int, compared: int, output: Path | None) -> None:
+def measure(jobs: int, compared: int, output: str | None) -> None:
     """Run random jobs; as root. Of the first `compared` other batches are timed too."""
     draw = random.Random(0)
     for number in range(jobs):
@@ -96,7 +88,7 @@ def measure(jobs: int, compared: int, output: Path | None) -> None:
         row |= {"of_the_best": _of_the_best(job, int(str(row["batch"]))) if code == 0 and number < compared else ""}
         print(row, flush=True)
         if output is not None:
-            append_dicts(output, [row])
+            append_dicts(Path(output), [row])
 
 
 def _of_the_best(job: Job, batch: int) -> float:
@@ -107,13 +99,3 @@ def _of_the_best(job: Job, batch: int) -> float:
         if code == 0:
             rates[size] = size / float(str(summary["step_ms_median"]))
     return round(rates[batch] / max(rates.values()), 3)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """`python -m benchmarks.planner.batches [JOBS [COMPARED]]`."""
-    jobs, compared = (*map(int, arguments), *(100, 10)[len(arguments) :])
-    measure(jobs, compared, Path(__file__).parent / "results" / "batches.csv")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from benchmarks.pipeline.checks import Check, write_checks
+from benchmarks.rig.checks import Check, check_of, write_checks
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import LOOPBACK, Network
 from hybridpar.plan import read_plan
@@ -45,65 +45,46 @@ def measure(link: str, runs: int, quick: bool, output: str | None) -> None:
     """
     checks = [_run(link, number) for number in range(1, 2 if quick else 1 + runs)]
     errors = [check.value for check in checks]
-    checks.append(
-        Check(
-            setting=SETTING,
-            link=link,
-            what="error of the closing table, median over runs",
-            value=statistics.median(errors),
-            low=min(errors),
-            high=max(errors),
-            at_most=APART,
-            extra=f"{sum(error <= APART for error in errors)} of {len(errors)} runs within {100 * APART:.0f} %",
-        )
-    )
+    within = f"{sum(error <= APART for error in errors)} of {len(errors)} runs within {100 * APART:.0f} %"
+    what = "error of the closing table, median over runs"
+    checks.append(check_of(SETTING, link, what, errors, at_most=APART, extra=within))
     write_checks(checks, output, "closing tables")
 
 
 def _run(link: str, number: int) -> Check:
     """One run of the command; its error, and what else there is to say of it."""
     with tempfile.TemporaryDirectory() as passing:
-        place = Path(passing) / "run"
-        arguments = [*_COMMAND, "--run-dir", str(place)]
+        directory = Path(passing) / "run"
         environment = {"HYBRIDPAR_CACHE": str(Path(passing) / "cache"), "PYTHONWARNINGS": "ignore::FutureWarning"}
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-            _start(arguments, link, environment, said)
-            said.seek(0)
-            planned = re.search(r"plan +(.*?), about .*?planning took\s+([\d.]+) s", said.read(), re.DOTALL)
-        assert planned is not None, "the run was not planned"
-        plan = read_plan(place / "plan.json")
-        lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert plan.predicted is not None, "the plan has no prediction"
-    assert plan.ran is not None, "the run has not told its plan how fast it was"
-    predicted, ran = plan.predicted.step_ms, plan.ran.step_ms
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+            _start([*_COMMAND, "--run-dir", str(directory)], link, environment, output)
+            output.seek(0)
+            planned = re.search(r"plan +(.*?), about .*?planning took\s+([\d.]+) s", output.read(), re.DOTALL)
+        plan = read_plan(directory / "plan.json")
+        lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert planned is not None, "the run was not planned"
+    predicted, measured = (None if part is None else part.step_ms for part in (plan.predicted, plan.ran))
     assert predicted is not None, "no time of a step was predicted"
-    assert ran is not None, "no time of a step was measured"
-    error = predicted / ran - 1  # as in the other tables of predictions
+    assert measured is not None, "no time of a step was measured"
+    error = predicted / measured - 1  # as in the other tables of predictions
     times = [float(row["step_ms"]) for row in map(json.loads, lines) if "step_ms" in row]
     stretches = [statistics.median(times[at : at + STRETCH]) for at in range(0, len(times) - STRETCH + 1, STRETCH)]
     seconds = float(planned[2])
     within = "at most" if seconds <= MOST_SECONDS else "more than"
-    return Check(
-        setting=SETTING,
-        link=link,
-        what=f"error of the closing table, run {number}",
-        value=abs(error),
-        low=abs(error),
-        high=abs(error),
-        at_most=APART,
-        extra=(
-            f"{planned[1]}; predicted {predicted:.1f} ms, measured {ran:.1f} ({100 * error:+.1f} %); stretches of "
-            f"{STRETCH} steps from {min(stretches):.0f} to {max(stretches):.0f} ms; planned in {seconds:.1f} s "
-            f"({within} {MOST_SECONDS:.0f})"
-        ),
+    extra = (
+        f"{planned[1]}; predicted {predicted:.1f} ms, measured {measured:.1f} ({100 * error:+.1f} %); stretches of "
+        f"{STRETCH} steps from {min(stretches):.0f} to {max(stretches):.0f} ms; planned in {seconds:.1f} s "
+        f"({within} {MOST_SECONDS:.0f})"
     )
+    what = f"error of the closing table, run {number}"
+    return check_of(SETTING, link, what, [abs(error)], at_most=APART, extra=extra)
 
 
-def _start(arguments: list[str], link: str, environment: dict[str, str], said: IO[str]) -> None:
-    """Run the command on two workers: its own on the loopback, one in each host on a shaped link."""
+def _start(arguments: list[str], link: str, environment: dict[str, str], output: IO[str]) -> None:
+    """Run the command on two workers: once on the loopback, in each host on a shaped link."""
     if link != LOOPBACK:
         with Network(2, link) as network:
-            launch(arguments, network, timeout=TIMEOUT, environment=environment, stdout=said)
+            launch(arguments, network, timeout=TIMEOUT, environment=environment, stdout=output)
         return
     command = [sys.executable, *arguments, "--nproc", "2"]
-    subprocess.run(command, env={**os.environ, **environment}, stdout=said, timeout=TIMEOUT, check=True)
+    subprocess.run(command, env={**os.environ, **environment}, stdout=output, timeout=TIMEOUT, check=True)

@@ -28,12 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pipeline.checks import Check, write_checks
-from benchmarks.planner.common import CLASSES
-from benchmarks.planner.predicted import Running, in_turns
-from benchmarks.rig.network import LOOPBACK
+from benchmarks.planner.turns import Running, in_turns
+from benchmarks.rig.checks import Check, check_of, write_checks
 from benchmarks.rig.rank import link, process_group
-from benchmarks.sync.methods import Setting, Workplace, make_method
+from benchmarks.rig.task import CLASSES, Setting
+from benchmarks.sync.methods import Job, make_method
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, TestBatches, TrainBatches, load_dataset
@@ -62,21 +61,21 @@ MOST_EPOCHS, CHECKS_PER_EPOCH = 8, 3
 ROUNDS, SECONDS = 7, 30.0
 
 
-class _Hooked:
-    """DDP, with a hook or without.
+#: A rank's batch is half of it; the rate and the seed change.
+SETTING = Setting("resnet18", 32, 16, RATES[0])
 
-    Args:
-        name: See `benchmarks.sync.methods`.
-        place: Where.
-    """
+
+class _Hooked:
+    """DDP, with a hook or without; see `benchmarks.sync.methods` for its name."""
 
     #: Into how many parts a batch is divided: parts that workers are given, and micro-batches of each.
     micro_batches = 1
     interval = 1
 
-    def __init__(self, name: str, place: Workplace) -> None:
-        self.part, self.parts = place.rank, place.ranks
-        self._method = make_method(name, place)
+    def __init__(self, name: str, job: Job) -> None:
+        self.part, self.parts = job.rank, job.ranks
+        self._method = make_method(name, job)
+        self.close = self._method.close
 
     def step(self, batch: Batch) -> None:
         """A step on this worker's part."""
@@ -86,45 +85,37 @@ class _Hooked:
         """Over the test images of all workers; a collective."""
         model = self._method.model
         model.eval()
-        right = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
-            for images, labels in test:
-                right += torch.tensor([float((model(images).argmax(1) == labels).sum()), float(len(labels))])
+            guesses = [(model(images).argmax(1) == labels).double() for images, labels in test]
         model.train()
-        dist.all_reduce(right)
-        return float(right[0] / right[1])
-
-    def close(self) -> None:
-        """End what it holds."""
-        self._method.close()
+        right = torch.cat(guesses)
+        counts = torch.stack([right.sum(), torch.tensor(float(len(right)), dtype=torch.float64)])
+        dist.all_reduce(counts)
+        return float(counts[0] / counts[1])
 
 
 class _Planned:
-    """A plan, followed by the trainer.
+    """A plan of all workers, followed by the trainer."""
 
-    Args:
-        plan: The plan, of all workers.
-        place: Where.
-    """
-
-    def __init__(self, plan: Plan, place: Workplace) -> None:
-        setting = place.setting
-        config = TrainConfig(batch_size=setting.batch * place.ranks)
+    def __init__(self, plan: Plan, job: Job) -> None:
+        setting = job.setting
+        config = TrainConfig(batch_size=setting.batch * job.ranks)
         run = resolve(config, plan.workers or 1, plan, ())
         config = replace(config, sync=sync_of(config, run))
         #: Steps after which it begins anew.
         self.interval = run.sync.outer or 1
-        replicas, parts = run.layout.replicas, run.pipeline.micro_batches
-        self.part, self.parts, self.micro_batches = run.layout.replica_of(place.rank), replicas, parts
+        self.part, self.parts = run.layout.replica_of(job.rank), run.layout.replicas
+        self.micro_batches = run.pipeline.micro_batches
         self._trainer = Trainer(
             setting.build(),
             setting.optimizer,
             nn.CrossEntropyLoss(),
             config,
-            world=place.world(run.sync.groups),
+            world=job.world(run.sync.groups),
             plan=PlannedRun(run),
-            example=torch.zeros(config.samples_per_step // (replicas * parts), 3, setting.side, setting.side),
+            example=setting.noise()[0][: run.micro_batch_samples(config.samples_per_step)],
         )
+        self.close = self._trainer.close
 
     def step(self, batch: Batch) -> None:
         """See `_Hooked`."""
@@ -134,10 +125,6 @@ class _Planned:
     def accuracy(self, test: Iterable[tuple[Tensor, Tensor]]) -> float:
         """See `_Hooked`."""
         return self._trainer.evaluate(test).accuracy
-
-    def close(self) -> None:
-        """See `_Hooked`."""
-        self._trainer.close()
 
 
 def measure(phase: str, quick: bool, seeds: int, notes: str, output: str | None) -> None:
@@ -173,19 +160,25 @@ class Call:
         """Those of DDP."""
         return DDP[:2] if self.quick else AT_SLOW if link() in SLOW else DDP
 
-    def noted(self, name: str) -> Path:
+    @property
+    def steps_file(self) -> Path:
+        """Steps to the target by method and seed."""
+        return self.notes / "steps.json"
+
+    def plan_file(self, name: str) -> Path:
         """What was chosen on the link of that name."""
         return self.notes / f"plan-{name}.json"
 
-    def made(self, name: str, place: Workplace) -> _Hooked | _Planned:
+    def made(self, name: str, job: Job) -> _Hooked | _Planned:
         """A method of DDP, or by the name of its link a plan."""
         if name in DDP:
-            return _Hooked(name, place)
-        return _Planned(parse_plan(json.loads(self.noted(name).read_text())["plan"]), place)
+            return _Hooked(name, job)
+        return _Planned(parse_plan(json.loads(self.plan_file(name).read_text())["plan"]), job)
 
 
 def _plan(call: Call) -> None:
-    if call.noted(link()).exists():
+    file = call.plan_file(link())
+    if file.exists():
         return
     world = World.join(lanes=2, timeout=900)
     # Nothing is known of the machine: what is measured for it, and built, is in the seconds.
@@ -193,77 +186,71 @@ def _plan(call: Call) -> None:
     if call.rank == 0:
         shutil.rmtree(cache, ignore_errors=True)
     os.environ["HYBRIDPAR_CACHE"] = str(cache)
-    setting = Setting(rate=RATES[0])
-    config = TrainConfig(data="digits", batch_size=setting.batch * call.ranks, fidelity="lossy")
-    model = setting.build()
-    shape = (3, setting.side, setting.side)
+    config = TrainConfig(data="digits", batch_size=SETTING.batch * call.ranks, fidelity="lossy")
+    model, shape = SETTING.build(), (3, SETTING.side, SETTING.side)
     steps = MOST_EPOCHS * (len(load_dataset(config).train) // config.samples_per_step)
-
-    def planned() -> dict[str, Any]:
+    notes: dict[str, Any] = {}
+    for key in ("seconds", "again"):
         world.barrier()
         began = time.perf_counter()
-        found = plan_run(model, config, world, sample_shape=shape, steps=steps, name="resnet18", open_trial=open_trial)
-        seconds = time.perf_counter() - began
-        return {"plan": json.loads(found.plan.to_json()), "told": found.lines[0], "seconds": seconds}
-
-    noted = planned()
-    noted["again"] = planned()["seconds"]
+        run = plan_run(model, config, world, sample_shape=shape, steps=steps, name="resnet18", open_trial=open_trial)
+        notes[key] = time.perf_counter() - began
+        notes = {"plan": json.loads(run.plan.to_json()), "line": run.lines[0]} | notes
     if call.rank == 0:
-        call.noted(link()).write_text(json.dumps(noted))
-        print(f"{link()}: {noted['told']}, {noted['seconds']:.1f} s, again {noted['again']:.1f} s", flush=True)
+        file.write_text(json.dumps(notes))
+        print(f"{link()}: {notes['line']}, {notes['seconds']:.1f} s, again {notes['again']:.1f} s", flush=True)
     world.close()
 
 
 def _train_all(call: Call) -> None:
-    steps = call.notes / "steps.json"
-    found: dict[str, list[float]] = json.loads(steps.read_text()) if steps.exists() else {}
-    told = {one: json.loads(call.noted(one).read_text())["told"] for one in AT_LEAST if call.noted(one).exists()}
+    steps_file = call.steps_file
+    steps: dict[str, list[float]] = json.loads(steps_file.read_text()) if steps_file.exists() else {}
+    files = {name: call.plan_file(name) for name in AT_LEAST}
+    lines = {name: json.loads(file.read_text())["line"] for name, file in files.items() if file.exists()}
     dist.barrier()
-    for name in (*call.methods, *told):
-        same = next((one for one in told if one in found and told[one] == told.get(name)), None)
-        if name in found or same is not None:  # found before, or for the other link
-            found[name] = found[same or name]
+    for name in (*call.methods, *lines):
+        same = next((other for other in lines if other in steps and lines[other] == lines.get(name)), name)
+        if same in steps:  # trained before, or for another link
+            steps[name] = steps[same]
             continue
         rates = RATES_LOW_RANK if "psgd" in name else RATES
         trained = {rate: _steps_of_seeds(name, rate, call) for rate in (rates[:1] if call.quick else rates)}
-        found[name] = trained[min(trained, key=lambda one: statistics.median(trained[one]))]
+        steps[name] = trained[min(trained, key=lambda rate: statistics.median(trained[rate]))]
         if call.rank == 0:
             what = name if name in DDP else f"planned for {name}"
             print(f"{what}: steps to {TARGET:.0%} by rate and seed: {trained}", flush=True)
-            steps.write_text(json.dumps(found))
+            steps_file.write_text(json.dumps(steps))
     if call.rank == 0:
-        steps.write_text(json.dumps(found))
+        steps_file.write_text(json.dumps(steps))
 
 
 def _time(call: Call) -> None:
     world = World.join(lanes=2, timeout=900)
-    noted, found = json.loads(call.noted(link()).read_text()), json.loads((call.notes / "steps.json").read_text())
-    steps = {PLANNED: found[link()], **{name: found[name] for name in call.methods}}
+    notes, known = json.loads(call.plan_file(link()).read_text()), json.loads(call.steps_file.read_text())
+    steps = {PLANNED: known[link()], **{name: known[name] for name in call.methods}}
     starts: dict[str, list[float]] = {name: [] for name in steps}
     made = {name: partial(_running, link() if name == PLANNED else name, call, starts[name]) for name in steps}
     times = in_turns(made, world, rounds=3 if call.quick else ROUNDS, seconds=SECONDS)
     world.close()
     if call.rank == 0:
-        start = {
-            name: max(0.0, statistics.median(own) - STARTS * statistics.median(times[name]) / 1e3)
-            for name, own in starts.items()
-        }
-        write_checks(_rows(steps, times, start, noted), call.output, "target")
+        step_ms = {name: statistics.median(visits) for name, visits in times.items()}
+        start = {name: max(0.0, statistics.median(starts[name]) - STARTS * step_ms[name] / 1e3) for name in steps}
+        write_checks(_rows(steps, step_ms, start, notes), call.output, "target")
 
 
 def _running(name: str, call: Call, starts: list[float]) -> Running:
     """A method that takes steps on noise, and notes the seconds until the first are done."""
     began, done = time.perf_counter(), itertools.count(1)
-    place = Workplace(Setting(rate=RATES[0]), call.rank, call.ranks)
-    method = call.made(name, place)
-    every = place.setting.batch * call.ranks
-    images = random_batch((3, place.setting.side, place.setting.side), every, torch.device("cpu"))
-    labels = torch.arange(every) % CLASSES
-    own = (
-        whole.tensor_split(method.parts)[method.part].tensor_split(method.micro_batches) for whole in (images, labels)
+    job = Job(SETTING, call.rank, call.ranks)
+    method = call.made(name, job)
+    every = SETTING.batch * call.ranks
+    images = random_batch((3, SETTING.side, SETTING.side), every, torch.device("cpu"))
+    parts = (
+        tensor.tensor_split(method.parts)[method.part].tensor_split(method.micro_batches)
+        for tensor in (images, torch.arange(every) % CLASSES)
     )
-    micro_batches = tuple(zip(*own, strict=True))
-    batch = Batch(micro_batches, sum(len(one) for _, one in micro_batches), every)
+    micro_batches = tuple(zip(*parts, strict=True))
+    batch = Batch(micro_batches, sum(len(labels) for _, labels in micro_batches), every)
 
     def step() -> None:
         method.step(batch)
@@ -272,31 +259,30 @@ def _running(name: str, call: Call, starts: list[float]) -> Running:
 
     def close() -> None:
         method.close()
-        place.close()
+        job.close()
 
     return Running(step, close, method.interval)
 
 
 def _steps_of_seeds(name: str, rate: float, call: Call) -> list[float]:
     """Steps until the target for each seed; no more are tried once the median cannot be finite. A collective."""
-    found: list[float] = []
-    while len(found) < call.seeds and 2 * found.count(math.inf) < call.seeds:
-        found.append(_steps(name, len(found), rate, call))
-    return found + [math.inf] * (call.seeds - len(found))
+    steps: list[float] = []
+    while len(steps) < call.seeds and 2 * steps.count(math.inf) < call.seeds:
+        steps.append(_steps(name, len(steps), rate, call))
+    return steps + [math.inf] * (call.seeds - len(steps))
 
 
 def _steps(name: str, seed: int, rate: float, call: Call) -> float:
     """Steps until the target, looked at three times an epoch; infinite where it is not reached. A collective."""
-    setting, rank, ranks = Setting(rate=rate, seed=seed), call.rank, call.ranks
     data = load_dataset(TrainConfig(data="digits", seed=seed))
-    test = TestBatches(data, batch_size=64, rank=rank, workers=ranks)
-    place = Workplace(setting, rank, ranks)
-    seed_everything(1000 * seed + rank)
-    method = call.made(name, place)
+    test = TestBatches(data, batch_size=64, rank=call.rank, workers=call.ranks)
+    job = Job(replace(SETTING, rate=rate, seed=seed), call.rank, call.ranks)
+    seed_everything(1000 * seed + call.rank)
+    method = call.made(name, job)
     batches = TrainBatches(
         data,
         seed=seed,
-        batch_size=setting.batch * ranks,
+        batch_size=SETTING.batch * call.ranks,
         rank=method.part,
         workers=method.parts,
         micro_batches=method.micro_batches,
@@ -312,47 +298,29 @@ def _steps(name: str, seed: int, rate: float, call: Call) -> float:
         return math.inf
     finally:
         method.close()
-        place.close()
+        job.close()
 
 
 def _rows(
-    steps: dict[str, list[float]], times: dict[str, list[float]], starts: dict[str, float], noted: dict[str, Any]
+    steps: dict[str, list[float]], step_ms: dict[str, float], starts: dict[str, float], notes: dict[str, Any]
 ) -> list[Check]:
-    seconds = {
-        name: [starts[name] + one * statistics.median(times[name]) / 1e3 for one in own] for name, own in steps.items()
-    }
-    training, planning, again = seconds[PLANNED], noted["seconds"], noted["again"]
-    seconds[PLANNED] = [one + planning for one in training]
     setting = f"resnet18, 32x32 images, batch 32, digits to {TARGET:.0%}"
-
-    def row(what: str, values: list[float], extra: str, at_least: float | None = None) -> Check:
-        ordered = sorted(values)
-        middle = statistics.median(ordered)
-        return Check(
-            setting=setting,
-            link=link(),
-            what=what,
-            value=middle,
-            low=ordered[0],
-            high=ordered[-1],
-            at_least=at_least,
-            extra=extra,
-        )
-
+    training = {name: [starts[name] + count * step_ms[name] / 1e3 for count in steps[name]] for name in steps}
     rows = []
-    for name, own in seconds.items():
-        extra = f"{statistics.median(steps[name]):g} steps of {statistics.median(times[name]):.1f} ms"
-        extra += f" after {starts[name]:.1f} s"
-        extra += f"; {noted['told']}; planning {planning:.1f} s, the next time {again:.1f}" if name == PLANNED else ""
-        rows.append(row(f"seconds, {name}", own, extra))
-    best = min((name for name in seconds if name != PLANNED), key=lambda one: statistics.median(seconds[one]))
+    for name, seconds in training.items():
+        planning = notes["seconds"] if name == PLANNED else 0.0
+        extra = f"{statistics.median(steps[name]):g} steps of {step_ms[name]:.1f} ms after {starts[name]:.1f} s"
+        if name == PLANNED:
+            extra += f"; {notes['line']}; planning {planning:.1f} s, the next time {notes['again']:.1f}"
+        totals = [planning + value for value in seconds]
+        rows.append(check_of(setting, link(), f"seconds, {name}", totals, extra=extra))
+    best = min((name for name in training if name != PLANNED), key=lambda name: statistics.median(training[name]))
     what = "speed-up over the best of DDP and its hooks"
-
-    def gains(planning: float) -> list[float]:
-        pairs = zip(seconds[best], training, strict=True)  # where neither got there none was faster
-        found = [theirs / (ours + planning) for theirs, ours in pairs if math.isfinite(min(theirs, ours))]
-        return found or [math.nan]
-
-    at_least = AT_LEAST.get(link()) if link() != LOOPBACK else None
-    rows.append(row(f"{what}, once the machine and the model have been measured", gains(again), best))
-    return [*rows, row(what, gains(planning), best, at_least)]
+    for words, planning, at_least in (
+        (f"{what}, once the machine and the model have been measured", notes["again"], None),
+        (what, notes["seconds"], AT_LEAST.get(link())),
+    ):
+        pairs = zip(training[best], training[PLANNED], strict=True)  # where neither got there none was faster
+        gains = [theirs / (ours + planning) for theirs, ours in pairs if math.isfinite(min(theirs, ours))]
+        rows.append(check_of(setting, link(), words, gains or [math.nan], at_least=at_least, extra=best))
+    return rows

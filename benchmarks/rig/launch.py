@@ -1,4 +1,6 @@
-"""Starts one process per rank, all under the same settings, and ends all of them if one fails.
+"""Runs the command of a benchmark, and starts one process per rank, all under the same settings.
+
+If a rank fails, all of them are ended.
 
 The settings here are those that move a CPU training step most: the number of threads, and what the C allocator does
 with large tensors. By default glibc gives large blocks back to the kernel and pays for the page faults again in the
@@ -7,6 +9,7 @@ next step, which can make a CPU step half as long again. The settings here make 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,28 +17,78 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NoReturn, TypeVar
 
-from benchmarks.rig.network import Network
-from hybridpar.errors import LaunchError
+import tyro
+
+from benchmarks.rig.network import LOOPBACK, Network, missing
+from hybridpar.errors import HybridparError, LaunchError
 from hybridpar.machine.process import available_cores, worker_environment
+
+Options = TypeVar("Options")
 
 _ROOT = Path(__file__).parents[2]
 _STDERR_LINES = 40
 
 
-def rank_environment(rank: int, network: Network, port: int, threads: int = 1) -> dict[str, str]:
-    """What a rank's environment has beyond its parent's.
+def run_command(main: Callable[[Options], int | None], options: type[Options]) -> NoReturn:
+    """Run the command of a benchmark with the options of the command line, a dataclass, and end this process."""
+    exit_with(lambda: main(tyro.cli(options)))
+
+
+def exit_with(run: Callable[[], int | None]) -> NoReturn:
+    """End this process with what a call returns as its status; errors of hybridpar have one of their own."""
+    try:
+        sys.exit(run())
+    except HybridparError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def possible_links(links: Sequence[str]) -> Iterator[str]:
+    """The links that can be made here; a line says of each other one what this machine lacks."""
+    for link in links:
+        if link != LOOPBACK and (lack := missing()):
+            print(f"{link}: skipped, {lack}")
+        else:
+            yield link
+
+
+def measure_in_ranks(
+    network: Network,
+    module: str,
+    arguments: Mapping[str, Any],
+    timeout: float = 3600.0,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Call `measure(**arguments)` of a module in every rank.
 
     Args:
-        rank: The rank.
-        network: Where it lives.
-        port: Where rank 0 listens.
+        network: An entered network.
+        module: Full name of the module.
+        arguments: What JSON can hold, and paths.
+        timeout: Seconds until the whole run must be over.
         threads: Threads per rank within an operation.
+        environment: More variables for every rank.
     """
+    # Torch's warnings about names of its own that will change say nothing of this run.
+    variables = {"PYTHONWARNINGS": "ignore::FutureWarning"} | dict(environment or {})
+    command = ["-m", "benchmarks.rig.rank", module, json.dumps(arguments, default=_absolute)]
+    launch(command, network, threads=threads, timeout=timeout, environment=variables)
+
+
+def _absolute(path: Path) -> str:
+    return str(path.resolve())
+
+
+def rank_environment(rank: int, network: Network, port: int, threads: int = 1) -> dict[str, str]:
+    """What a rank's environment has beyond its parent's."""
     path = os.environ.get("PYTHONPATH")
     # The product's own settings, so that a table shows what a user gets; whatever the user's shell says.
     allocator = worker_environment(network.ranks, available_cores(), {})

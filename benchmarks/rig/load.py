@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import resource
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from hybridpar.errors import LaunchError
@@ -20,22 +22,30 @@ LEAST_WINDOW = 0.5
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD in the kernel's include/linux/sched.h
 
+#: The clock; CPU seconds of the machine by its two accounts, without the relay's; CPU seconds of this process.
+Account = tuple[float, float, float, float]
 
-def busy_seconds(path: str = "/proc/stat") -> float:
-    """CPU seconds since boot that all processes of the machine used, with those that the hypervisor took away.
 
-    Args:
-        path: The kernel's table, in the format of proc(5).
+def account() -> Account:
+    """What has been used so far."""
+    relay = relay_seconds()
+    return time.perf_counter(), busy_seconds() - relay, process_seconds() - relay, own_seconds()
 
-    Raises:
-        LaunchError: There is no such table.
-    """
+
+def foreign_cores(before: Account, after: Account, total: Callable[[float], float]) -> float:
+    """Cores' worth of work that others did between two accounts; `total` adds up what the ranks used."""
+    seconds, busy, processes, used = (now - then for now, then in zip(after, before, strict=True))
+    return max(0.0, (max(busy, processes) - total(used)) / max(seconds, 1e-9))
+
+
+def busy_seconds() -> float:
+    """CPU seconds since boot that all processes of the machine used, with those that the hypervisor took away."""
     try:
-        with open(path) as table:
+        with open("/proc/stat") as table:
             ticks = [int(field) for field in table.readline().split()[1:]]
     except FileNotFoundError as error:
         raise LaunchError(
-            f"no {path} to read the machine's load from",
+            "no /proc/stat to read the machine's load from",
             "A comparison is only worth something when the machine was otherwise idle.",
             "Measure on Linux.",
         ) from error
@@ -43,15 +53,12 @@ def busy_seconds(path: str = "/proc/stat") -> float:
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def process_seconds(root: str = "/proc") -> float:
+def process_seconds() -> float:
     """CPU seconds that all visible processes used so far, with those of children that they have waited for.
 
     Kernel threads are left out: what they do under load is mostly the ranks' own network traffic.
-
-    Args:
-        root: Where the process table is mounted.
     """
-    return sum(_seconds(f"{root}/{process}") for process in os.listdir(root) if process.isdigit())
+    return sum(_seconds(f"/proc/{process}") for process in os.listdir("/proc") if process.isdigit())
 
 
 def own_seconds() -> float:
@@ -61,7 +68,9 @@ def own_seconds() -> float:
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError), open(f"/proc/self/task/{thread}/children") as children:
             running += children.read().split()
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(_seconds(f"/proc/{one}") for one in running)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(
+        _seconds(f"/proc/{child}") for child in running
+    )
 
 
 def relay_seconds() -> float:

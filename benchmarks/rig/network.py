@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
 import re
 import shutil
@@ -245,20 +244,6 @@ class Network:
             probe.bind((self.address, 0))
             return int(probe.getsockname()[1])
 
-    def tx_bytes(self, rank: int) -> int:
-        """Bytes that a rank's node has sent so far, by its interface's own counter.
-
-        A packet that the kernel would segment counts with one header, so this is payload and about 0.1 %.
-
-        Raises:
-            UsageError: The network is the loopback, whose one counter is shared by all processes of the machine.
-        """
-        if not self._shaped:
-            raise UsageError("tx_bytes on the loopback", "Only ranks with an interface of their own can be counted.")
-        namespace = self._namespace(rank // self._per_node)
-        shown = _run("ip", "-n", namespace, "-s", "-j", "link", "show", "dev", INTERFACE)
-        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
-
     def _namespace(self, node: int) -> str:
         return f"{self._tag}-r{node}"
 
@@ -325,9 +310,9 @@ class Network:
             _run("ip", "-n", namespace, "link", "set", INTERFACE, "txqueuelen", "10000")
 
     @staticmethod
-    def _wire(one: tuple[str, str], other: tuple[str, str]) -> None:
+    def _wire(*ends: tuple[str, str]) -> None:
         # Both ends are born inside their namespaces, so the machine's own never holds an interface of ours.
-        end, peer = (["name", interface, "netns", namespace] for namespace, interface in (one, other))
+        end, peer = (["name", interface, "netns", namespace] for namespace, interface in ends)
         _run("ip", "link", "add", *end, "type", "veth", "peer", *peer)
 
     def _shape(self, namespace: str, interface: str, bits: float) -> None:

@@ -71,11 +71,6 @@ class Paired:
         """
         return bootstrap_ratio(self._times(method), self._times(over), self.seed)
 
-    def ratios(self) -> dict[tuple[str, str], Ratio]:
-        """The ratio of every ordered pair of different methods."""
-        names = list(self.milliseconds)
-        return {(one, other): self.ratio(one, other) for one in names for other in names if one != other}
-
     def _times(self, method: str) -> tuple[float, ...]:
         if method not in self.milliseconds:
             raise UsageError(f"no method {method!r} was measured", fix=nearest(method, self.milliseconds))
@@ -86,11 +81,10 @@ def paired(
     methods: Mapping[str, Method],
     rounds: int = LEAST_ROUNDS,
     warmup: int = 3,
-    group: dist.ProcessGroup | None = None,
     *,
     repeats: int | Mapping[str, int] = 1,
     seed: int = 0,
-    foreign_load: float = FOREIGN_LOAD,
+    keep_busy: bool = False,
 ) -> Paired:
     """Time methods against each other. Called by every rank, with the same arguments.
 
@@ -101,41 +95,41 @@ def paired(
         methods: One step of each, by name. A step ends when its method returns, so it waits for its asynchronous work.
         rounds: Rounds to keep, at least 20.
         warmup: Rounds to run first and forget, at least 1.
-        group: Ranks that run together; None is the default group, and a process alone where there is none.
         repeats: Steps that are timed as one, for all methods or by name. For steps below about 10 ms, and on a shaped
             link for messages that would fit into its bucket (128 KiB) and ride free.
         seed: Seed of the order and of the bootstrap.
-        foreign_load: Cores' worth of foreign work above which rounds are dropped.
+        keep_busy: Keep all rounds, exactly as many as were asked for, also those in which others used the machine.
 
     Returns:
         Times of the rounds kept. Where three times the rounds asked for did not give enough undisturbed ones, the least
         disturbed of the others fill up, and the result says `loaded`.
 
     Raises:
-        UsageError: There is no method, or a number is too small.
+        UsageError: There are fewer rounds than an interval needs.
     """
-    counts = _check(methods, rounds, warmup, repeats)
-    ranks = _Ranks(group)
+    if rounds < LEAST_ROUNDS:
+        raise UsageError(f"{rounds} rounds", f"An interval needs at least {LEAST_ROUNDS}.")
+    counts = {name: repeats if isinstance(repeats, int) else repeats.get(name, 1) for name in methods}
     orders = balanced_orders(methods, seed)
     for _ in range(warmup):
-        times = _round(next(orders), methods, counts, ranks)
+        times = _round(next(orders), methods, counts)
     round_seconds = sum(times[name] * counts[name] for name in methods) / 1e3
     # A window's length must be agreed on, or ranks would wait for each other in different rounds. All know this number.
-    size = max(1, math.ceil(load.LEAST_WINDOW / max(round_seconds, 1e-6)))
+    size = 1 if keep_busy else max(1, math.ceil(load.LEAST_WINDOW / max(round_seconds, 1e-6)))
     quiet: list[_Window] = []
     busy: list[_Window] = []
     for _ in range(MOST_TRIES * math.ceil(rounds / size)):
-        window = _window(size, orders, methods, counts, ranks)
-        (busy if window.load > foreign_load else quiet).append(window)
+        window = _window(size, orders, methods, counts)
+        (busy if window.load > FOREIGN_LOAD and not keep_busy else quiet).append(window)
         if size * len(quiet) >= rounds:
             break
     # Sorted by load and not by time, so that what is kept favours no method.
     lacking = max(0, math.ceil((rounds - size * len(quiet)) / size))
-    kept = quiet + sorted(busy, key=lambda window: window.load)[:lacking]
+    chosen = quiet + sorted(busy, key=lambda window: window.load)[:lacking]
     return Paired(
-        {name: tuple(times[name] for window in kept for times in window.times) for name in methods},
-        dropped=size * (len(quiet) + len(busy) - len(kept)),
-        load=max(window.load for window in kept),
+        {name: tuple(times[name] for window in chosen for times in window.times) for name in methods},
+        dropped=size * (len(quiet) + len(busy) - len(chosen)),
+        load=max(window.load for window in chosen),
         loaded=lacking > 0,
         seed=seed,
     )
@@ -145,7 +139,7 @@ def balanced_orders(names: Mapping[str, object] | Sequence[str], seed: int) -> I
     """Orders of the methods without end, depending on names and seed alone.
 
     As many rounds as there are methods make a block: a random order and its rotations, so that in each block every
-    method takes every place once. Blocks differ, so that a method has no fixed predecessor.
+    method comes at every position once. Blocks differ, so that a method has no fixed predecessor.
     """
     generator = random.Random(seed)
     while True:
@@ -161,73 +155,48 @@ class _Window:
     load: float
 
 
-class _Ranks:
-    """The ranks that run together, or this process alone."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._together = group is not None or (dist.is_available() and dist.is_initialized())
-        self._group = group
-
-    def meet(self) -> None:
-        if self._together:
-            dist.barrier(self._group)
-
-    def highest(self, values: Sequence[float]) -> list[float]:
-        return self._reduce(values, dist.ReduceOp.MAX) if self._together else list(values)
-
-    def total(self, value: float) -> float:
-        return self._reduce([value], dist.ReduceOp.SUM)[0] if self._together else value
-
-    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, operation, group=self._group)
-        return [float(value) for value in tensor]
-
-
 def _window(
-    size: int, orders: Iterator[list[str]], methods: Mapping[str, Method], counts: Mapping[str, int], ranks: _Ranks
+    size: int, orders: Iterator[list[str]], methods: Mapping[str, Method], counts: Mapping[str, int]
 ) -> _Window:
-    ranks.meet()
-    before = _accounts()
-    times = [_round(next(orders), methods, counts, ranks) for _ in range(size)]
+    meet()
+    before = load.account()
+    times = [_round(next(orders), methods, counts) for _ in range(size)]
     # The ranks have just met in the last round's reduction, so their accounts are read at the same moment.
-    seconds, busy, processes, own = (now - then for now, then in zip(_accounts(), before, strict=True))
-    foreign = (max(busy, processes) - ranks.total(own)) / seconds
-    return _Window(times, max(0.0, ranks.highest([foreign])[0]))
+    foreign = load.foreign_cores(before, load.account(), total)
+    return _Window(times, highest([foreign])[0])
 
 
-def _accounts() -> tuple[float, float, float, float]:
-    relay = load.relay_seconds()
-    return time.perf_counter(), load.busy_seconds() - relay, load.process_seconds() - relay, load.own_seconds()
-
-
-def _round(
-    order: Sequence[str], methods: Mapping[str, Method], counts: Mapping[str, int], ranks: _Ranks
-) -> dict[str, float]:
+def _round(order: Sequence[str], methods: Mapping[str, Method], counts: Mapping[str, int]) -> dict[str, float]:
     """Milliseconds of one step of each method, of the slowest rank."""
     times = []
     for name in order:
         method, count = methods[name], counts[name]
-        ranks.meet()
+        meet()
         begin = time.perf_counter()
         for _ in range(count):
             method()
         times.append((time.perf_counter() - begin) * 1e3 / count)
-    return dict(zip(order, ranks.highest(times), strict=True))
+    return dict(zip(order, highest(times), strict=True))
 
 
-def _check(methods: Mapping[str, Method], rounds: int, warmup: int, repeats: int | Mapping[str, int]) -> dict[str, int]:
-    if not methods:
-        raise UsageError("no methods to time", "A paired run needs at least one.")
-    if rounds < LEAST_ROUNDS:
-        raise UsageError(f"{rounds} rounds", f"An interval needs at least {LEAST_ROUNDS}.")
-    if warmup < 1:
-        raise UsageError(f"{warmup} warm-up rounds", "At least 1: first steps allocate, and rounds are sized by it.")
-    unknown = [] if isinstance(repeats, int) else [name for name in repeats if name not in methods]
-    if unknown:
-        raise UsageError(f"repeats for {unknown[0]!r}", "There is no such method.", nearest(unknown[0], methods))
-    counts = {name: repeats if isinstance(repeats, int) else repeats.get(name, 1) for name in methods}
-    for name, count in counts.items():
-        if count < 1:
-            raise UsageError(f"{count} repeats of {name!r}", "At least 1.")
-    return counts
+def meet() -> None:
+    """Wait until all ranks are here, on the host: a rank that waits must leave its device idle."""
+    total(0.0)
+
+
+def highest(values: Sequence[float]) -> list[float]:
+    """The highest of all ranks; a process alone has its own."""
+    return _reduce(values, dist.ReduceOp.MAX)
+
+
+def total(value: float) -> float:
+    """The sum over all ranks."""
+    return _reduce([value], dist.ReduceOp.SUM)[0]
+
+
+def _reduce(values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    if not dist.is_initialized():
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, operation)
+    return tensor.tolist()

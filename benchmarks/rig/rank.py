@@ -1,15 +1,23 @@
-"""Sets up and tears down the process group of a measuring process; reads its link and the bytes it sent."""
+"""What a measuring process does first and last: it joins the others, reads its link, and counts what it sent.
+
+`python -m benchmarks.rig.rank MODULE ARGUMENTS` calls `MODULE.measure` with arguments in JSON;
+`benchmarks.rig.launch.measure_in_ranks` starts one in every rank.
+"""
 
 from __future__ import annotations
 
 import datetime
+import importlib
+import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.rig.launch import exit_with
 from hybridpar.errors import LaunchError
 
 
@@ -22,9 +30,6 @@ def process_group(timeout: float = 60.0) -> Iterator[tuple[int, int]]:
 
     Yields:
         Rank and number of ranks.
-
-    Raises:
-        LaunchError: This process was not started as a rank.
     """
     if "RANK" not in os.environ:
         raise LaunchError(
@@ -49,9 +54,6 @@ def sent_bytes() -> int:
     """Bytes that the interface of this rank's node has sent so far.
 
     The difference over some steps is what they put on the wire. On the loopback it counts all processes of the machine.
-
-    Raises:
-        LaunchError: This process was not started as a rank, or has no such interface.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     # Of all the kernel's tables this one belongs to the namespace of the reader, whatever is mounted where.
@@ -65,3 +67,7 @@ def sent_bytes() -> int:
         "GLOO_SOCKET_IFNAME names it.",
         "Start it through benchmarks.rig.launch.",
     )
+
+
+if __name__ == "__main__":
+    exit_with(lambda: importlib.import_module(sys.argv[1]).measure(**json.loads(sys.argv[2])))

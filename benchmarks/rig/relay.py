@@ -160,12 +160,12 @@ def _read(device: int) -> Iterator[bytes]:
             yield os.read(device, _LARGEST)
 
 
-def open_device(namespace: str, whole: bool) -> int:
+def open_device(namespace: str, segments: bool) -> int:
     """Make a TUN device in a network namespace; it exists until it is closed.
 
     Args:
         namespace: Name of the namespace, as `ip netns` knows it.
-        whole: Whether packets come as TCP made them, up to 64 KiB, and not as frames.
+        segments: Whether packets come as TCP made them, up to 64 KiB, and not as frames.
 
     Returns:
         Its file descriptor, non-blocking.
@@ -180,7 +180,7 @@ def open_device(namespace: str, whole: bool) -> int:
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
         fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), flags))
-        fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4 if whole else 0)
+        fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4 if segments else 0)
     finally:
         _enter(home)
         os.close(home)
@@ -197,7 +197,7 @@ def _enter(namespace: int) -> None:
 def main(delay: float, jitter: float, loss: float, rate: float, namespaces: Sequence[str]) -> int:
     """Make the devices and carry packets between them; the exit status."""
     try:
-        devices = [open_device(namespace, whole=not loss) for namespace in namespaces]
+        devices = [open_device(namespace, segments=not loss) for namespace in namespaces]
     except OSError as error:
         print(error, flush=True)
         return 1

@@ -14,8 +14,6 @@ PARITY_AT_MOST = 1.03
 CONFIDENCE = 95.0
 RESAMPLES = 2000
 
-VERDICTS = ("met", "missed", "faster", "slower", "parity", "unclear", "loaded", "baseline")
-
 
 @dataclass(frozen=True)
 class Ratio:
@@ -66,11 +64,6 @@ def bootstrap_ratio(times: Sequence[float], over: Sequence[float], seed: int = 0
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
-def meets(ratio: Ratio, at_most: float) -> bool:
-    """Whether the median ratio is at most this; the interval stands beside it in the table."""
-    return ratio.median <= at_most
-
-
 def verdict(ratio: Ratio, target: float | None = None, *, loaded: bool = False) -> str:
     """The word for a ratio.
 
@@ -87,7 +80,7 @@ def verdict(ratio: Ratio, target: float | None = None, *, loaded: bool = False) 
     if loaded:
         return "loaded"
     if target is not None:
-        return "met" if meets(ratio, target) else "missed"
+        return "met" if ratio.median <= target else "missed"
     if ratio.high < 1:
         return "faster"
     if ratio.low > 1:

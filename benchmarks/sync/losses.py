@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.pipeline.checks import Check, append_checks, print_checks
+from benchmarks.rig.checks import Check, write_checks
 from benchmarks.rig.rank import link, process_group
 from benchmarks.rig.records import read_dicts
-from benchmarks.sync.methods import TINY, Setting, Workplace, make_method
+from benchmarks.rig.task import TINY, Setting
+from benchmarks.sync.methods import Job, make_methods
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches, load_dataset
-from hybridpar.errors import UsageError
 from hybridpar.models import seed_everything
 
 STEPS, LAST = 100, 10
@@ -33,31 +34,26 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
 
     Args:
         quick: A small net and few steps.
-        methods: Their names.
+        methods: Their names; those of which the table has a row for this setting are left out.
         seeds: How many seeds.
-        output: Folder for the table.
+        output: The table.
         peers: Folder with the peers' checkouts.
     """
     steps, last = (4, 2) if quick else (STEPS, LAST)
-    rows: list[Check] = []
+    setting = Setting(TINY if quick else "resnet18", 32, 4 if quick else 16, RATE)
     with process_group(timeout=180) as (rank, ranks):
-        trained = f"{_setting(quick, 0)}, digits, rate {RATE}, {ranks} ranks, {steps} steps, {seeds} seeds"
-        known = [_known(trained, output)]
+        job = Job(setting, rank, ranks, Path(peers) if peers else None)
+        trained = f"{setting} per rank, digits, rate {RATE}, {ranks} ranks, {steps} steps, {seeds} seeds"
+        rows = [] if output is None else read_dicts(Path(output))
+        known = [{row["what"].removeprefix("loss, ") for row in rows if row["setting"] == trained}]
         dist.broadcast_object_list(known)
         for name in methods:
             if name in known[0]:
-                if rank == 0:
-                    print(f"{name}: in the table already", flush=True)
                 continue
-            try:
-                found = [_train(name, seed, steps, quick, rank, ranks, peers) for seed in range(seeds)]
-            except UsageError as error:  # the same on all ranks
-                if rank == 0:
-                    print(f"no loss of {name}: {error.what}", flush=True)
-                continue
-            if rank == 0:
-                ends = [statistics.fmean(one[-last:]) for one in found]
-                early = {str(at): statistics.fmean(one[at - 1] for one in found) for at in (20, 50) if at <= steps}
+            losses = [_train(name, replace(job, setting=replace(setting, seed=seed)), steps) for seed in range(seeds)]
+            if rank == 0 and all(losses):
+                ends = [statistics.fmean(run[-last:]) for run in losses]
+                early = {str(at): statistics.fmean(run[at - 1] for run in losses) for at in (20, 50) if at <= steps}
                 row = Check(
                     setting=trained,
                     link=link(),
@@ -67,46 +63,27 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
                     high=max(ends),
                     extra=json.dumps({"by_seed": [round(end, 4) for end in ends], "at_step": early}),
                 )
-                rows.append(row)
-                print(f"{name}: {row.value:.3f} [{row.low:.3f}, {row.high:.3f}]", flush=True)
-                if output is not None:
-                    append_checks([row], Path(output) / "loss.csv")  # at once: the next one takes minutes
-    if rows:
-        print_checks(rows, "sync")
+                write_checks([row], output, "sync")  # at once: the next one takes minutes
 
 
-def _known(trained: str, output: str | None) -> set[str]:
-    """Methods of which the table has a row for this setting, so that a run goes on where it was stopped."""
-    rows = [] if output is None else read_dicts(Path(output) / "loss.csv")
-    return {row["what"].removeprefix("loss, ") for row in rows if row["setting"] == trained}
-
-
-def _setting(quick: bool, seed: int) -> Setting:
-    return Setting(TINY, 32, 4, RATE, seed) if quick else Setting(rate=RATE, seed=seed)
-
-
-def _train(name: str, seed: int, steps: int, quick: bool, rank: int, ranks: int, peers: str | None) -> list[float]:
-    """Mean loss over the ranks in each step."""
-    setting = _setting(quick, seed)
+def _train(name: str, job: Job, steps: int) -> list[float]:
+    """Mean loss over the ranks in each step; none where the method cannot be made."""
+    setting = job.setting
     batches = TrainBatches(
-        load_dataset(TrainConfig(data="digits", seed=seed)),
-        seed=seed,
-        batch_size=setting.batch * ranks,
-        rank=rank,
-        workers=ranks,
+        load_dataset(TrainConfig(data="digits", seed=setting.seed)),
+        seed=setting.seed,
+        batch_size=setting.batch * job.ranks,
+        rank=job.rank,
+        workers=job.ranks,
         micro_batches=1,
     )
-    place = Workplace(setting, rank, ranks, Path(peers) if peers else None)
-    method = None
-    try:
-        method = make_method(name, place)
-        seed_everything(1000 * seed + rank)  # what peers draw at random
-        endless = (batch for epoch in count() for batch in batches.epoch(epoch))
-        mine = [method.step(*batch.micro_batches[0]) for batch in islice(endless, steps)]
-    finally:
-        if method is not None:
-            method.close()
-        place.close()
-    everybody: list[list[float]] = [[]] * ranks
+    made = make_methods([name], job)
+    seed_everything(1000 * setting.seed + job.rank)  # what peers draw at random
+    endless = (batch.micro_batches[0] for epoch in count() for batch in batches.epoch(epoch))
+    mine = [float(method.step(*batch)) for method in made.values() for batch in islice(endless, steps)]
+    for method in made.values():
+        method.close()
+    job.close()
+    everybody: list[list[float]] = [[]] * job.ranks
     dist.all_gather_object(everybody, mine)
     return [statistics.fmean(losses) for losses in zip(*everybody, strict=True)]

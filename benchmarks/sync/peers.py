@@ -90,12 +90,12 @@ def checkouts(folder: Path | None) -> dict[str, str]:
     return {project: _commit(folder / name) for project, name in _FOLDERS.items() if any((folder / name).glob("[!.]*"))}
 
 
-def missing_peers(names: Sequence[str], found: Mapping[str, str], ranks: int) -> dict[str, str]:
+def missing_peers(names: Sequence[str], commits: Mapping[str, str], ranks: int) -> dict[str, str]:
     """Which of these methods cannot be measured, and why."""
     why = {}
     for name in names:
         peer = PEERS.get(name)
-        if peer is not None and peer.project not in found:
+        if peer is not None and peer.project not in commits:
             why[name] = f"no checkout of {_FOLDERS[peer.project]} under --peers"
         elif peer is not None and ranks > peer.most_ranks:
             why[name] = f"its sums wrap around with more than {peer.most_ranks} ranks"
@@ -142,16 +142,16 @@ def _with_seed(peer: Peer, model: nn.Module) -> Reduce:
     options = dict(peer.options)
     kind = getattr(library, options.pop("reducer"))
     if "share" in options:
-        options["K"] = int(sum(one.numel() for one in model.parameters()) * options.pop("share"))
+        options["K"] = int(sum(parameter.numel() for parameter in model.parameters()) * options.pop("share"))
 
     def timer(*arguments: Any, **more: Any) -> Any:
         return nullcontext()
 
     reducer = kind(torch.device("cpu"), timer, **options)
-    sent: list[Tensor] = [torch.zeros_like(one) for one in model.parameters()]
+    sent: list[Tensor] = [torch.zeros_like(parameter) for parameter in model.parameters()]
 
     def reduce(parameters: Mapping[str, nn.Parameter]) -> None:
-        gradients = [one.grad for one in parameters.values()]
+        gradients = [parameter.grad for parameter in parameters.values()]
         for buffer, gradient in zip(sent, gradients, strict=True):
             buffer.copy_(gradient)  # type: ignore[arg-type]
         reducer.reduce(sent, gradients)

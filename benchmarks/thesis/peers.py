@@ -17,66 +17,76 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from benchmarks.thesis import cells
 from benchmarks.thesis.task import Task, settle
 from hybridpar.comm.world import World
 from hybridpar.optim.build import Rates, build_optimizer
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.train.results import evaluate
 
+ONE_DEVICE = "one device"
+DATA_PARALLEL = "nn.DataParallel"
+DDP = "DDP"
+GRAPHED = ("one device, CUDA graph", "DDP, CUDA graph")
+COMPILED = ("one device, torch.compile", "DDP, torch.compile")
+PEERS = (ONE_DEVICE, *(method for pair in zip(GRAPHED, COMPILED, strict=True) for method in pair), DATA_PARALLEL, DDP)
+
 #: DDP must have run so many eager steps before it may be captured (PyTorch's notes on CUDA semantics).
 EAGER_STEPS_BEFORE_CAPTURE = 11
 
-TOGETHER = (cells.DDP, cells.DDP_GRAPH, cells.DDP_COMPILED)
-GRAPHED = (cells.ONE_GRAPH, cells.DDP_GRAPH)
-COMPILED = (cells.ONE_COMPILED, cells.DDP_COMPILED)
+
+def why_not(method: str, device: str, workers: int) -> str | None:
+    """Why a method has nothing to run on here; None where it can."""
+    if method == DATA_PARALLEL and (device != "cuda" or workers < 2):
+        return "nn.DataParallel needs two GPUs"
+    if method in GRAPHED and device != "cuda":
+        return "CUDA graphs need a GPU"
+    if method.startswith(DDP) and workers < 2:
+        return "DistributedDataParallel needs two workers"
+    if method in (GRAPHED[0], COMPILED[0]) and workers > 1:
+        return "on several devices it is measured together with DDP"
+    return None
 
 
 class Peer:
-    """One baseline on this worker. Where only rank 0 works, the other workers do nothing.
-
-    Args:
-        method: Its name.
-        task: What it trains.
-        world: The workers.
-    """
+    """One baseline on this worker. Where only rank 0 works, the other workers do nothing."""
 
     def __init__(self, method: str, task: Task, world: World) -> None:
-        self.method = method
-        self._task = task
-        self._world = world
-        self._works = method in TOGETHER or world.is_main
+        self.method, self._task, self._world = method, task, world
+        self._together = method.startswith(DDP)
+        self._works = self._together or world.is_main
         self._steps_done = 0
         if self._works:
-            self._model = task.build().to(task.device)
+            self._model = task.build().to(world.device)
             self._optimizer = build_optimizer(self._model, task.config)
-            self._rates = Rates(self._optimizer, task.device if method in GRAPHED else None)
+            self._rates = Rates(self._optimizer, world.device if method in GRAPHED else None)
             self._wrapped = self._wrap()
             self._graph: GraphedStep | None = None
 
     def _wrap(self) -> Any:
-        model, device = self._model, self._task.device
+        model, device = self._model, self._world.device
         wrapped: Any = model
-        if self.method == cells.DATA_PARALLEL:
+        if self.method == DATA_PARALLEL:
             wrapped = DataParallel(model)
-        elif self.method in TOGETHER:
+        elif self._together:
             where = [device.index] if device.type == "cuda" else None
             with _side_stream(device, self.method in GRAPHED):
                 # Gradients as views of its buckets: DDP's faster form.
                 wrapped = DistributedDataParallel(model, device_ids=where, gradient_as_bucket_view=True)
         return torch.compile(wrapped) if self.method in COMPILED else wrapped
 
-    def epoch(self, number: int) -> None:
+    def epoch(self, number: int, most_steps: int | None = None) -> None:
         """Train for one epoch, to the end of its last step."""
         if not self._works:
             return
-        part, parts = self._share()
+        rank, size = (self._world.rank, self._world.size) if self._together else (0, 1)
         with self._threads():
             self._model.train()
-            for batch in self._task.batches(number, part, parts, readers=parts):
+            for step, batch in enumerate(self._task.batches(number, self._world.device, rank, size, size)):
+                if step == most_steps:
+                    break
                 ((images, labels),) = batch.micro_batches
                 self.step(images, labels)
-            settle(self._task.device)
+            settle(self._world.device)
 
     def step(self, images: Tensor, labels: Tensor) -> None:
         """One step at the rate that is due."""
@@ -97,23 +107,20 @@ class Peer:
         if not self._world.is_main:
             return 0.0
         self._model.eval()
+        device = self._world.device
         with self._threads():
-            result = evaluate(self._model, F.cross_entropy, self._task.test(), World(device=self._task.device))
-        return result.accuracy
+            return evaluate(self._model, F.cross_entropy, self._task.test(device), World(device=device)).accuracy
 
     def close(self) -> None:
         """Forget compiled code: torch gives up compiling a function that it has compiled for too many models."""
         if self.method in COMPILED:
             torch.compiler.reset()
 
-    def _share(self) -> tuple[int, int]:
-        return (self._world.rank, self._world.size) if self.method in TOGETHER else (0, 1)
-
     @contextmanager
     def _threads(self) -> Iterator[None]:
         """On a CPU, a worker that works alone has the threads of all."""
         before = torch.get_num_threads()
-        if self._task.device.type == "cpu" and self.method not in TOGETHER:
+        if self._world.device.type == "cpu" and not self._together:
             torch.set_num_threads(before * self._world.size)
         try:
             yield
@@ -151,12 +158,9 @@ class GraphedStep:
             F.cross_entropy(wrapped(self._images), self._labels).backward()
             optimizer.step()
 
-        side = torch.cuda.Stream(images.device)
-        side.wait_stream(torch.cuda.current_stream(images.device))
-        with torch.cuda.stream(side):
+        with _side_stream(images.device, True):
             for _ in range(EAGER_STEPS_BEFORE_CAPTURE):
                 step()
-        torch.cuda.current_stream(images.device).wait_stream(side)
         torch.cuda.synchronize(images.device)
         self._graph = torch.cuda.CUDAGraph()
         optimizer.zero_grad(set_to_none=True)
@@ -178,7 +182,7 @@ class GraphedStep:
 
 @contextmanager
 def _side_stream(device: torch.device, wanted: bool) -> Iterator[None]:
-    """DDP that is to be captured is built on a stream of its own."""
+    """DDP that is to be captured is built on a stream of its own, and so are the steps before a capture."""
     if not wanted:
         yield
         return

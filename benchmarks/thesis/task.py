@@ -1,103 +1,127 @@
-"""Model, data order, batches and learning rates that are the same for every method."""
+"""What is trained: model, data order, batches and learning rates that are the same for every method."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from benchmarks.thesis.cells import Setting
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches
+from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.models import build_model, seed_everything
+
+#: Most parts that a batch is divided into: replicas times micro-batches.
+MOST_PARTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One setting with one seed, on the device of this worker.
+    """A model on a data set with a seed; equal for all methods.
 
     Attributes:
-        setting: What is trained.
-        data: The data set.
-        seed: Seed of weights, order and augmentation.
-        steps: Steps of an epoch; all have exactly `setting.batch` samples.
-        workers: Workers of the job.
-        device: Of this worker.
+        model: Name of the model, see `hybridpar.models.build_model`.
+        data: Name of the data set.
+        data_root: Directory of its files.
+        batch: Samples per step, over all workers.
+        epochs: Epochs of training, the warm-up epoch included.
+        most_steps: Steps after which an epoch is cut off; None for whole epochs.
+        lr: Peak learning rate: SGD with momentum 0.9, one epoch of warm-up, half a cosine.
+        stem: "cifar" or "imagenet".
+        seed: Of weights, order and augmentation.
     """
 
-    setting: Setting
-    data: ImageData
-    seed: int
-    steps: int
-    workers: int
-    device: torch.device
+    model: str
+    data: str
+    data_root: str
+    batch: int
+    epochs: int
+    most_steps: int | None
+    lr: float
+    stem: str
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """In words, for the table: everything but the seed that speed or accuracy depend on."""
+        cut = f" of {self.most_steps} steps" if self.most_steps else ""
+        stem = f" ({self.stem} stem)" if self.model.startswith("resnet") else ""
+        data = self.data.partition(",")[0]
+        return f"{self.model}{stem}, {data}, batch {self.batch}, {self.epochs} epochs{cut}, lr {self.lr:g}"
 
     @property
     def config(self) -> TrainConfig:
         """Options of the optimizer and its rates, and of hybridpar without stages."""
-        setting = self.setting
         return TrainConfig(
-            data=setting.data,
-            data_root=Path(setting.data_root),
-            batch_size=setting.batch,
-            lr=setting.lr,
+            data=self.data,
+            data_root=Path(self.data_root),
+            batch_size=self.batch,
+            lr=self.lr,
             seed=self.seed,
-            epochs=setting.epochs,
-            nproc=self.workers,
+            epochs=self.epochs,
             plan="none",  # layouts are compared that were chosen beforehand
         )
+
+    @cached_property
+    def images(self) -> ImageData:
+        """The data set."""
+        return load_dataset(self.config)
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch that have exactly `batch` samples, however a step is divided.
+
+        The rest of an epoch is dropped for all methods: graphs and compiled models are made for one shape. Where the
+        rest is too small for its parts, hybridpar joins it to the step before, which then is not whole either.
+        """
+        steps, rest = divmod(len(self.images.train), self.batch)
+        if 0 < rest < 2 * MOST_PARTS:
+            steps -= 1
+        return steps if self.most_steps is None else min(steps, self.most_steps)
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole training."""
-        return self.steps * self.setting.epochs
+        return self.steps * self.epochs
 
     def build(self) -> nn.Module:
         """The model; the same weights for every method and worker."""
         seed_everything(self.seed)
-        args = {"stem": self.setting.stem} if self.setting.stem == "cifar" else {}
-        return build_model(self.setting.model, self.data.classes, args=args)
+        return build_model(self.model, self.images.classes, args={"stem": "cifar"} if self.stem == "cifar" else {})
 
-    def batches(self, epoch: int, part: int, parts: int, readers: int, micro_batches: int = 1) -> Iterator[Batch]:
-        """The batches of an epoch, without what does not fill a batch.
-
-        Args:
-            epoch: From 0.
-            part: Which part of each batch.
-            parts: Parts that a batch is divided into.
-            readers: Workers that read at the same time; they share the loader processes.
-            micro_batches: Micro-batches of a part.
-        """
+    def batches(
+        self, epoch: int, device: torch.device, part: int, parts: int, readers: int, micro_batches: int = 1
+    ) -> Iterator[Batch]:
+        """A part of the batches of an epoch; workers that read at the same time share the loader processes."""
         batches = TrainBatches(
-            self.data,
+            self.images,
             seed=self.seed,
-            batch_size=self.setting.batch,
+            batch_size=self.batch,
             rank=part,
             workers=parts,
             micro_batches=micro_batches,
             loader_workers=self._loaders(readers),
-            device=self.device,
+            device=device,
         )
         return islice(batches.epoch(epoch), self.steps)
 
-    def test(self, part: int = 0, parts: int = 1) -> TestBatches:
+    def test(self, device: torch.device, part: int = 0, parts: int = 1) -> TestBatches:
         """A part of the test images."""
         return TestBatches(
-            self.data,
-            batch_size=max(2, self.setting.batch // parts),
+            self.images,
+            batch_size=max(2, self.batch // parts),
             rank=part,
             workers=parts,
             loader_workers=self._loaders(parts),
-            device=self.device,
+            device=device,
         )
 
     def _loaders(self, readers: int) -> int | None:
-        return None if self.data.train.in_memory else max(1, self.setting.loaders // readers)
+        return None if self.images.train.in_memory else max(1, 16 // readers)
 
 
 def settle(device: torch.device) -> None:

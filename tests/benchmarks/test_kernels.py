@@ -20,10 +20,10 @@ def test_all_sides_of_a_row_compute_the_same(
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
     shape = ConvShape.parse("2x8x9x9 k5x5 s2x2 p2x2 d1x1")
     with tuned(all_records(shape) if on_kernels else []) as kernels, torch.no_grad():
-        own, stock, error = operations(KernelKey(direction, shape, Layout.CHANNELS_LAST, 1, cpu_fingerprint()))
-        place = {Direction.FORWARD: None, Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}[direction]
-        results = [side() for side in (own, *stock.values())]
-    results = [one if isinstance(one, torch.Tensor) else one[place] for one in results]  # type: ignore[index]
+        operation, stock, error = operations(KernelKey(direction, shape, Layout.CHANNELS_LAST, 1, cpu_fingerprint()))
+        position = {Direction.FORWARD: None, Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}[direction]
+        results = [side() for side in (operation, *stock.values())]
+    results = [result if isinstance(result, torch.Tensor) else result[position] for result in results]  # type: ignore[index]
     assert error < 1e-5
     assert (kernels.calls[direction] > 0) is on_kernels
     for result in results[1:]:

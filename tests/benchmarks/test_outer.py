@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.outer.accuracy import RESULTS, Run, table_of
-from benchmarks.outer.emulated import run_emulated
+from benchmarks.rig.emulated import run_emulated
 from benchmarks.rig.records import read_records
 from hybridpar.comm.world import World
 from hybridpar.planner.outer_steps import TABLE
@@ -26,7 +26,11 @@ OPTIONS: list[dict[str, Any]] = [
 def _train(world: World, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float], list[int]]:
     with Trainer(make_net(True), config=config(**options), world=world, total_steps=8) as trainer:
         outcomes = [trainer.step(share(world, step)).outcome for step in range(8)]
-        return copy_of(trainer.model.state_dict()), [one.loss for one in outcomes], [one.bytes_sent for one in outcomes]
+        return (
+            copy_of(trainer.model.state_dict()),
+            [outcome.loss for outcome in outcomes],
+            [outcome.bytes_sent for outcome in outcomes],
+        )
 
 
 def _in_turn(world: World, turn: Any, options: dict[str, Any]) -> Any:
@@ -38,8 +42,8 @@ def _in_turn(world: World, turn: Any, options: dict[str, Any]) -> Any:
 def test_two_emulated_workers_do_what_two_processes_do(options):
     real = run_ranks(_train, 2, options, shared_memory=False)
     torch.manual_seed(0)  # `make_net` seeds the generator that threads share, so nets are made one after the other
-    found = run_emulated(_in_turn, 2, options)
-    for (state, losses, sent), (other, their_losses, their_sent) in zip(found, real, strict=True):
+    emulated = run_emulated(_in_turn, 2, options)
+    for (state, losses, sent), (other, their_losses, their_sent) in zip(emulated, real, strict=True):
         assert losses == pytest.approx(their_losses, rel=1e-5)
         assert sent == their_sent
         for name, tensor in state.items():
@@ -47,4 +51,4 @@ def test_two_emulated_workers_do_what_two_processes_do(options):
 
 
 def test_the_planners_table_is_what_the_rows_say():
-    assert list(TABLE) == table_of(read_records(Run, RESULTS / "accuracy.csv"))
+    assert list(TABLE) == table_of(read_records(Run, RESULTS))

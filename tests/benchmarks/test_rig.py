@@ -17,7 +17,7 @@ from benchmarks.rig import paired as paired_module
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import Network
 from benchmarks.rig.paired import balanced_orders, paired
-from benchmarks.rig.stats import Ratio, bootstrap_ratio, meets, verdict
+from benchmarks.rig.stats import Ratio, bootstrap_ratio, verdict
 
 # ---------------------------------------------------------------------------------------------------- statistics
 
@@ -30,12 +30,12 @@ def test_what_slows_a_whole_round_down_cancels() -> None:
 
 def test_bootstrap_is_seeded_and_keeps_the_median_of_the_ratios() -> None:
     generator = np.random.default_rng(1)
-    one, other = generator.uniform(1, 2, 201), generator.uniform(1, 2, 201)
-    ratio = bootstrap_ratio(list(one), list(other), seed=3)
-    assert ratio.median == statistics.median(a / b for a, b in zip(one, other, strict=True))
+    times, over = generator.uniform(1, 2, 201), generator.uniform(1, 2, 201)
+    ratio = bootstrap_ratio(list(times), list(over), seed=3)
+    assert ratio.median == statistics.median(a / b for a, b in zip(times, over, strict=True))
     assert ratio.low < ratio.median < ratio.high
-    assert bootstrap_ratio(list(one), list(other), seed=3) == ratio
-    assert len({bootstrap_ratio(list(one), list(other), seed=seed) for seed in range(8)}) > 1
+    assert bootstrap_ratio(list(times), list(over), seed=3) == ratio
+    assert len({bootstrap_ratio(list(times), list(over), seed=seed) for seed in range(8)}) > 1
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,6 @@ def test_verdict(low: float, high: float, target: float | None, word: str) -> No
     ratio = Ratio((low + high) / 2, low, high)
     assert verdict(ratio, target) == word
     assert verdict(ratio, target, loaded=True) == "loaded"
-    if target is not None:
-        assert meets(ratio, target) == (word == "met")
 
 
 # ---------------------------------------------------------------------------------------------------- paired runs
@@ -65,19 +63,20 @@ class Machine:
     """A machine with its own clock: what runs on it takes as long as it says, whatever the real one does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.own = self.others = self.visible = 0.0
+        self.now = self.ranks = self.others = self.visible = 0.0
         self.foreign = 0.0
         self.seen: float | None = None
         self.calls: list[str] = []
-        monkeypatch.setattr(paired_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr(load, "busy_seconds", lambda: self.own + self.others)
-        monkeypatch.setattr(load, "process_seconds", lambda: self.own + self.visible)
-        monkeypatch.setattr(load, "own_seconds", lambda: self.own)
+        for module in (paired_module, load):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(load, "busy_seconds", lambda: self.ranks + self.others)
+        monkeypatch.setattr(load, "process_seconds", lambda: self.ranks + self.visible)
+        monkeypatch.setattr(load, "own_seconds", lambda: self.ranks)
 
     def work(self, name: str, seconds: float) -> None:
         self.calls.append(name)
         self.now += seconds
-        self.own += seconds
+        self.ranks += seconds
         self.others += self.foreign * seconds
         self.visible += (self.foreign if self.seen is None else self.seen) * seconds
 
@@ -94,15 +93,14 @@ def test_times_and_ratios_of_an_idle_machine(machine: Machine) -> None:
     assert result.median_ms("a") == pytest.approx(300)
     assert result.min_ms("b") == pytest.approx(600)
     assert result.ratio("a", "b").median == pytest.approx(0.5)
-    assert set(result.ratios()) == {("a", "b"), ("b", "a")}
     assert Counter(machine.calls) == {"a": 23, "b": 23}
 
 
-def test_every_method_takes_every_place_equally_often_and_orders_change() -> None:
+def test_every_method_comes_at_every_position_equally_often_and_orders_change() -> None:
     orders = list(itertools.islice(balanced_orders(["a", "b", "c"], seed=0), 30))
     for first in range(0, 30, 3):
-        for place in range(3):
-            assert {order[place] for order in orders[first : first + 3]} == {"a", "b", "c"}
+        for position in range(3):
+            assert {order[position] for order in orders[first : first + 3]} == {"a", "b", "c"}
     assert len({tuple(order) for order in orders}) == 6
     assert list(itertools.islice(balanced_orders(["c", "a", "b"], seed=0), 30)) == orders
     assert list(itertools.islice(balanced_orders(["a", "b", "c"], seed=1), 30)) != orders
@@ -133,7 +131,7 @@ with process_group() as (rank, ranks):
         tensor = torch.ones(size)
         return lambda: (tensor.fill_(1), dist.all_reduce(tensor), time.sleep(0.02 * rank))
     names = ["a", "b", "c"] if rank == 0 else ["c", "b", "a"]
-    result = paired({name: exchange(1000 * (ord(name) - 96)) for name in names}, 20, foreign_load=1e9)
+    result = paired({name: exchange(1000 * (ord(name) - 96)) for name in names}, 20, keep_busy=True)
     every = [None] * ranks
     dist.all_gather_object(every, {name: result.milliseconds[name] for name in "abc"})
     if rank == 0:
@@ -146,7 +144,7 @@ def test_two_ranks_agree_on_order_and_on_the_slowest_time(tmp_path: Path) -> Non
     script.write_text(TWO_RANKS)
     with Network(2) as network, output.open("w") as file:
         launch([str(script)], network, timeout=120, stdout=file)
-    told = json.loads(output.read_text())
-    assert told["same"]
-    assert told["rounds"] >= 20
-    assert told["least"] >= 20  # rank 1 sleeps for 20 ms in every step, and the slowest rank is what counts
+    answer = json.loads(output.read_text())
+    assert answer["same"]
+    assert answer["rounds"] == 20
+    assert answer["least"] >= 20  # rank 1 sleeps for 20 ms in every step, and the slowest rank is what counts

@@ -42,13 +42,13 @@ def test_a_machine_that_cannot_shape_links_says_what_it_lacks(monkeypatch: pytes
 
 
 def test_only_the_namespaces_of_dead_owners_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = os.getpid()
-    started = network_module._started(own)
+    mine = os.getpid()
+    started = network_module._started(mine)
     dead = f"hprig-{dead_pid()}-12345-0-r0"
-    recycled = f"hprig-{own}-{int(started) + 1}-0-bridge"  # the pid lives, but it is another process's by now
-    kept = [f"hprig-{own}-{started}-0-r1", "other", "hprig-1", f"my{dead}", f"{dead}x"]
+    recycled = f"hprig-{mine}-{int(started) + 1}-0-bridge"  # the pid lives, but it is another process's by now
+    others = [f"hprig-{mine}-{started}-0-r1", "other", "hprig-1", f"my{dead}", f"{dead}x"]
     removed: list[str] = []
-    monkeypatch.setattr(network_module, "_namespaces", lambda: [*kept, dead, recycled])
+    monkeypatch.setattr(network_module, "_namespaces", lambda: [*others, dead, recycled])
     monkeypatch.setattr(network_module, "_remove", removed.append)
     assert sweep() == removed == [dead, recycled]
 
@@ -56,9 +56,9 @@ def test_only_the_namespaces_of_dead_owners_are_swept(monkeypatch: pytest.Monkey
 # Every rank says who it is, and waits for the other; then one fails, and the other waits for longer than any test.
 FAILING = """
 import os, pathlib, sys, time
-place = pathlib.Path(os.environ["TO"])
-(place / os.environ["RANK"]).write_text(str(os.getpid()))
-while len(list(place.glob("?"))) < 2:
+folder = pathlib.Path(os.environ["TO"])
+(folder / os.environ["RANK"]).write_text(str(os.getpid()))
+while len(list(folder.glob("?"))) < 2:
     time.sleep(0.01)
 if os.environ["RANK"] == "1":
     print("boom", file=sys.stderr)

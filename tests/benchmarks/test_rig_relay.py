@@ -30,7 +30,7 @@ from hybridpar.errors import UsageError
 def test_links(text: str, link: Link) -> None:
     parsed = parse_link(text)
     assert parsed.rate == link.rate
-    ours, theirs = ((one.bits or 0, one.delay, one.jitter, one.loss) for one in (parsed, link))
+    ours, theirs = ((each.bits or 0, each.delay, each.jitter, each.loss) for each in (parsed, link))
     assert ours == pytest.approx(theirs)
     assert parsed.relayed == ("+" in text)
 

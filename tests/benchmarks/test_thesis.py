@@ -1,47 +1,19 @@
-"""Tests the benchmark of the thesis, without its GPUs: methods, rounds, and what its command prints.
-
-The benchmark itself runs for hours on machines that the tests do not have.
-"""
+"""Tests the benchmark of the thesis, without its GPUs: the benchmark itself runs for hours on machines with several."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.table import check_csv
+from benchmarks.rig.rows import read_rows
 from benchmarks.thesis import __main__ as command
-from benchmarks.thesis import cells
-from benchmarks.thesis.cells import DDP, ONE, OURS, Job, Place, Setting
-from benchmarks.thesis.worker import work
+from benchmarks.thesis.ours import OURS
+from benchmarks.thesis.peers import DDP, ONE_DEVICE
+from benchmarks.thesis.task import Task
+from benchmarks.thesis.worker import measure
 from tests.data.test_sets import cifar  # noqa: F401 (a fixture)
-
-ROOT = Path(__file__).parents[2]
-SETTING = Setting(
-    model="tests.small_nets:plain",
-    data="synthetic",
-    data_root="data",
-    batch=16,
-    epochs=21,
-    most_steps=2,
-    lr=0.05,
-    stem="imagenet",
-    image_size=8,
-)
-PLACE = Place(device="cpu", workers=2, name="some CPU", commit="abc1234", code="0123456789ab")
-
-
-# ------------------------------------------------------------------------ what is measured
-
-
-# ------------------------------------------------------------------------ rounds
-
-
-# ------------------------------------------------------------------------ methods
-
-
-# ------------------------------------------------------------------------ the command
 
 
 @pytest.mark.parametrize("cifar", ["cifar10"], indirect=True)
@@ -52,27 +24,22 @@ def test_one_worker_measures_cifar_from_its_published_format(
 ) -> None:
     name, root, *_ = cifar
     monkeypatch.setenv("WORLD_SIZE", "1")
-    setting = replace(SETTING, data=name, data_root=str(root))
-    table = tmp_path / "table.csv"
-    methods = [ONE, DDP, OURS]
-    place = replace(PLACE, workers=1)
-    job = Job(
-        setting=setting,
-        place=place,
-        methods=methods,
-        missing=cells.still_missing([], setting, place, methods, [0, 1]),
-        output=str(table),
-        cuda_graph=True,
-        probe_steps=1,
-        most_stages=2,
+    task = Task(
+        model="examples.user_model:small_net",
+        data=name,
+        data_root=str(root),
+        batch=16,
+        epochs=21,
+        most_steps=2,
+        lr=0.05,
+        stem="imagenet",
     )
-    work(job)
-    rows = check_csv(table)
+    table = tmp_path / "table.csv"
+    measure(asdict(task), [3], [ONE_DEVICE, DDP, OURS], "cpu", 2, str(table))
+    rows = read_rows(table)
     assert [(entry.method, entry.baseline, entry.extra["seed"]) for entry in rows] == [
-        (ONE, ONE, 0),
-        (OURS, ONE, 0),
-        (ONE, ONE, 1),
-        (OURS, ONE, 1),
+        (ONE_DEVICE, ONE_DEVICE, 3),
+        (OURS, ONE_DEVICE, 3),
     ]
     ours = rows[1].extra
     assert ours["layout"]["stages"] * ours["layout"]["replicas"] in (1, 2)
@@ -80,29 +47,17 @@ def test_one_worker_measures_cifar_from_its_published_format(
     assert ours["skipped"] == {DDP: "DistributedDataParallel needs two workers"}
     assert 0 <= ours["accuracy"] <= 1
     assert ours["steps_per_epoch"] == 2
-    assert cells.still_missing(rows, setting, place, methods, [0, 1]) == []
 
 
-def test_a_missing_data_set_says_what_to_download(
+def test_a_missing_data_set_is_named_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("nothing to measure"))
-    arguments = ["--small", "--data", *cells.DATA, "--data-root", str(tmp_path), "--output", str(tmp_path / "t.csv")]
-    assert command.run(arguments) == 3
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
-    for line, data in zip(lines, cells.DATA, strict=True):
-        source, folder = cells.SOURCES[data]
-        assert line.startswith(f"{data} is not measured")
-        assert source in line
-        assert str(tmp_path / folder) in line
-    assert not (tmp_path / "t.csv").exists()
-
-
-def test_the_committed_tables_are_valid_and_claim_nothing_for_a_cpu() -> None:
-    tables = sorted((ROOT / "benchmarks/thesis/results").glob("*.csv"))
-    assert tables
-    for table in tables:
-        for entry in check_csv(table):
-            assert entry.claim == cells.CLAIM
-            assert entry.extra["cuda"] or entry.target is None
+    monkeypatch.setattr(command, "measure_in_ranks", lambda *_, **__: pytest.fail("nothing to measure"))
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda index: "a GPU")
+    options = command.Options(data_root=tmp_path, output=tmp_path / "table.csv")
+    assert command.main(options) == 3
+    said = capsys.readouterr().err
+    for data in options.data:
+        assert f"{data} is not measured" in said
+    assert not options.table.exists()

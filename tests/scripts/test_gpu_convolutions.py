@@ -53,7 +53,7 @@ def test_what_was_compiled_elsewhere_is_checked_and_timed(
     kernels: gpu_convolutions.Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = list(gpu_convolutions.run_checks(CPU, kernels))
-    assert [one.verdict for one in results] == ["ok", "ok"]
+    assert [result.verdict for result in results] == ["ok", "ok"]
     table = tmp_path / "rows.csv"
     gpu_convolutions.time_convolutions(CPU, kernels, table)
     with table.open() as file:
@@ -70,7 +70,7 @@ def test_what_was_compiled_elsewhere_is_checked_and_timed(
     assert {row["ms"] for row in rows if row["method"] != "kernel"} == {"2.00000"}
 
     monkeypatch.setattr(gpu_convolutions, "load_cubin", lambda *_: _Wrong())
-    assert {one.verdict for one in gpu_convolutions.run_checks(CPU, kernels)} == {"FAILED"}
+    assert {result.verdict for result in gpu_convolutions.run_checks(CPU, kernels)} == {"FAILED"}
 
 
 class _Wrong:

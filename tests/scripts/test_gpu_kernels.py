@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def found(emulated_kernels: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
+def emulated(emulated_kernels: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
     """What a GPU would run, run on the CPU; and less work than a GPU is given."""
     monkeypatch.setattr(kernels, "table", lambda device=CPU: emulated_kernels)
     monkeypatch.setattr(gpu_kernels, "SHAPES", ((1, 1), (3, 5), (20, 147), (2, 1001)))
@@ -32,7 +32,7 @@ def test_kernels_are_like_torch() -> None:
     assert set(seen.values()) == {"ok", "skipped"}
 
 
-def test_a_kernel_that_does_nothing_is_noticed(found: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(found.functions, "twobit_codes", lambda *_: None)  # type: ignore[arg-type]
+def test_a_kernel_that_does_nothing_is_noticed(emulated: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(emulated.functions, "twobit_codes", lambda *_: None)  # type: ignore[arg-type]
     failed = {name.partition(",")[0] for name, verdict in verdicts().items() if verdict == "FAILED"}
     assert "twobit" in {name.partition("_")[0] for name in failed}

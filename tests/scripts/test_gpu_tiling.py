@@ -22,14 +22,18 @@ def test_every_case_is_a_kernel_with_the_tile_of_its_shape() -> None:
 
 
 def test_virtual_threads_and_phases_that_lie_apart_have_fewer_conflicts() -> None:
-    found = {case: conflicts(case) for case in cases()}
-    for case, value in found.items():
+    predicted = {case: conflicts(case) for case in cases()}
+    for case, value in predicted.items():
         alone = next(
-            other for other in found if (other.shape, other.direction, other.virtual) == (case.shape, case.direction, 1)
+            other
+            for other in predicted
+            if (other.shape, other.direction, other.virtual) == (case.shape, case.direction, 1)
         )
-        assert value <= found[alone]
+        assert value <= predicted[alone]
         if case.virtual == 4:
-            assert value < found[alone]
+            assert value < predicted[alone]
         mixed = Case(case.shape, case.direction, case.columns, case.virtual, apart=False)
-        if mixed in found:
-            assert found[Case(case.shape, case.direction, case.columns, case.virtual, apart=True)] <= found[mixed]
+        if mixed in predicted:
+            assert (
+                predicted[Case(case.shape, case.direction, case.columns, case.virtual, apart=True)] <= predicted[mixed]
+            )

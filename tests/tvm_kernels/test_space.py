@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.kernels.roofline import multiply_adds
+from benchmarks.kernels.common import multiply_adds
 from hybridpar.tvm_kernels.kernel import Variant
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import Axis, axis, interior, spans

@@ -36,8 +36,8 @@ class EmulatedWorld(World):
 
     def gather_on_main(self, mine: object, ranks: Sequence[int]) -> list[Any] | None:
         """What the workers of `ranks` have, on rank 0."""
-        found = self.gather(mine)
-        return [found[rank] for rank in ranks] if self.rank == 0 else None
+        everyone = self.gather(mine)
+        return [everyone[rank] for rank in ranks] if self.rank == 0 else None
 
     meeting: Meeting
     waits: Callable[[], None]
@@ -83,7 +83,9 @@ def run_emulated(function: Callable[..., _T], workers: int, *args: Any) -> list[
         for thread in threads:
             thread.join()
     if errors:
-        raise next((one for one in errors if not isinstance(one.__cause__, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (error for error in errors if not isinstance(error.__cause__, threading.BrokenBarrierError)), errors[0]
+        )
     return results
 
 

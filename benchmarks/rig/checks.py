@@ -1,8 +1,9 @@
-"""Rows for results that are no ratio of two methods (predictions, hidden time, memory): value, rule, verdict."""
+"""Checks: rows for results that are no ratio of two methods (predictions, hidden time): value, rule, verdict."""
 
 from __future__ import annotations
 
 import platform
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +11,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from benchmarks.rig.records import append_dicts
-from benchmarks.rig.rows import commit, device, now
-from benchmarks.rig.table import wide_console
+from benchmarks.rig.records import append_dicts, wide_console
+from benchmarks.rig.rows import commit, now, processor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,39 +51,48 @@ class Check:
         return "met" if above and below else "missed"
 
 
-def write_checks(checks: Sequence[Check], output: str | None, title: str = "pipeline") -> None:
+def check_of(
+    setting: object,
+    link: str,
+    what: str,
+    values: Sequence[float],
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    extra: str = "",
+) -> Check:
+    """A check of several repetitions: their median, the lowest and the highest."""
+    return Check(
+        setting=str(setting),
+        link=link,
+        what=what,
+        value=statistics.median(values),
+        low=min(values),
+        high=max(values),
+        at_most=at_most,
+        at_least=at_least,
+        extra=extra,
+    )
+
+
+def write_checks(checks: Sequence[Check], output: str | Path | None, title: str) -> None:
     """Print checks under a title, and add them to a table where one is named."""
-    print_checks(checks, title)
-    if output is not None:
-        append_checks(checks, Path(output))
-
-
-def print_checks(checks: Sequence[Check], title: str) -> None:
-    """Print checks for people."""
     table = Table(title=title, title_justify="left")
     for column in ("setting", "link", "what", "value [lowest, highest]", "promised", "verdict", "extra"):
         table.add_column(column)
     for check in checks:
         at_most = "" if check.at_most is None else f"<= {check.at_most:g}"
         at_least = "" if check.at_least is None else f">= {check.at_least:g}"
-        table.add_row(
-            check.setting,
-            check.link,
-            check.what,
-            f"{check.value:.4g} [{check.low:.4g}, {check.high:.4g}]",
-            at_most or at_least,
-            check.verdict,
-            check.extra,
-        )
+        interval = f"{check.value:.4g} [{check.low:.4g}, {check.high:.4g}]"
+        promised = at_most or at_least
+        table.add_row(check.setting, check.link, check.what, interval, promised, check.verdict, check.extra)
     wide_console().print(table)
+    if output is not None:
+        before = {"date": now(), "commit": commit()}
+        after = {"device": processor(), "torch": torch.__version__, "python": platform.python_version()}
+        append_dicts(Path(output), [before | _cells(check) | after for check in checks])
 
 
-def append_checks(checks: Sequence[Check], path: Path) -> None:
-    """Add checks to a table; folder and table are made where they are missing."""
-    before = {"date": now(), "commit": commit()}
-    after = {"device": device(), "torch": torch.__version__, "python": platform.python_version()}
-    rows = []
-    for check in checks:
-        cells = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(check).items()}
-        rows.append(before | cells | {"verdict": check.verdict} | after)
-    append_dicts(path, rows)
+def _cells(check: Check) -> dict[str, object]:
+    cells = asdict(check) | {"verdict": check.verdict}
+    return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in cells.items()}

@@ -1,1 +1,0 @@
-"""Whether recipes give what the libraries that they come from give."""
