@@ -76,7 +76,7 @@ def main(options: Options) -> int:
 
 
 def write_images(root: Path, width: int, height: int) -> float:
-    """Write crops of the photographs of `--data photos` as JPEG files, in the layout of `--data folder`.
+    """Write crops of photographs as JPEG files, in the layout of `--data folder`.
 
     Args:
         root: Directory, which is made.
@@ -89,20 +89,19 @@ def write_images(root: Path, width: int, height: int) -> float:
     import numpy as np
     from PIL import Image
 
-    from hybridpar.config import DataConfig
-    from hybridpar.data import load_dataset
+    from benchmarks.rig.photographs import photographs
 
-    photographs: list[Image.Image] = load_dataset(DataConfig(data="photos")).train.dataset.photographs  # type: ignore[attr-defined]
+    originals = photographs()
     rng = np.random.default_rng(0)
     sizes = []
     for number in range(IMAGES):
-        label = number % len(photographs)
-        whole = photographs[label]
+        label = number % len(originals)
+        whole = originals[label]
         wide = int(min(whole.width, whole.height * width / height) * rng.uniform(0.8, 1))
         high = wide * height // width
         left, top = (int(rng.integers(room + 1)) for room in (whole.width - wide, whole.height - high))
         image = whole.resize((width, height), Image.Resampling.LANCZOS, (left, top, left + wide, top + high))
-        for part in ("train", "test") if number < 2 * len(photographs) else ("train",):
+        for part in ("train", "test") if number < 2 * len(originals) else ("train",):
             file = root / part / f"{label:02d}" / f"{number:03d}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
             image.save(file, quality=90)

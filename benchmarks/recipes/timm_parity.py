@@ -27,8 +27,8 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torchvision.transforms.functional import to_pil_image
 
+from benchmarks.rig.photographs import photographs
 from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig, Trainer
 from hybridpar.commands import find_command
@@ -68,15 +68,16 @@ def options_of(recipe: str, root: Path) -> TrainConfig:
 
 
 def write_images(root: Path, images: int = IMAGES, pixels: int = 96) -> None:
-    """Write some crops of the data set `photos` as an ImageFolder of JPEGs."""
-    data = load_dataset(TrainConfig(data="photos", image_size=pixels))
-    for side, source, count in (("train", data.train, images - TESTED), ("test", data.test, TESTED)):
-        chosen = np.linspace(0, len(source) - 1, count).astype(np.int64)
-        loaded = source.load(chosen, None, torch.device("cpu"))
-        for number, image in zip(chosen.tolist(), loaded, strict=True):
-            folder = root / side / f"{int(source.labels[number]):02d}"
-            folder.mkdir(parents=True, exist_ok=True)
-            to_pil_image(image).save(folder / f"{number}.jpg", quality=95)
+    """Write some crops of photographs as an ImageFolder of JPEGs, whose classes are the photographs."""
+    rng, originals = np.random.default_rng(0), photographs()
+    for number in range(images):
+        label = number % len(originals)
+        side = int(rng.uniform(0.2, 0.4) * min(originals[label].size))
+        left, top = (int(rng.integers(length - side)) for length in originals[label].size)
+        folder = root / ("test" if number < TESTED else "train") / f"{label:02d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        crop = originals[label].resize((pixels, pixels), box=(left, top, left + side, top + side))
+        crop.save(folder / f"{number}.jpg", quality=95)
 
 
 def batches_of(options: TrainConfig, steps: int) -> tuple[list[tuple[Tensor, Tensor]], int, int]:

@@ -17,7 +17,7 @@ from hybridpar.machine.launch import import_torchvision, leaving_at_once, prepar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybridpar.data.image_facts import ImageFacts
+    from hybridpar.data import ImageFacts
     from hybridpar.run.trained import Trained
 
 #: Images that a file is checked with.
@@ -95,7 +95,7 @@ def _images(command: Export, trained: Trained, facts: ImageFacts) -> Tensor:
     import torch
 
     from hybridpar.data import TestBatches, load_dataset
-    from hybridpar.data.image_facts import find_images, named_images
+    from hybridpar.data.file_sets import find_images, named_images
     from hybridpar.run.trained import images_of_model
 
     try:

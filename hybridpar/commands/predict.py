@@ -82,7 +82,7 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
     prepare_worker(trained.config.tune_process)
     with leaving_at_once():
         import_torchvision()
-        from hybridpar.data.image_facts import find_images
+        from hybridpar.data.file_sets import find_images
         from hybridpar.observe.counter import Counter
         from hybridpar.run.predict import Predictor, Rows
     files = find_images(command.files)

@@ -17,8 +17,7 @@ from torch import nn
 
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.config.data import without_download
-from hybridpar.data import ImageData, describe_data
-from hybridpar.data.image_facts import ImageFacts
+from hybridpar.data import ImageData, ImageFacts, describe_data
 from hybridpar.errors import CheckpointError
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.observe.files import replace_file

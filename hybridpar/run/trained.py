@@ -24,7 +24,7 @@ from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hybridpar.data.image_facts import ImageFacts
+    from hybridpar.data import ImageFacts
 
 
 @dataclass(frozen=True)
@@ -249,8 +249,7 @@ def build_trained(trained: Trained, classes: int, *, channels_last: bool = False
 
 def image_facts(trained: Trained, image_size: int | None = None) -> ImageFacts:
     """Classes and form of the images that a model was trained on: as its run says, else as its data set does."""
-    from hybridpar.data import load_dataset
-    from hybridpar.data.image_facts import ImageFacts
+    from hybridpar.data import ImageFacts, load_dataset
 
     facts = ImageFacts.read(trained.images) or ImageFacts.of(load_dataset(images_of_model(trained)))
     return replace(facts, test_size=image_size) if image_size is not None else facts
