@@ -34,7 +34,7 @@ from rich.console import Console
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import ImageFacts
+from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file

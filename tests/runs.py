@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import ImageFacts
+from hybridpar.data.sources import ImageFacts
 from hybridpar.observe import plots
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.summary import validate_summary

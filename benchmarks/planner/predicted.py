@@ -35,10 +35,10 @@ from benchmarks.planner.regret import regret_rows
 from benchmarks.rig.rank import link, process_group
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.models.random_state import give_back_memory
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.trials import FIRST_STEPS, random_batch
 from hybridpar.planner.ways import Way, compute_of_way
-from hybridpar.run.memory import give_back_memory
 from hybridpar.train.trial import Trial
 
 DDP = "torch's DDP"

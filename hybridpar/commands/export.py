@@ -17,7 +17,7 @@ from hybridpar.machine.launch import import_torchvision, leaving_at_once, prepar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybridpar.data import ImageFacts
+    from hybridpar.data.sources import ImageFacts
     from hybridpar.run.trained import Trained
 
 #: Images that a file is checked with.
@@ -30,8 +30,8 @@ class Export(TrainedOptions):
 
     run: RunArgument
     """Where the model is."""
-    format: Literal["torch-export", "onnx", "safetensors"]
-    """A graph for torch.export.load, ONNX, or the weights alone."""
+    format: Literal["torch-export", "onnx"]
+    """A graph for torch.export.load, or ONNX."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The file to write."""
     images: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
@@ -42,7 +42,7 @@ class Export(TrainedOptions):
 
 @register_command(
     "export",
-    "Write the model of a run into a file that runs without hybridpar: torch.export, ONNX, safetensors.",
+    "Write the model of a run into a file that runs without hybridpar: torch.export or ONNX.",
     Export,
     groups={"Model and data": (TrainedOptions,)},
     shown=[field.name for field in fields(TrainedOptions)],
@@ -69,10 +69,8 @@ def run_export(command: Export, _: Sequence[str]) -> int:
     prepare_worker(trained.config.tune_process)
     with leaving_at_once():
         import_torchvision()
-        from hybridpar.models.export import check_format, export_model
-        from hybridpar.models.state_dicts import extra_states
+        from hybridpar.models.export import export_model
         from hybridpar.run.trained import image_facts, load_trained
-    check_format(command.format)
     with before_the_start():
         facts = image_facts(trained, command.image_size)
         trained, model = load_trained(trained, len(facts.class_names))
@@ -85,8 +83,6 @@ def run_export(command: Export, _: Sequence[str]) -> int:
         f"{done.relative:.2g} of the largest"
     )
     print(f"written   {done.file}, {done.bytes / 1e6:.1f} MB")
-    if command.format == "safetensors" and (left := extra_states(model)):
-        print(f"left out  {', '.join(left)}: the format holds tensors alone")
     return 0
 
 

@@ -101,8 +101,16 @@ class ImageSource(ABC):
     def load_readable(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
         """Load some images, and do without files that cannot be read.
 
-        In training another image takes the place of one that cannot be read; where none is found, that is a
-        `DataError`.
+        Args:
+            indices: As of `load`.
+            key: As of `load`.
+            device: As of `load`.
+
+        Returns:
+            The images, which they are, and why files could not be read.
+
+        Raises:
+            DataError: In training, so many files cannot be read that none was found for the place of one.
         """
         return Loaded(self.load(indices, key, device), indices)
 

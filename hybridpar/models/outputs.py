@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import UsageError, shortened
-from hybridpar.models.user_models import article
+from hybridpar.models.build import article
 
 if TYPE_CHECKING:
     import torch

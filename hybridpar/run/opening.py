@@ -17,7 +17,8 @@ from torch import nn
 
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.config.data import without_download
-from hybridpar.data import ImageData, ImageFacts, describe_data
+from hybridpar.data import ImageData, describe_data
+from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import CheckpointError
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.observe.files import replace_file

@@ -13,8 +13,9 @@ import torchvision
 from PIL import Image
 
 from hybridpar.config import DataConfig, TrainConfig
-from hybridpar.data import ImageData, ImageFacts, TestBatches, describe_data, load_dataset
+from hybridpar.data import ImageData, TestBatches, describe_data, load_dataset
 from hybridpar.data.file_sets import find_images, named_images
+from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import DataError, UsageError
 from tests.data.test_loader import train_batches
 

@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 
 from hybridpar.config import DataConfig, TrainConfig
-from hybridpar.data import ImageData, ImageFacts, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.file_sets import named_images
 from hybridpar.data.sampling import AugmentKey
+from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import DataError, UsageError
 from hybridpar.models import build_model
 

@@ -9,7 +9,7 @@ from timm.models import create_model
 from hybridpar.config import TrainConfig
 from hybridpar.data import load_dataset
 from hybridpar.errors import UsageError
-from hybridpar.models.inputs import ModelInput, model_input
+from hybridpar.models.pretrained import ModelInput, model_input
 from hybridpar.run.data import with_images_of_model
 
 VIT = "timm/vit_tiny_patch16_224"
