@@ -39,7 +39,8 @@ from hybridpar.comm.world import all_reduce_bytes
 from hybridpar.compress import Exchange, TensorSpec, read_policy
 from hybridpar.config import OptimizerConfig
 from hybridpar.data.augment import normalise, shift_and_flip
-from hybridpar.data.memory_sets import DIGITS_STATISTICS, FIXED_SEED, digit_images
+from hybridpar.data.labels import FIXED_SEED
+from hybridpar.data.memory_sets import DIGITS_STATISTICS, digit_images
 from hybridpar.machine.process import worker_environment
 from hybridpar.models import build_model, seed_everything
 from hybridpar.optim.build import Rates, build_optimizer

@@ -109,9 +109,9 @@ class RandomCrop(nn.Module):
         if mode == "random":
             mode = ("bilinear", "bicubic")[int(torch.randint(2, ()))]
         if mode not in ("bilinear", "bicubic"):
-            return v2.functional.pil_to_tensor(
-                image.resize((self.size, self.size), Image.Resampling[mode.upper()], box)
-            )
+            resized = image.resize((self.size, self.size), Image.Resampling[mode.upper()], box)
+            tensor: Tensor = v2.functional.pil_to_tensor(resized)
+            return tensor
         crop = image.crop(box)
         # Rows of pixels: the layout that torch resizes fastest.
         pixels = torch.frombuffer(bytearray(crop.tobytes()), dtype=torch.uint8)

@@ -146,8 +146,8 @@ def allot(samples: int, shares: Sequence[float], least: int, *, idle: bool = Tru
     fewest, counts = -(-least // unit), [0] * len(shares)
     free, left = [worker for worker, share in enumerate(shares) if share > 0 or not idle], samples // unit
     while free:
-        whole = sum(shares[worker] for worker in free) or 1.0
-        exact = {worker: left * shares[worker] / whole for worker in free}
+        total = sum(shares[worker] for worker in free) or 1.0
+        exact = {worker: left * shares[worker] / total for worker in free}
         counts = [int(exact[worker]) if worker in exact else count for worker, count in enumerate(counts)]
         by_remainder = sorted(free, key=lambda worker: counts[worker] - exact[worker])  # stable: lower ranks first
         for worker in by_remainder[: left - sum(counts[worker] for worker in free)]:

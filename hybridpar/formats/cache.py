@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 
 def cache_directory() -> Path:
     """Where measurements are kept: `HYBRIDPAR_CACHE`, else hybridpar/ in `XDG_CACHE_HOME`, else in ~/.cache."""
-    if own := os.environ.get("HYBRIDPAR_CACHE"):
-        return Path(own)
+    if named := os.environ.get("HYBRIDPAR_CACHE"):
+        return Path(named)
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "hybridpar"
     try:

@@ -98,7 +98,7 @@ def _build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn
         if not takes_any and key not in parameters:
             raise not_taken(name, key, [parameter for parameter in parameters if parameter != "num_classes"])
     options = {"num_classes": classes, **args} if takes_any or "num_classes" in parameters else dict(args)
-    model = build_with(name, args, lambda: factory(**options))  # type: ignore[return-value]
+    model = build_with(name, args, lambda: factory(**options))  # type: ignore[arg-type, return-value]
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name} returned {article(model)}", "A factory returns a torch.nn.Module.")
     lazy = [path for path, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]

@@ -9,6 +9,7 @@ Formats, which take batches of any size:
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import warnings
@@ -122,7 +123,8 @@ def _write_program(model: nn.Module, images: Tensor, file: Path, facts: str) -> 
 def _write_onnx(model: nn.Module, images: Tensor, file: Path, facts: str) -> Callable[[Tensor], Tensor]:
     try:
         import onnxruntime
-        import onnxscript  # noqa: F401 (what torch writes the file with)
+
+        importlib.import_module("onnxscript")  # what torch writes the file with
     except ImportError as error:
         raise not_installed(f"--format onnx needs {error.name}", "onnx") from error
     program = torch.onnx.export(

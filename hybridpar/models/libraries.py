@@ -70,11 +70,11 @@ def check_library_name(name: str) -> None:
 def build_timm_model(name: str, args: Mapping[str, Any], *, pretrained: bool = False) -> nn.Module:
     """Build a model of timm, with fresh weights unless they are asked for."""
     check_library_name(name)
-    timm, own = timm_module(), name.removeprefix(PREFIX)
-    if pretrained or own.startswith(HUB):  # what is not to be had is for the caller to explain
-        model: nn.Module = timm.create_model(own, pretrained=pretrained, **args)
+    timm, known = timm_module(), name.removeprefix(PREFIX)
+    if pretrained or known.startswith(HUB):  # what is not to be had is for the caller to explain
+        model: nn.Module = timm.create_model(known, pretrained=pretrained, **args)
         return model
-    return build_with(name, args, lambda: timm.create_model(own, **args))
+    return build_with(name, args, lambda: timm.create_model(known, **args))
 
 
 def build_torchvision_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:

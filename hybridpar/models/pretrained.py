@@ -6,6 +6,7 @@ without a network.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,9 +163,8 @@ def _input_of_timm(name: str, weights: str | None, args: Mapping[str, object]) -
     configuration = timm_module().models.get_pretrained_cfg(full.removeprefix(PREFIX))
     if configuration is None:
         return None  # a former name
-    from timm.data import resolve_data_config
-
+    resolve = importlib.import_module("timm.data").resolve_data_config
     size = args.get("img_size")
-    wanted = resolve_data_config({"img_size": size} if isinstance(size, int) else {}, configuration.to_dict())
+    wanted = resolve({"img_size": size} if isinstance(size, int) else {}, configuration.to_dict())
     side, mean, std = wanted["input_size"][-1], tuple(wanted["mean"]), tuple(wanted["std"])
     return ModelInput(int(side), mean, std, str(wanted["interpolation"]), float(wanted["crop_pct"]))
