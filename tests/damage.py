@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 
 from hybridpar.comm.world import World
-from hybridpar.data.image_facts import ImageFacts
+from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
 from hybridpar.machine.cluster_file import read_cluster_file

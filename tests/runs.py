@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data.image_facts import ImageFacts
+from hybridpar.data.sources import ImageFacts
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.plan import read_plan

@@ -49,7 +49,7 @@ LAYERS: dict[str, set[str]] = {
         "tvm_kernels",
     },
     "optim": {"compress", "config", "errors", "models", "spec"},
-    "data": {"config", "errors", "lanes", "machine", "registry"},
+    "data": {"config", "errors", "formats", "lanes", "registry"},
     "train": {
         "comm",
         "compress",

@@ -323,10 +323,8 @@ def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["resnet19"], "unknown model 'resnet19'\nDid you mean resnet18"),
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
         (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
-        (["examples.user_model:smal_net"], "no factory 'smal_net'\nDid you mean small_net"),
     ],
 )
 def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):

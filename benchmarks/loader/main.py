@@ -29,9 +29,10 @@ from torchvision import datasets, transforms
 from benchmarks.rig.launch import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network
 from benchmarks.rig.paired import paired
+from benchmarks.rig.photographs import photographs
 from benchmarks.rig.records import append_dicts
 from benchmarks.rig.rows import commit, now, row, write_rows
-from hybridpar.config import DataConfig, TrainConfig
+from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches, load_dataset
 from hybridpar.data.sources import IMAGENET_MEAN, IMAGENET_STD
 
@@ -79,22 +80,22 @@ def main(options: Options) -> None:
 
 
 def write_images(root: Path, width: int, height: int) -> float:
-    """Write crops of the photographs of `--data photos` as JPEG files, in the layout of `--data folder`.
+    """Write crops of photographs as JPEG files, in the layout of `--data folder`.
 
     Returns:
         Mean size of a file in bytes.
     """
-    photographs: list[Image.Image] = load_dataset(DataConfig(data="photos")).train.dataset.photographs  # type: ignore[attr-defined]
+    originals = photographs()
     rng = np.random.default_rng(0)
     sizes = []
     for number in range(IMAGES):
-        label = number % len(photographs)
-        photograph = photographs[label]
+        label = number % len(originals)
+        photograph = originals[label]
         wide = int(min(photograph.width, photograph.height * width / height) * rng.uniform(0.8, 1))
         high = wide * height // width
         left, top = (int(rng.integers(room + 1)) for room in (photograph.width - wide, photograph.height - high))
         image = photograph.resize((width, height), Image.Resampling.LANCZOS, (left, top, left + wide, top + high))
-        for part in ("train", "test") if number < 2 * len(photographs) else ("train",):
+        for part in ("train", "test") if number < 2 * len(originals) else ("train",):
             file = root / part / f"{label:02d}" / f"{number:03d}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
             image.save(file, quality=90)

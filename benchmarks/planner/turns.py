@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hybridpar.comm.world import World
+from hybridpar.models.random_state import give_back_memory
 from hybridpar.planner.trials import FIRST_STEPS
-from hybridpar.run.memory import give_back_memory
 
 #: Visits of each, and seconds of one after its first steps.
 LEAST_VISITS, MOST_VISITS, VISIT_SECONDS = 2, 4, 2.5

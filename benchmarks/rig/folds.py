@@ -24,7 +24,8 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches, load_dataset
 from hybridpar.data.augment import normalise
-from hybridpar.data.memory_sets import DIGITS_STATISTICS, FIXED_SEED, digit_images
+from hybridpar.data.labels import FIXED_SEED
+from hybridpar.data.memory_sets import DIGITS_STATISTICS, digit_images
 from hybridpar.data.sources import ImageData, MemoryImages
 from hybridpar.models import build_model, seed_everything
 from hybridpar.sync.statistics import average_model

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridpar.train.results import StepResult
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +32,7 @@ from hybridpar.data import Batch
 from hybridpar.errors import UsageError
 from hybridpar.machine.process import available_cores
 from hybridpar.run.shares import LEFT_OUT, WATCHED, ShareTuner
+from hybridpar.train.results import StepResult
 
 #: How many times as fast worker 1 is: time over that of equal parts, at most, and part of the ideal speed-up, at least.
 TARGETS = {1: (1.03, None), 2: (1 / 1.4, 0.95), 3: (1 / 1.9, 0.93)}

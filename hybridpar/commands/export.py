@@ -16,7 +16,7 @@ from hybridpar.formats.output_files import check_writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybridpar.data.image_facts import ImageFacts
+    from hybridpar.data.sources import ImageFacts
     from hybridpar.run.trained import Trained
 
 #: Images that a file is checked with.
@@ -27,19 +27,19 @@ class Export(TrainedModel):
     """Write the model of a run into a file that runs without hybridpar, checked against the model on real images.
 
     Attributes:
-        format: A graph for torch.export.load, ONNX, or the weights alone.
+        format: A graph for torch.export.load, or ONNX.
         output: The file to write.
         images: Check with this image file, or folder of them; may be repeated. Default: test images of the run's data.
     """
 
-    format: Literal["torch-export", "onnx", "safetensors"]
+    format: Literal["torch-export", "onnx"]
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     images: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
 
 
 @register_command(
     "export",
-    "Write the model of a run into a file that runs without hybridpar: torch.export, ONNX, safetensors.",
+    "Write the model of a run into a file that runs without hybridpar: torch.export or ONNX.",
     Export,
 )
 def run_export(command: Export, _: Sequence[str]) -> int:
@@ -54,12 +54,10 @@ def run_export(command: Export, _: Sequence[str]) -> int:
         )
     trained = command.find()
     import_torch(trained)
-    from hybridpar.models.export import check_format, export_model
-    from hybridpar.models.state_dicts import extra_states
+    from hybridpar.models.export import export_model
     from hybridpar.run.directory import before_the_start
     from hybridpar.run.trained import image_facts, load_trained
 
-    check_format(command.format)
     with before_the_start():
         facts = image_facts(trained, command.image_size)
         trained, model = load_trained(trained, len(facts.class_names))
@@ -73,8 +71,6 @@ def run_export(command: Export, _: Sequence[str]) -> int:
         f"most, {done.relative:.2g} of the largest"
     )
     print(f"written   {done.file}, {done.bytes / 1e6:.1f} MB")
-    if command.format == "safetensors" and (left := extra_states(model)):
-        print(f"left out  {', '.join(left)}: the format holds tensors alone")
     return 0
 
 
@@ -83,7 +79,7 @@ def _images(command: Export, trained: Trained, facts: ImageFacts) -> Tensor:
     import torch
 
     from hybridpar.data import TestBatches, load_dataset
-    from hybridpar.data.image_facts import find_images, named_images
+    from hybridpar.data.file_sets import find_images, named_images
     from hybridpar.run.trained import images_of_model
 
     try:

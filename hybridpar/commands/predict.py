@@ -59,7 +59,7 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
         command.refuse_replacing(command.output)
     trained = command.find()
     import_torch(trained)
-    from hybridpar.data.image_facts import find_images
+    from hybridpar.data.file_sets import find_images
     from hybridpar.observe.progress import counting
     from hybridpar.run.predict import Predictor, Rows
 

@@ -97,7 +97,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     if command.device == "cpu":
         hide_gpus()
     if not in_job():
-        check_names(command, command.model)
+        check_names(command)
         if command.hosts is not None:
             return _on_several_machines(command, command.hosts, arguments)
     if command.dry_run:
@@ -207,14 +207,13 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
     return rest
 
 
-def check_names(command: TrainConfig, model: str) -> None:
+def check_names(command: TrainConfig) -> None:
     """Check what can be known of names and codecs before there are workers; torch is imported for none.
 
     A codec with options, and a policy, is the exception: only the codec itself can check them.
     """
-    from hybridpar.models import check_model_name, parse_arguments
+    from hybridpar.models import parse_arguments
 
-    check_model_name(model)
     parse_arguments(command.model_arg)
     if command.weights is not None and not command.resume:  # else they have been read
         from hybridpar.models.weight_files import check_file, is_file

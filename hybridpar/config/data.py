@@ -34,7 +34,7 @@ class DataConfig(Options):
     """Data: images, batches, and how training images are changed at random.
 
     Attributes:
-        data: Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision
+        data: Data set: digits, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision
             (mnist, ...), package.module:factory, or `synthetic:samples=1024`. `,download` fetches it; `,bad=error` ends
             the run at a bad image.
         data_root: Directory of the data set's files; of `csv` it may be the table.
@@ -366,6 +366,7 @@ class TorchvisionSet(NamedTuple):
         flip: Whether a mirrored image is still one of its class.
         downloads: Whether torchvision can download it.
         needs: What is to be installed to read it, besides torchvision.
+        per_class: Images of each class that are for training where torchvision knows no parts; None: 4 of 5.
     """
 
     cls: str
@@ -375,6 +376,7 @@ class TorchvisionSet(NamedTuple):
     flip: bool = True
     downloads: bool = True
     needs: str = ""
+    per_class: int | None = None
 
 
 _TRAIN, _TEST, _VAL = {"split": "train"}, {"split": "test"}, {"split": "val"}
@@ -383,6 +385,10 @@ _IS_TRAIN, _IS_TEST = {"train": True}, {"train": False}
 
 #: The data sets by the name users type: torchvision's own in lower case.
 TORCHVISION_SETS = {
+    "cifar10": TorchvisionSet("CIFAR10", _IS_TRAIN, _IS_TEST, 32),
+    "cifar100": TorchvisionSet("CIFAR100", _IS_TRAIN, _IS_TEST, 32),
+    # 30 training images per class: the usual protocol (Fei-Fei, Fergus and Perona 2004).
+    "caltech101": TorchvisionSet("Caltech101", {}, None, per_class=30),
     "mnist": TorchvisionSet("MNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
     "fashionmnist": TorchvisionSet("FashionMNIST", _IS_TRAIN, _IS_TEST, 32),
     "kmnist": TorchvisionSet("KMNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
@@ -423,9 +429,9 @@ TORCHVISION_SETS = {
 USERS = "package.module:factory"
 
 #: Data sets besides those of the table: of image files of any size, and of small images.
-_FILES = ("folder", "csv", "hf/NAME", USERS, "caltech101")
+_FILES = ("folder", "csv", "hf/NAME", USERS)
 #: Data sets besides those of torchvision, by the name users type.
-OTHER_SETS = (*_FILES, "digits", "photos", "cifar10", "cifar100", "synthetic")
+OTHER_SETS = (*_FILES, "digits", "synthetic")
 
 
 def is_of_any_size(data: str) -> bool:

@@ -1,20 +1,12 @@
 """Data sets and loaders that give the same images in the same steps for any number of workers.
 
 `load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
-says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (whole batches in
-memory), `decode` (image files), `sources` (images in memory or in files), `downloads` and
-`labels` (for the next), `memory_sets`, `photos`, `file_sets`, `map_sets`, `torchvision_sets`, `csv_set` and
-`hub_sets` (the data sets by name), `loader` (the batches of a worker).
+says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (what becomes of an
+image), `labels` (classes), `sources` (images in memory, or of any map-style data set), `memory_sets`, `file_sets`,
+`map_sets` and `hub_sets` (the data sets by name), `loader` (the batches of a worker), `mix` (mixup and cutmix).
 """
 
-from hybridpar.data import (  # noqa: F401 (each enters its sets into DATA_SETS)
-    csv_set,
-    file_sets,
-    hub_sets,
-    memory_sets,
-    photos,
-    torchvision_sets,
-)
+from hybridpar.data import file_sets, hub_sets, map_sets, memory_sets  # noqa: F401 (each adds to DATA_SETS)
 from hybridpar.data.loader import Batch, TestBatches, TrainBatches
 from hybridpar.data.sampling import cut_epoch, divide
 from hybridpar.data.sources import (
@@ -22,7 +14,6 @@ from hybridpar.data.sources import (
     DecodedImages,
     ImageData,
     ImageFiles,
-    ImageSet,
     ImageSource,
     MemoryImages,
     describe_data,
@@ -35,7 +26,6 @@ __all__ = [
     "DecodedImages",
     "ImageData",
     "ImageFiles",
-    "ImageSet",
     "ImageSource",
     "MemoryImages",
     "TestBatches",

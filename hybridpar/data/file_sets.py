@@ -1,72 +1,25 @@
-"""Data sets that are read from image files."""
+"""Image files: in a folder for each class, in a table, or named by a user."""
 
 from __future__ import annotations
 
-import logging
+import csv
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
-import numpy as np
-import torch
-import torchvision
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from hybridpar.config import DataConfig
-from hybridpar.data.downloads import download_fix, one_download
-from hybridpar.data.memory_sets import FIXED_SEED, divided
-from hybridpar.data.sampling import IntArray, split_by_class
-from hybridpar.data.sources import DATA_SETS, ImageData, ImageFiles, decoded_data
-from hybridpar.errors import DataError
+from hybridpar.config import DataConfig, TrainConfig
+from hybridpar.data.augment import MODES, eval_transform
+from hybridpar.data.labels import number_labels, some
+from hybridpar.data.sources import DATA_SETS, DecodedImages, ImageData, ImageFacts, ImageFiles, decoded_data
+from hybridpar.errors import DataError, check
 
-logger = logging.getLogger(__name__)
-
-#: The usual protocol of Caltech-101 (Fei-Fei, Fergus and Perona 2004): 30 training images per class.
-CALTECH101_TRAIN_PER_CLASS = 30
-CALTECH101_CLASSES = 101
-CALTECH101_IMAGES = 8677
-
-#: The folder of Caltech-101 that is not a class; torchvision leaves it out as well.
-CALTECH101_BACKGROUND = "BACKGROUND_Google"
-
-
-@DATA_SETS.register("caltech101", "Caltech-101: 8,677 photographs of 101 classes, 224x224; 30 per class for training")
-def _caltech101(config: DataConfig) -> ImageData:
-    """Thirty images of each class are for training, chosen once and for all, and all others for testing.
-
-    In an incomplete copy, a class of 30 images or fewer keeps one for testing. Read from torchvision's layout,
-    ROOT/caltech101/101_ObjectCategories/CLASS/image_NNNN.jpg; annotations are not needed. Some images are grey.
-    """
-    root = config.data_root.resolve()
-    directory = root / "caltech101" / "101_ObjectCategories"
-    if config.data_options.download:
-        with one_download("caltech101", root):
-            torchvision.datasets.Caltech101(root, download=True)
-    if not directory.is_dir():
-        raise DataError(
-            f"caltech101 is not there: no directory {directory}",
-            fix=download_fix("caltech101/101_ObjectCategories/"),
-        )
-    ignored = _Ignored()
-    names, paths, labels = _scan(directory, ignored, excluded=(CALTECH101_BACKGROUND,))
-    if (len(names), len(paths)) != (CALTECH101_CLASSES, CALTECH101_IMAGES):
-        logger.warning(
-            "caltech101 in %s has %d classes and %d images; the published set has %d and %d",
-            *(directory, len(names), len(paths), CALTECH101_CLASSES, CALTECH101_IMAGES),
-        )
-    sizes = np.bincount(labels)
-    if sizes.min() < 2:
-        raise DataError(
-            f"the class {names[int(sizes.argmin())]!r} of caltech101 has 1 image in {directory}",
-            "A class needs one image for training and one for testing.",
-            f"Remove {directory} and run again with --data caltech101,download.",
-        )
-    train_counts = [min(CALTECH101_TRAIN_PER_CLASS, int(size) - 1) for size in sizes]
-    chosen = split_by_class(np.array(labels), train_counts, FIXED_SEED)
-    parts = [_files(directory, paths, labels, part) for part in chosen]
-    return decoded_data("caltech101", names, config, parts, ignored=_described(ignored))
+_LAYOUT = "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE, or as CLASS/IMAGE."
+_COLUMNS = "Its first line names the columns: path, label, and maybe split, which is train, test or val."
 
 
 @DATA_SETS.register(
@@ -75,159 +28,142 @@ def _caltech101(config: DataConfig) -> ImageData:
 def _folder(config: DataConfig) -> ImageData:
     """The layout of torchvision's ImageFolder, without hidden files and directories.
 
-    Where there are both test/ and val/, test/ is used. Folders beside those that are used are named. Without any of the
-    three the folders are the classes, and 80 % of the images of each are for training, always the same ones.
+    Where there are both test/ and val/, test/ is used. Without any of the three the folders are the classes, and 80 %
+    of the images of each are for training, always the same ones. What is not used is named.
     """
-    root, ignored = config.data_root.resolve(), _Ignored()
-    train_root = root / "train"
-    test_root = root / "test" if (root / "test").is_dir() else root / "val"
-    if root.is_dir() and not train_root.is_dir() and not test_root.is_dir():
-        names, paths, labels = _scan(root, ignored)
-        if all(len(Path(path).parts) > 2 for path in paths):
+    root, ignored = config.data_root.resolve(), list[str]()
+    roots = [root / "train", root / ("test" if (root / "test").is_dir() else "val")]
+    if any(path.is_dir() for path in roots):
+        ignored += [f"{path.name}/" for path in root.iterdir() if path.is_dir() and path not in roots]
+    else:
+        roots = [root]
+    names, files = list[str](), list[ImageFiles]()
+    for directory in roots:
+        images, others = image_files(directory)
+        ignored += [*others, *(path for path in images if os.sep not in path)]
+        paths = sorted((path for path in images if os.sep in path), key=_class_of)  # then as torchvision has them
+        folders = {path.name for path in directory.iterdir() if path.is_dir() and path.name[0] != "."}
+        names = names or sorted(folders)
+        strange, empty = folders - {*names}, folders - set(map(_class_of, paths))
+        if strange:
+            problem = f"{directory} has classes that {roots[0]} has not: {some(strange)}"
+            raise DataError(problem, _LAYOUT, "Rename or remove them, or add training images of these classes.")
+        too_high = roots == [root] and all(path.count(os.sep) > 1 for path in paths)
+        if empty or too_high or not folders:
             raise DataError(
-                f"the folders in {root} hold folders, and no images",
-                "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE, or as CLASS/IMAGE.",
-                "Name the directory above the classes, or above train/ and test/, with --data-root.",
+                f"no images in folders of {directory}: {some(empty or folders) or 'it has none'}",
+                f"{_LAYOUT} An image ends in {', '.join(IMG_EXTENSIONS)}.",
+                "Add images, remove the folders, or name another directory with --data-root.",
             )
-        parts = [_files(root, paths, labels, part) for _, part, _ in divided([torch.tensor(labels)])]
-        return decoded_data("folder", names, config, parts, ignored=_described(ignored))
-    for directory, wanted in ((train_root, "train/"), (test_root, "test/ or val/")):
-        if not directory.is_dir():
-            raise DataError(
-                f"the data set has no directory {wanted} in {root}",
-                "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE, or as CLASS/IMAGE.",
-                "Name the directory that holds train/ and test/ with --data-root.",
-            )
-    with suppress(OSError):
-        for entry in os.scandir(root):
-            if entry.is_dir() and not entry.name.startswith(".") and Path(entry) not in (train_root, test_root):
-                ignored["beside", f"{entry.name}/"] += 1
-    names, train_paths, train_labels = _scan(train_root, ignored)
-    test_names, test_paths, test_labels = _scan(test_root, ignored)
-    if extra := set(test_names) - set(names):
-        raise DataError(
-            f"{test_root} has classes that {train_root} has not: {some(extra)}",
-            "The classes are those of the training images.",
-            "Rename or remove the directories, or add training images of these classes.",
-        )
-    numbers = [names.index(name) for name in test_names]
-    test_labels = [numbers[at] for at in test_labels]
-    parts = [_files(train_root, train_paths, train_labels), _files(test_root, test_paths, test_labels)]
-    return decoded_data("folder", names, config, parts, ignored=_described(ignored))
+        numbers = {name: number for number, name in enumerate(names)}
+        files.append(ImageFiles(directory, paths, [numbers[_class_of(path)] for path in paths]))
+    text = f"{len(ignored):,} other files and folders ({some(ignored)})"
+    labels = [part.labels for part in files]
+    return decoded_data("folder", names, config, files, labels, ignored=[text] if ignored else [])
 
 
-def _files(root: Path, paths: Sequence[str], labels: Sequence[int], chosen: IntArray | None = None) -> ImageFiles:
-    """Some of the files, or all."""
-    indices = range(len(paths)) if chosen is None else chosen.tolist()
-    return ImageFiles(root, [paths[at] for at in indices], [labels[at] for at in indices])
+def _class_of(path: str) -> str:
+    return path.partition(os.sep)[0]
 
 
-#: What lies in a data set and is not used, in the order in which it is told.
-_IGNORED = {
-    "beside": ("directory that is not read", "directories that are not read"),
-    "hidden": ("hidden directory", "hidden directories"),
-    "hidden file": ("hidden file", "hidden files"),
-    "file": ("file that is no image", "files that are no images"),
-    "outside": ("image in no class directory", "images in no class directory"),
-    "loop": ("link to a directory above it", "links to directories above them"),
-}
+def image_files(directory: Path) -> tuple[list[str], list[str]]:
+    """The image files in and below a directory, by folder and name, and what else there is: hidden things, other files.
 
-#: How often each kind of `_IGNORED` was found, by the kind and a name that tells more, which may be empty.
-_Ignored = Counter[tuple[str, str]]
-
-
-def _described(ignored: _Ignored) -> tuple[str, ...]:
-    """Each kind in words, with its number."""
-    texts = []
-    for kind, words in _IGNORED.items():
-        counts = {name: count for (what, name), count in ignored.items() if what == kind}
-        if count := sum(counts.values()):
-            names = [name for name in counts if name]
-            texts.append(f"{count:,} {words[count > 1]}" + (f" ({some(names)})" if names else ""))
-    return tuple(texts)
+    Links to directories are followed, but not in circles.
+    """
+    images, others = [], []
+    for folder, folders, files in os.walk(directory, onerror=_refuse, followlinks=True):
+        inside = [name for name in folders if name[0] != "." and not _leads_up(Path(folder, name))]
+        usable = [name for name in files if name[0] != "." and name.lower().endswith(IMG_EXTENSIONS)]
+        below = "" if folder == str(directory) else os.path.relpath(folder, directory) + os.sep
+        images += [below + name for name in usable]
+        others += [below + name for name in {*folders, *files} - {*inside, *usable}]
+        folders[:] = inside
+    return sorted(images, key=os.path.split), others
 
 
-def _no_image(name: str) -> tuple[str, str]:
-    """The kind of a file that is not used because of its name."""
-    return ("hidden file", "") if name.startswith(".") else ("file", Path(name).suffix.lower() or "no extension")
+def _leads_up(path: Path) -> bool:
+    """Whether something is a link to a directory above it."""
+    return path.is_symlink() and path.resolve() in {parent.resolve() for parent in path.parents}
 
 
-def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> tuple[list[str], list[str], list[int]]:
-    """Class names, paths relative to the directory, and labels, in torchvision's order: by class, then by path."""
-    names: list[str] = []
-    paths: list[str] = []
-    labels: list[int] = []
-    empty: dict[str, tuple[str, ...]] = {}
+def _refuse(error: OSError) -> NoReturn:
+    what = f"cannot read {error.filename}: {error.strerror or error}"
+    raise DataError(what, _LAYOUT, "Check --data-root, and the rights of its files.") from error
+
+
+@DATA_SETS.register(
+    "csv", "your own images in a table: --data-root FILE.csv, or a directory with train.csv and test.csv"
+)
+def _csv(config: DataConfig) -> ImageData:
+    """Columns `path`, `label` and maybe `split`; paths are relative to the table's directory.
+
+    Several labels of an image are joined by `;` or `|`. `split` is `train`, and `test` or `val`; where both are, `test`
+    is used. Without test images, 80 % of the images of each class are for training, always the same ones.
+    """
+    root = config.data_root.resolve()
+    rows = _rows(root, "train") if not root.is_dir() else _rows(root / "train.csv", "train")
+    for split in ("test", "val") if root.is_dir() else ():
+        rows += _rows(root / f"{split}.csv", split) if (root / f"{split}.csv").is_file() else []
+    counts = {split: sum(row["split"] == split for row in rows) for split in ("train", "test", "val")}
+    if not counts["train"]:
+        raise DataError(f"{config.data_root} lists no training images", _COLUMNS, "Check the column split.")
+    used = ["train", *[split for split in ("test", "val") if counts[split]][:1]]
+    parts = [[row for row in rows if row["split"] == split] for split in used]
+    words = [
+        [[word for word in map(str.strip, re.split("[;|]", row["label"])) if word] for row in part] for part in parts
+    ]
+    several = any(len(labels) > 1 for part in words for labels in part)
+    names, labels = number_labels(words, lambda part, row: parts[part][row]["line"], several=several)
+    folder = root if root.is_dir() else root.parent
+    files = [ImageFiles(folder, [row["path"] for row in part], of) for part, of in zip(parts, labels, strict=True)]
+    unused = [f"{counts['val']:,} images of the split val"] if counts["val"] and "val" not in used else []
+    return decoded_data("csv", names, config, files, labels, ignored=unused)
+
+
+def _rows(table: Path, split: str) -> list[dict[str, str]]:
+    """The lines of a table, of which those that name no split are of this one."""
+    rows = []
     try:
-        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-            if not entry.is_dir():
-                ignored[("outside", "") if _is_image(entry.name) else _no_image(entry.name)] += 1
-            elif entry.name.startswith("."):
-                ignored["hidden", entry.name] += 1
-            elif entry.name in excluded:
-                ignored["beside", f"{entry.name}/"] += 1
-            else:
-                before = _Ignored()
-                images = _images(entry.path, before)
-                if not images:
-                    empty[entry.name] = _described(before)
-                paths += [os.path.relpath(path, directory) for path in images]
-                labels += [len(names)] * len(images)
-                names.append(entry.name)
-                ignored.update(before)
-    except OSError as error:
-        raise DataError(
-            f"cannot read {error.filename or directory}: {error.strerror or error}",
-            f"{directory} must hold a directory of images for each class.",
-            "Check --data-root, and the rights of its files.",
-        ) from error
-    if not names:
-        raise DataError(
-            f"there is no class folder in {directory}",
-            "It must hold a directory of images for each class.",
-            "Check --data-root.",
-        )
-    if empty:
-        first, others = next(iter(empty.items()))
-        raise DataError(
-            f"no images in {len(empty)} of the {len(names)} class directories of {directory}: {some(empty)}",
-            f"{first} holds {', '.join(others) or 'nothing'}; an image ends in {', '.join(IMG_EXTENSIONS)}.",
-            "Add images of these classes, or remove the directories.",
-        )
-    return names, paths, labels
+        with open(table, newline="", encoding="utf-8-sig") as file:
+            for cells in (reader := csv.DictReader(file, skipinitialspace=True, restval="")):
+                given = {key: cells[key].strip() for key in ("path", "label", "split") if cells.get(key)}
+                row = {"label": "", "split": split, "line": f"line {reader.line_num} of {table.name}", **given}
+                if "path" not in row or "label" not in cells or row["split"] not in ("train", "test", "val"):
+                    raise DataError(f"{row['line']} has {cells}", _COLUMNS, "Correct the table.")
+                rows.append(row)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the table {table}: {reason}", _COLUMNS, "Check --data-root.") from error
+    return rows
 
 
-def _images(directory: str, ignored: _Ignored) -> list[str]:
-    """The image files in and below a directory, in torchvision's order. Links are followed, but not in circles."""
-    images, deeper = [], []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if not entry.is_dir():
-                if _is_image(entry.name):
-                    images.append(entry.path)
-                else:
-                    ignored[_no_image(entry.name)] += 1
-            elif entry.name.startswith("."):
-                ignored["hidden", entry.name] += 1
-            elif entry.is_symlink() and _leads_up(entry.path):
-                ignored["loop", ""] += 1
-            else:
-                deeper.append(entry.path)
-    images += [path for inner in deeper for path in _images(inner, ignored)]
-    return sorted(images, key=os.path.split)
+def find_images(named: Sequence[Path]) -> list[Path]:
+    """The image files that a user names; one that is not there is left to be refused as unreadable."""
+    images: list[Path] = []
+    for path in named:
+        inside = [path / file for file in image_files(path)[0]] if path.is_dir() else [path]
+        rule = f"The name of an image ends in {', '.join(IMG_EXTENSIONS)}."
+        check(bool(inside), f"there is no image in {path}", rule, "Name a folder with such files, or the files.")
+        images += inside
+    return images
 
 
-def _leads_up(link: str) -> bool:
-    """Whether a link leads to a directory above it."""
-    return os.path.realpath(link) in {os.path.realpath(parent) for parent in Path(link).parents}
-
-
-def _is_image(name: str) -> bool:
-    return not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS)
-
-
-def some(names: Iterable[str]) -> str:
-    """The first names of many, and how many others there are."""
-    every = sorted(names)
-    shown = ", ".join(every[:5])
-    return shown if len(every) <= 5 else f"{shown} and {len(every) - 5} more"
+def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) -> ImageData:
+    """Image files as a data set whose labels are their places in the list."""
+    channels, size, images = facts.sample_shape[0], facts.test_size, config.images
+    rule, fix = "Image files are read in grey, RGB or RGBA.", "Call the model in a script of your own."
+    check(channels in MODES, f"the model takes images of {channels} channels", rule, fix)
+    prepare = eval_transform(size, replace(images, crop=1.0) if facts.whole else images)
+    listed = ImageFiles(Path("/"), [os.path.abspath(file) for file in files], range(len(files)))
+    source = DecodedImages(listed, augment=prepare, prepare=prepare, channels=channels)
+    return ImageData(
+        name="files",
+        class_names=facts.class_names,
+        sample_shape=facts.sample_shape,
+        train=source,
+        test=source,
+        mean=facts.mean,
+        std=facts.std,
+        test_size=size,
+    )

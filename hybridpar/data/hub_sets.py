@@ -1,60 +1,54 @@
-"""Image data sets of the Hugging Face hub: `--data hf/NAME`."""
+"""Image data sets of the package `datasets`: `--data hf/NAME`."""
 
 from __future__ import annotations
 
-import re
-import tarfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from hybridpar.config import DataConfig
 from hybridpar.config.data import HubOptions, data_name, samples_of
-from hybridpar.data.decode import open_image
-from hybridpar.data.downloads import one_download
-from hybridpar.data.file_sets import some
-from hybridpar.data.labels import LabelledPart, number_labels
-from hybridpar.data.memory_sets import divided
-from hybridpar.data.sources import DATA_SETS, ImageData, ImageSet, decoded_data
+from hybridpar.data.augment import open_image
+from hybridpar.data.labels import number_labels
+from hybridpar.data.sources import DATA_SETS, ImageData, decoded_data
 from hybridpar.errors import DataError, UsageError
+from hybridpar.formats.cache import locked
 
 #: Names of the part that is tested on, best first.
 _TEST_PARTS = ("test", "validation", "val", "valid")
 
-#: Kinds of files in --data-root: what they are, what they must hold, and how their names end.
+#: Kinds of files in --data-root: how their names end, and what they must hold.
 _FILES = {
-    "webdataset": (
-        "tar shards",
-        "Members of a tar file belong together by name: KEY.jpg, and KEY.cls, KEY.txt or KEY.json (its `label`).",
-        "tar",
-    ),
-    "parquet": ("parquet files", "A table has a column of images and one of labels.", "parquet"),
+    "webdataset": ("tar", "Members of a tar file belong together by name: KEY.jpg, and KEY.cls, KEY.txt or KEY.json."),
+    "parquet": ("parquet", "A table has a column of images and one of labels."),
 }
 
 #: Columns that are taken for the label where several have classes, best first.
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls", "json.label", "json.labels", "txt")
 
 
-class HubImages(ImageSet):
-    """Images of a data set of the `datasets` library."""
+class HubRows(Dataset[tuple[Image.Image, Tensor]]):
+    """Rows of a data set of the `datasets` library as (image, label)."""
 
-    def __init__(self, dataset: Any, column: str, labels: Tensor) -> None:
-        super().__init__(labels)
-        self.dataset = dataset
+    def __init__(self, rows: Any, column: str, labels: Tensor) -> None:
+        self.rows = rows
         self.column = column
+        self.labels = labels
 
-    def open(self, index: int) -> Image.Image:
-        cell = self.dataset[index][self.column]
-        if cell is None:
-            raise DataError(f"cannot read the image {self.name(index)}: it is missing")
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Tensor]:
+        cell = self.rows[index][self.column]
         content = cell.get("bytes")
-        return open_image(Path(cell["path"]) if content is None else content, self.name(index))
+        return open_image(Path(cell["path"]) if content is None else content), self.labels[index]
 
     def name(self, index: int) -> str:
-        return f"row {index} of {self.dataset.split or 'the data set'}"
+        """What a row is called in messages."""
+        return f"row {index} of {self.rows.split or 'the data set'}"
 
 
 @DATA_SETS.register("hf/NAME", "an image data set of the Hugging Face hub, from its cache or a copy in --data-root")
@@ -69,19 +63,38 @@ def _hub(config: DataConfig) -> ImageData:
     name = data_name(config.data).removeprefix("hf/")
     if name in ("", "hf"):
         raise UsageError(f"--data {config.data}", "The name of the data set follows: hf/NAME.", "Use --data hf/NAME.")
-    ignored: list[str] = []
-    parts = _parts(name, config, ignored)
-    train = parts[0]
-    image = _image_column(train, name)
-    label = _label_column(train, name)
-    raw, cells = map(list, zip(*(_complete(part, image, label, ignored) for part in parts), strict=True))
-    names, *targets = _numbered(train.features[label], cells, name)
-    labelled = [HubImages(raw[part].select(indices), image, labels) for part, indices, labels in divided(targets)]
-    return decoded_data(samples_of(config.data), names, config, labelled, ignored=ignored)
+    read = _read(name, config)
+    used = ["train", *[part for part in _TEST_PARTS if part in read][:1]]
+    ignored = [f"{len(rows):,} rows of the part {part}" for part, rows in read.items() if part not in used]
+    features = read["train"].features
+    image = next((column for column, kind in features.items() if type(kind).__name__ == "Image"), None)
+    with_classes = [column for column, kind in features.items() if _classes(kind) is not None]
+    label = next((column for column in _LABEL_COLUMNS if column in (with_classes or features)), None)
+    label = label or next(iter(with_classes), None)
+    if image is None or label is None:
+        raise DataError(f"hf/{name} has no columns of images and labels; it has {', '.join(features)}")
+    complete = [_complete(read[part], image, label, ignored) for part in used]
+    classes = _classes(features[label])
+    first = next(iter(complete[0][1]), None)
+    several = isinstance(first, (list, tuple))
+
+    def words(cell: Any) -> list[str]:
+        values = [value for value in (cell if several else [cell]) if value is not None]
+        known = range(len(classes.names)) if classes is not None else ()
+        return [str(classes.names[value]) if value in known else str(value) for value in values]
+
+    names, labels = number_labels(
+        [[words(cell) for cell in cells] for _, cells in complete],
+        lambda part, row: f"row {row} of {used[part]} of hf/{name}",
+        several=several,
+        names=map(str, classes.names) if classes is not None else (),
+    )
+    rows = [HubRows(images, image, numbers) for (images, _), numbers in zip(complete, labels, strict=True)]
+    return decoded_data(samples_of(config.data), names, config, rows, labels, ignored=ignored)
 
 
-def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
-    """The training part, and the test part where there is one; says which are left out."""
+def _read(name: str, config: DataConfig) -> dict[str, Any]:
+    """The parts of a data set."""
     try:
         import datasets
     except ImportError as error:
@@ -92,91 +105,37 @@ def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
     root = config.data_root.resolve()
     options = config.data_options
     assert isinstance(options, HubOptions)
+    rule = "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it."
+    fix = f"Run again with --data {samples_of(config.data)},download, or name a copy with --data-root."
     try:
         if any((root / file).is_file() for file in ("dataset_dict.json", "state.json")):
             read = datasets.load_from_disk(str(root))
         elif name in _FILES:
-            read = _files(name, root)
+            end, rule = _FILES[name]
+            fix = f"Name the directory that holds train*.{end} and test*.{end} with --data-root."
+            read = datasets.load_dataset(name, data_dir=str(root)).flatten()
         elif options.download:
-            with one_download(name.replace("/", "--"), root):
+            root.mkdir(parents=True, exist_ok=True)
+            with locked(root / f".{name.replace('/', '--')}.lock"):
                 read = datasets.load_dataset(name, options.configuration)
         else:
-            read = datasets.load_dataset(
-                name, options.configuration, download_config=datasets.DownloadConfig(local_files_only=True)
-            )
-    except DataError:
-        raise
+            cached = datasets.DownloadConfig(local_files_only=True)
+            read = datasets.load_dataset(name, options.configuration, download_config=cached)
     except Exception as error:  # the library lets through whatever its back ends raise
-        raise DataError(
-            f"cannot load {config.data}: {' '.join(str(error).split()) or type(error).__name__}",
-            "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it.",
-            f"Run again with --data {samples_of(config.data)},download, or name a copy with --data-root.",
-        ) from error
-    if not isinstance(read, dict):
-        return [read]
-    if "train" not in read:
-        raise DataError(f"{config.data} has no part train; it has {', '.join(read)}", "Training needs one.")
-    used = ["train", *[part for part in _TEST_PARTS if part in read][:1]]
-    ignored += [f"{len(rows):,} rows of the part {part}" for part, rows in read.items() if part not in used]
-    return [read[part] for part in used]
-
-
-def _files(kind: str, root: Path) -> Any:
-    """The parts in files of one kind."""
-    import datasets
-
-    try:
-        return datasets.load_dataset(kind, data_dir=str(root)).flatten()
-    except Exception as error:
         reason = error.__cause__ or error  # what is wrong with a file is the cause of an error that does not say it
-        what, rule, end = _FILES[kind]
-        raise DataError(
-            f"cannot load the {what} in {root}: {' '.join(str(reason).split()) or type(reason).__name__}",
-            rule,
-            f"Name the directory that holds train*.{end} and test*.{end} with --data-root.",
-        ) from error
-
-
-def _image_column(part: Any, name: str) -> str:
-    for column, feature in part.features.items():
-        if type(feature).__name__ == "Image":
-            return str(column)
-    raise DataError(f"hf/{name} has no column of images; it has {', '.join(part.features)}")
-
-
-def _label_column(part: Any, name: str) -> str:
-    with_classes = [column for column, feature in part.features.items() if _classes(feature) is not None]
-    for column in _LABEL_COLUMNS:
-        if column in with_classes or (column in part.features and not with_classes):
-            return column
-    if with_classes:
-        return str(with_classes[0])
-    raise DataError(f"hf/{name} has no column of labels; it has {', '.join(part.features)}", "One must be `label`.")
+        text = " ".join(str(reason).split()) or type(reason).__name__
+        where = f" from {root}" if name in _FILES else ""
+        raise DataError(f"cannot load {config.data}{where}: {text}", rule, fix) from error
+    parts = dict(read) if isinstance(read, dict) else {"train": read}
+    if "train" not in parts:
+        raise DataError(f"{config.data} has no part train; it has {', '.join(parts)}", "Training needs one.")
+    return parts
 
 
 def _classes(feature: Any) -> Any:
     """The classes of a column of labels, or of lists of labels; None where it is another."""
     inner = getattr(feature, "feature", feature)
     return inner if type(inner).__name__ == "ClassLabel" else None
-
-
-def _numbered(feature: Any, cells: list[list[Any]], name: str) -> tuple[Any, ...]:
-    classes = _classes(feature)
-    several = bool(cells[0]) and isinstance(cells[0][0], (list, tuple))
-    names = [str(word) for word in classes.names] if classes is not None else None
-
-    def words(cell: Any) -> list[str]:
-        values = cell if several else [cell]
-        if names is not None:
-            return [names[value] if value is not None and 0 <= value < len(names) else str(value) for value in values]
-        return [str(value) for value in values if value is not None]
-
-    def part(which: str, column: list[Any]) -> LabelledPart:
-        sources = [f"row {row} of {which} of hf/{name}" for row in range(len(column))]
-        return LabelledPart([words(cell) for cell in column], sources, several)
-
-    numbered = number_labels(part("train", cells[0]), part("test", cells[1] if len(cells) > 1 else []), names)
-    return numbered if len(cells) > 1 else numbered[:2]
 
 
 def _complete(part: Any, image: str, label: str, ignored: list[str]) -> tuple[Any, list[Any]]:
@@ -189,22 +148,5 @@ def _complete(part: Any, image: str, label: str, ignored: list[str]) -> tuple[An
     rows = [row for row, cell in enumerate(cells) if pictured[row] and cell is not None]
     if len(rows) == len(cells):
         return images, cells
-    for kind, count in (("image", pictured.count(False)), ("label", cells.count(None))):
-        if count:
-            ignored.append(f"{count:,} of {len(cells):,} rows of {part.split} without {kind}")
-    if "__url__" in part.column_names:
-        names = _members(part.select(sorted({*range(len(cells))} - {*rows})))
-        ignored.append(f"{len(names):,} files in tar shards, in these rows ({some(names)})")
+    ignored.append(f"{len(cells) - len(rows):,} of {len(cells):,} rows of {part.split} without image or label")
     return images.select(rows), [cells[row] for row in rows]
-
-
-def _members(rows: Any) -> list[str]:
-    """The names of the files that are in some rows of tar shards: a row is what has one name before the first dot."""
-    keys: dict[str, set[str]] = {}
-    for shard, key in zip(rows["__url__"], rows["__key__"], strict=True):
-        keys.setdefault(shard, set()).add(key)
-    names = []
-    for shard, left_out in keys.items():
-        with suppress(OSError, tarfile.TarError), tarfile.open(shard) as tar:  # datasets may have it in its cache alone
-            names += [name for name in tar.getnames() if re.sub(r"\.[^/]*$", "", name) in left_out]
-    return names

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ from hybridpar.data.sampling import (
     repeated,
 )
 from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
-from hybridpar.errors import DataError, LaunchError, UsageError
+from hybridpar.errors import DataError, LaunchError, check
 from hybridpar.lanes import Lane, Lanes
 
 _log = logging.getLogger(__name__)
@@ -48,10 +46,7 @@ _CPU = torch.device("cpu")
 #: Loader processes per worker where images are read from files.
 DEFAULT_LOADER_WORKERS = 2
 
-#: Of the 107 characters of a socket's path, Python appends `/pymp-xxxxxxxx/listener-xxxxxxxx`.
-_LONGEST_DIRECTORY = 107 - 32
-
-#: Files that cannot be read and are named one by one; then their number is told whenever it has doubled.
+#: Files that cannot be read and are named one by one; then their number is logged whenever it has doubled.
 _NAMED = 5
 
 LabelledImages = tuple[Tensor, Tensor]
@@ -100,7 +95,7 @@ class TrainBatches:
         shares: As given. Other ones count from the next call of `epoch` on, for all workers alike.
 
     Raises:
-        UsageError: The batch or the data set is too small, see `cut_epoch`; or loader processes cannot make sockets.
+        UsageError: The batch or the data set is too small, see `cut_epoch`; or there is no such worker.
     """
 
     def __init__(
@@ -120,7 +115,7 @@ class TrainBatches:
         shares: Sequence[float] | None = None,
         idle: bool = True,
     ) -> None:
-        _check_rank(rank, workers)
+        check(0 <= rank < workers, f"rank {rank} of {workers} workers")
         self.shares = shares
         self._idle = idle
         self._in_pairs = in_pairs
@@ -148,7 +143,7 @@ class TrainBatches:
 
         Raises:
             ValueError: The epoch does not have so many steps.
-            DataError: Many images cannot be read. A single one is replaced by another and told in a warning.
+            DataError: Many images cannot be read. A single one is replaced by another, with a warning.
             LaunchError: A loader process died.
         """
         if not 0 <= start_step <= len(self._steps):
@@ -159,7 +154,7 @@ class TrainBatches:
         order = epoch_order(self._samples, self.seed, epoch)
         order = repeated(order, self._steps, self._repeats)
         steps = self._steps[start_step:]
-        parts = [self._own_parts(start, stop) for start, stop in steps]
+        parts = [self._parts(start, stop) for start, stop in steps]
         jobs = [order[first:last] for step in parts for first, last in step]
         loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
         for (start, stop), micro_batches in zip(steps, parts, strict=True):
@@ -167,7 +162,7 @@ class TrainBatches:
             with self._reader.lent(*read):
                 yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
 
-    def _own_parts(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where this worker's micro-batches of a step are; none where it has no sample."""
         each = self.micro_batches
         if self.shares is None:
@@ -183,8 +178,7 @@ class TestBatches:
     """One worker's share of the test images: together, the workers test every image exactly once.
 
     Shares are consecutive. Equal ones differ by at most one image, and are empty where there are more workers than
-    images.
-    Images that cannot be read are left out, with a warning.
+    images. Images that cannot be read are left out, with a warning.
 
     Args:
         data: The data set.
@@ -211,18 +205,14 @@ class TestBatches:
         channels_last: bool = False,
         shares: Sequence[float] | None = None,
     ) -> None:
-        _check_rank(rank, workers)
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        check(0 <= rank < workers, f"rank {rank} of {workers} workers")
+        check(batch_size >= 1, f"batch_size is {batch_size}", "It must be at least 1.")
         #: Test images of all workers.
         self.total = len(data.test)
-        counts = allot(self.total, shares or [1.0] * workers, 1)
-        start = sum(counts[:rank])
-        stop = start + counts[rank]
+        start, stop = [*accumulate(allot(self.total, shares or [1.0] * workers, 1), initial=0)][rank : rank + 2]
         self.samples = stop - start
-        self._jobs = [
-            np.arange(first, min(first + batch_size, stop), dtype=np.int64) for first in range(start, stop, batch_size)
-        ]
+        firsts = range(start, stop, batch_size)
+        self._jobs = [np.arange(first, min(first + batch_size, stop), dtype=np.int64) for first in firsts]
         if data.test_size is not None:
             data = replace(data, sample_shape=(data.sample_shape[0], data.test_size, data.test_size))
         self._reader = _Reader(data, data.test, loader_workers, device, channels_last)
@@ -236,11 +226,6 @@ class TestBatches:
         for part in self._reader.read(self._jobs, None):
             with self._reader.lent(part):
                 yield part
-
-
-def _check_rank(rank: int, workers: int) -> None:
-    if not 0 <= rank < workers:
-        raise ValueError(f"rank {rank} of {workers} workers")
 
 
 class _Reader:
@@ -257,13 +242,6 @@ class _Reader:
         self.source = source
         default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
         self._loader_workers = default if loader_workers is None else loader_workers
-        length = len(os.fsencode(tempfile.gettempdir()))
-        if self._loader_workers and length > _LONGEST_DIRECTORY:
-            raise UsageError(
-                f"the directory for temporary files {tempfile.gettempdir()} has {length} characters",
-                f"Loader processes make sockets there, for which it may have {_LONGEST_DIRECTORY}.",
-                "Name another: TMPDIR=/tmp; or use --loader-workers 0.",
-            )
         self._device = torch.device(device or "cpu")
         self._size = data.sample_shape[1:]
         self._channels_last = channels_last
@@ -282,10 +260,10 @@ class _Reader:
             self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
             if len(loaded.indices) == 0:
                 continue
-            placed: list[Tensor] = []
-            lane.submit(partial(self._place, loaded, placed), uses=[loaded.images])
+            results: list[Tensor] = []
+            lane.submit(partial(self._move, loaded, results), uses=[loaded.images])
             lanes.caller.wait(lane.record())
-            images, labels = placed
+            images, labels = results
             yield images, labels
 
     @contextmanager
@@ -307,7 +285,7 @@ class _Reader:
             self._opened = lanes, lanes.open("data") if self._device.type == "cuda" else lanes.caller
         return self._opened
 
-    def _place(self, loaded: Loaded, placed: list[Tensor]) -> None:
+    def _move(self, loaded: Loaded, results: list[Tensor]) -> None:
         """Put images, as floats, and labels on the device."""
         images = loaded.images.to(self._device, non_blocking=True)
         labels = self.source.labels[torch.from_numpy(loaded.indices % COPY)]
@@ -315,14 +293,11 @@ class _Reader:
             images = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
         elif self._channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        placed.append(images)
-        placed.append(to_device(labels.float() if labels.ndim == 2 else labels, self._device))
+        results += [images, to_device(labels.float() if labels.ndim == 2 else labels, self._device)]
 
     def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
         """Name files that cannot be read, each once; of many only some, and how many there are."""
-        for problem in damaged:
-            if problem in self._damaged:
-                continue
+        for problem in {*damaged} - self._damaged:
             self._damaged.add(problem)
             count = len(self._damaged)
             if count <= _NAMED or count & (count - 1) == 0:
@@ -335,12 +310,11 @@ class _Reader:
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         loader, queue = self._processes(min(self._loader_workers, len(jobs)))
         queue[:] = [(indices, key) for indices in jobs]
-        with warnings.catch_warnings(), _without_collections(), _alive():
-            _ignore_advice()
+        with _starting_processes():
             iterator = iter(loader)
         try:
             for left in reversed(range(len(jobs))):
-                with _alive():
+                with _watching_processes():
                     loaded = next(iterator)
                 if isinstance(loaded, DataError):
                     raise loaded
@@ -361,8 +335,7 @@ class _Reader:
         if idle is not None and idle[0].num_workers == count:
             return idle
         queue: list[_Job] = []
-        with warnings.catch_warnings():
-            _ignore_advice()
+        with _starting_processes():
             loader = DataLoader(
                 _Jobs(self.source),
                 batch_size=None,  # A job is a batch already.
@@ -395,7 +368,7 @@ class _Jobs(Dataset[Loaded | DataError]):
 
 
 @contextmanager
-def _alive() -> Iterator[None]:
+def _watching_processes() -> Iterator[None]:
     """Inside, a loader process that died is an error after which the workers start again.
 
     Torch's handler of SIGCHLD would raise one anywhere else, so it is taken back.
@@ -417,20 +390,18 @@ def _alive() -> Iterator[None]:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def _starting_processes() -> Iterator[None]:
     """Inside, the garbage collector does not run, here and in processes that are forked, until `_begin_process`."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with warnings.catch_warnings(), _watching_processes():
+            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            yield
     finally:
         if enabled:
             gc.enable()
-
-
-def _ignore_advice() -> None:
-    # Torch counts the cores this worker is pinned to, and advises against more processes than those.
-    warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 def _as_is(loaded: Any) -> Any:

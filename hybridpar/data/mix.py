@@ -21,14 +21,7 @@ from hybridpar.data.sampling import Draw, counter_hash
 
 
 class Box(NamedTuple):
-    """A rectangle of pixels: rows [top, bottom), columns [left, right).
-
-    Attributes:
-        top: First row.
-        bottom: The row behind the last.
-        left: First column.
-        right: The column behind the last.
-    """
+    """A rectangle of pixels: rows [top, bottom), columns [left, right)."""
 
     top: int
     bottom: int

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import check
 
 IntArray = npt.NDArray[np.int64]
 HashArray = npt.NDArray[np.uint64]
@@ -101,16 +101,10 @@ def cut_epoch(samples: int, batch_size: int, parts: int) -> list[tuple[int, int]
     """
     least = FEWEST_PER_PART * parts
     rule = f"Each of the {parts} parts of a step (workers x micro-batches) needs at least {FEWEST_PER_PART} samples."
-    if batch_size < least:
-        raise UsageError(f"--batch-size is {batch_size}", rule, f"Use --batch-size {least} or more.")
-    if samples < least:
-        most = samples // FEWEST_PER_PART
-        fix = f"Use at most {most} {'worker' if most == 1 else 'workers'} of one micro-batch each."
-        raise UsageError(
-            f"the data set has {samples} training {'sample' if samples == 1 else 'samples'}",
-            rule,
-            fix if most else f"Use a data set of at least {FEWEST_PER_PART} training samples.",
-        )
+    check(batch_size >= least, f"--batch-size is {batch_size}", rule, f"Use --batch-size {least} or more.")
+    most = samples // FEWEST_PER_PART
+    fix = f"Use at most {most} workers of one micro-batch each." if most else "Use a larger data set."
+    check(samples >= least, f"the data set has {samples} training samples", rule, fix)
     steps = max(1, samples // batch_size)
     cut = [(step * batch_size, (step + 1) * batch_size) for step in range(steps)]
     rest = samples - steps * batch_size
@@ -152,8 +146,8 @@ def allot(samples: int, shares: Sequence[float], least: int, *, idle: bool = Tru
     fewest, counts = -(-least // unit), [0] * len(shares)
     free, left = [worker for worker, share in enumerate(shares) if share > 0 or not idle], samples // unit
     while free:
-        whole = sum(shares[worker] for worker in free) or 1.0
-        exact = {worker: left * shares[worker] / whole for worker in free}
+        total = sum(shares[worker] for worker in free) or 1.0
+        exact = {worker: left * shares[worker] / total for worker in free}
         counts = [int(exact[worker]) if worker in exact else count for worker, count in enumerate(counts)]
         by_remainder = sorted(free, key=lambda worker: counts[worker] - exact[worker])  # stable: lower ranks first
         for worker in by_remainder[: left - sum(counts[worker] for worker in free)]:

@@ -6,12 +6,14 @@ be written, are only a warning: the cache never makes a run fail.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,14 +30,26 @@ _log = logging.getLogger(__name__)
 
 def cache_directory() -> Path:
     """Where measurements are kept: `HYBRIDPAR_CACHE`, else hybridpar/ in `XDG_CACHE_HOME`, else in ~/.cache."""
-    if own := os.environ.get("HYBRIDPAR_CACHE"):
-        return Path(own)
+    if named := os.environ.get("HYBRIDPAR_CACHE"):
+        return Path(named)
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "hybridpar"
     try:
         return Path.home() / ".cache" / "hybridpar"
     except RuntimeError:  # a user without an entry in the password file and without HOME
         return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Inside, no other process is inside with the same file, as far as its file system has locks.
+
+    The lock belongs to the open file, so it cannot outlive its process.
+    """
+    with path.open("a") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def measurements_directory() -> Path:

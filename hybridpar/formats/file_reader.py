@@ -7,10 +7,12 @@ what is nested in it, digits of an integer.
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import stat
 import tomllib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,13 +177,17 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 
 def read_torch(path: Path) -> dict[str, Any]:
-    """The dictionary in a file of `torch.save`, read with `weights_only`; its tensors are pages of the file."""
+    """The dictionary in a file of `torch.save`, read with `weights_only`; its tensors are pages of the file.
+
+    A `Namespace` is let through: checkpoints of timm and of torchvision's references hold their options in one.
+    """
     import torch
 
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("it is no regular file")
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Unreadable:
         raise
     except pickle.UnpicklingError as error:

@@ -12,8 +12,8 @@ from typing import Any
 def lazy_names(package: str, source: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """The names that a package imports under `if TYPE_CHECKING:`, as attributes that are loaded on first use."""
     blocks = [block for block in ast.parse(Path(source).read_bytes()).body if isinstance(block, ast.If)]
-    found = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    home = {alias.name: str(node.module) for node in found for alias in node.names}
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    home = {alias.name: str(node.module) for node in imports for alias in node.names}
     names = sorted(home)
 
     def load(name: str) -> Any:

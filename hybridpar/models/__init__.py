@@ -6,6 +6,7 @@ nor torchvision, so that names can be checked at once.
 
 from hybridpar.models.arguments import parse_arguments
 from hybridpar.models.build import (
+    article,
     build_model,
     check_model_name,
     model_fingerprint,
@@ -14,9 +15,8 @@ from hybridpar.models.build import (
     seed_everything,
 )
 from hybridpar.models.freezing import freeze
+from hybridpar.models.libraries import model_names
 from hybridpar.models.outputs import autocast
-from hybridpar.models.torchvision_models import model_names
-from hybridpar.models.user_models import article
 from hybridpar.models.weights import learning_rate_scales, load_weights
 
 __all__ = [

@@ -1,20 +1,25 @@
-"""Arguments that a user hands to a model's factory: `key=value` texts, and dropout rates under each library's names."""
+"""Arguments that a user hands to a model's builder: `key=value` texts, and what a builder does with them."""
 
 from __future__ import annotations
 
 import ast
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date, time
+from typing import TYPE_CHECKING
 
-from hybridpar.errors import UsageError, shortened
+from hybridpar.errors import UsageError, check, shortened, user_error
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: What a constructor says of an argument that it does not have, or that its builder sets itself.
 _NOT_TAKEN = re.compile(r"(?:unexpected keyword argument|multiple values for (?:keyword )?argument) '(\w+)'")
 
-#: What stands before the rate, as users type it.
-_OPTIONS = {"drop_rate": "--drop ", "drop_path_rate": "--drop path="}
+#: What users type for a rate.
+_OPTIONS = {"drop_rate": "--drop", "drop_path_rate": "--drop path"}
 
 
 def parse_arguments(texts: Sequence[str]) -> dict[str, object]:
@@ -32,70 +37,56 @@ def parse_arguments(texts: Sequence[str]) -> dict[str, object]:
     """
     arguments: dict[str, object] = {}
     for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise UsageError(
-                f"--model-arg {shortened(text)}",
-                "It must be key=value, where key is an argument of the model's factory.",
-                "Write for example --model-arg width=64.",
-            )
-        if key.strip() in arguments:
-            raise UsageError(f"--model-arg {key.strip()} is given twice", fix="Leave out one of them.")
-        arguments[key.strip()] = _value(value.strip())
+        key, equals, value = (part.strip() for part in text.partition("="))
+        rule = "It must be key=value, where key is an argument of the model's factory."
+        valid = bool(equals) and key.isidentifier()
+        check(valid, f"--model-arg {shortened(text)}", rule, "Write for example --model-arg width=64.")
+        check(key not in arguments, f"--model-arg {key} is given twice", fix="Leave out one of them.")
+        arguments[key] = _value(value)
     return arguments
 
 
 def _value(text: str) -> object:
-    try:
+    with suppress(tomllib.TOMLDecodeError, KeyError):
         table = tomllib.loads(f"value = {text}")
         if len(table) == 1 and not isinstance(table["value"], (date, time)):
-            found: object = table["value"]
-            return found
-    except (tomllib.TOMLDecodeError, KeyError):
-        pass
-    try:
-        literal: object = ast.literal_eval(text)
-        return literal
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+            return table["value"]
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        return ast.literal_eval(text)
+    return text
 
 
 def with_rates(
     args: Mapping[str, object] | None, drop_rate: float | None, drop_path_rate: float | None
 ) -> dict[str, object]:
     """Arguments of a factory with the rates that are set, under the names of timm."""
-    merged = dict(args or {})
-    for key, rate in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)):
-        if rate is None:
-            continue
-        if key in merged:
-            raise UsageError(
-                f"{_OPTIONS[key]}{rate:g} with --model-arg {key}={merged[key]}",
-                "They say the same.",
-                "Leave out one of them.",
-            )
-        merged[key] = rate
-    return merged
+    rates = {"drop_rate": drop_rate, "drop_path_rate": drop_path_rate}
+    given: dict[str, object] = {key: rate for key, rate in rates.items() if rate is not None}
+    for key in given.keys() & (args or {}).keys():
+        raise UsageError(f"{_OPTIONS[key]} with --model-arg {key}", "They say the same.", "Leave out one of them.")
+    return {**(args or {}), **given}
 
 
 def not_taken(name: str, key: str, takes: Sequence[str] = ()) -> UsageError:
     """The error for an argument that a model does not take."""
-    option = _OPTIONS.get(key, f"--model-arg {key}").rstrip(" =")
+    option = _OPTIONS.get(key, f"--model-arg {key}")
     what = {"drop_rate": "dropout rate", "drop_path_rate": "rate of stochastic depth"}.get(key, f"argument {key!r}")
-    known = f"It takes {', '.join(takes)}." if takes else ""
-    return UsageError(f"{option} with {name}: this model has no {what} to set", known, f"Leave {option} out.")
+    rule = f"It takes {', '.join(takes)}." if takes else ""
+    return UsageError(f"{option} with {name}: this model has no {what} to set", rule, f"Leave {option} out.")
 
 
 def refused_argument(error: Exception, args: Mapping[str, object]) -> str | None:
     """The argument of the user's that a constructor did not take."""
-    found = _NOT_TAKEN.search(str(error)) if isinstance(error, TypeError) else None
-    return found[1] if found is not None and found[1] in args else None
+    match = _NOT_TAKEN.search(str(error)) if isinstance(error, TypeError) else None
+    return match[1] if match is not None and match[1] in args else None
 
 
-def not_built(name: str, args: Mapping[str, object], error: Exception) -> UsageError:
-    """The error for a model of a library that cannot be built with the arguments that were given."""
-    given = ", ".join(f"{key}={value!r}" for key, value in args.items())
-    return UsageError(
-        f"building {name} with {given or 'its defaults'} failed: {type(error).__name__}: {error}",
-        fix="Correct --model-arg; --debug shows the whole traceback.",
-    )
+def build_with(name: str, args: Mapping[str, object], build: Callable[[], nn.Module]) -> nn.Module:
+    """What a builder builds with arguments of the user's; what it does not take, and its failure, are one error."""
+    try:
+        return build()
+    except (Exception, SystemExit) as error:  # whatever a constructor, or a script that is imported, raises
+        if isinstance(error, Exception) and (key := refused_argument(error, args)) is not None:
+            raise not_taken(name, key) from error
+        given = ", ".join(f"{key}={shortened(repr(value))}" for key, value in args.items())
+        raise user_error(f"building {name}{given and f' with {given}'} failed", error) from error

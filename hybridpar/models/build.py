@@ -1,4 +1,4 @@
-"""Builds a model from its name: of torchvision, of timm, or of the user's own.
+"""Builds a model from its name: of torchvision, of timm, or of the user's own as `package.module:factory`.
 
 Plans, profiles and checkpoints know a model by the fingerprint of its architecture, which is taken here too.
 """
@@ -6,35 +6,40 @@ Plans, profiles and checkpoints know a model by the fingerprint of its architect
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from hybridpar.errors import UsageError
-from hybridpar.models.arguments import with_rates
-from hybridpar.models.timm_models import PREFIX, build_timm_model, check_timm_name
-from hybridpar.models.torchvision_models import build_torchvision_model, check_torchvision_name, use_channels
-from hybridpar.models.user_models import build_user_model, check_user_name
+from hybridpar.models.arguments import build_with, not_taken, with_rates
+from hybridpar.models.libraries import (
+    PREFIX,
+    build_timm_model,
+    build_torchvision_model,
+    check_library_name,
+    use_channels,
+)
+from hybridpar.registry import find_factory
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 def check_model_name(name: str) -> None:
-    """Check what can be checked of a model's name without importing torch.
+    """Check a model's name; imports the library or the module that it is of.
 
     Args:
         name: What the user typed.
 
     Raises:
-        UsageError: Torchvision or timm has no such model, timm is not installed, or Python does not find the package
-            of the user's own.
+        UsageError: Torchvision or timm has no such model, timm is not installed, or the user's own module or factory
+            cannot be found.
     """
-    if name.startswith(PREFIX):
-        check_timm_name(name)
-    elif ":" in name:
-        check_user_name(name)
+    if ":" in name and not name.startswith(PREFIX):
+        find_factory(name, "model")
     else:
-        check_torchvision_name(name)
+        check_library_name(name)
 
 
 def build_model(
@@ -70,14 +75,53 @@ def build_model(
     """
     given = with_rates(args, drop_rate, drop_path_rate)
     if name.startswith(PREFIX):
-        model = build_timm_model(name, classes, given if channels == 3 else {"in_chans": channels, **given})
+        options = {"num_classes": classes, **({} if channels == 3 else {"in_chans": channels}), **given}
+        model = build_timm_model(name, options)
     elif ":" in name:
-        model = build_user_model(name, classes, given)
+        model = _build_user_model(name, classes, given)
     else:
         model = build_torchvision_model(name, classes, given)
         if channels != 3:
             use_channels(model, channels)
     return model if model.training else model.train()
+
+
+def _build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:
+    """Call a user's factory, with the number of classes where it takes that by name."""
+    from torch import nn
+    from torch.nn.parameter import is_lazy
+
+    factory = find_factory(name, "model")
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in args:
+        if not takes_any and key not in parameters:
+            raise not_taken(name, key, [parameter for parameter in parameters if parameter != "num_classes"])
+    options = {"num_classes": classes, **args} if takes_any or "num_classes" in parameters else dict(args)
+    model = build_with(name, args, lambda: factory(**options))  # type: ignore[arg-type, return-value]
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} returned {article(model)}", "A factory returns a torch.nn.Module.")
+    lazy = [path for path, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"{name} has parameters whose shape is not known yet, such as {lazy[0]}",
+            "Lazy modules get their shapes in their first forward pass; training needs them before.",
+            "Call the model once in the factory, on an example of its inputs: model(torch.zeros(1, 3, 32, 32)).",
+        )
+    return model
+
+
+def article(value: object) -> str:
+    """The type of a value with its article: `a dict`, `an int`.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        The text.
+    """
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def require_trained(model: nn.Module, name: str) -> None:
@@ -90,7 +134,7 @@ def require_trained(model: nn.Module, name: str) -> None:
     Raises:
         UsageError: No parameter of it requires a gradient.
     """
-    if not any(one.requires_grad for one in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
             f"{name} has no parameter that is trained",
             "Training changes the parameters that require a gradient.",

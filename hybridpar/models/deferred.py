@@ -9,12 +9,11 @@ a time has a whole model.
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
+import os
 import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridpar.errors import UsageError
-from hybridpar.formats.cache import cache_directory
-from hybridpar.models.random_state import random_state, restore_random_state, same_random
+from hybridpar.formats.cache import cache_directory, locked
+from hybridpar.models.random_state import give_back_memory, random_state, restore_random_state, same_random
 from hybridpar.models.state_dicts import tensors_of
 
 _T = TypeVar("_T")
@@ -60,7 +59,7 @@ class DeferredModel:
             for _, held, key in places(self.module):
                 held[key] = on_meta.setdefault(id(held[key]), like_tensor(held[key], held[key].detach().to(_META)))
             del tensors
-            _give_back()
+            give_back_memory()
 
     def fill(self, names: Iterable[str], device: torch.device = _CPU) -> None:
         """Give some tensors of the model their initial values; other tensors keep those that they have.
@@ -77,7 +76,7 @@ class DeferredModel:
                 if name in wanted:
                     values[name] = tensor.detach()
                 del tensor
-            _give_back()
+            give_back_memory()
         filled: dict[int, Tensor] = {}
         for name, held, key in places(self.module):
             if name in wanted and id(held[key]) not in filled:
@@ -128,21 +127,12 @@ def _one_at_a_time() -> Iterator[None]:
     directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # The directory may be one of all hosts.
-        lock = (directory / f"building-{socket.gethostname()}.lock").open("a")
-    except OSError:  # nowhere to write
+        writable = os.access(directory, os.W_OK)
+    except OSError:
+        writable = False
+    # The directory may be one of all hosts.
+    with locked(directory / f"building-{socket.gethostname()}.lock") if writable else nullcontext():
         yield
-        return
-    with lock:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _give_back() -> None:
-    """Return freed memory to the system, also where the allocator is set to keep it."""
-    with suppress(OSError, AttributeError):  # only glibc has this
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

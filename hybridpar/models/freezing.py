@@ -43,20 +43,20 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], *, batch_norm: bool 
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in filter(None, (word.strip() for word in words)):
         named = [name for name in modules if fnmatchcase(name, pattern)]
-        found = {name for name in parameters if fnmatchcase(name, pattern)}
-        found |= {f"{owner}.{name}" for owner in named for name, _ in modules[owner].named_parameters()}
-        if not found and not named:
+        matching = {name for name in parameters if fnmatchcase(name, pattern)}
+        matching |= {f"{owner}.{name}" for owner in named for name, _ in modules[owner].named_parameters()}
+        if not matching and not named:
             raise UsageError(
                 f"--freeze {shortened(pattern)}: no parameter and no module has such a name",
                 nearest(pattern, [*modules, *parameters]),
                 "A pattern is the name of a module or of a parameter, in which * stands for any characters.",
             )
-        frozen |= found
-        inside.update(one for owner in named for one in modules[owner].modules())
+        frozen |= matching
+        inside.update(module for owner in named for module in modules[owner].modules())
     named_parameters = {parameters[name].requires_grad_(False) for name in frozen}
     for layer in model.modules() if batch_norm else ():
-        own = list(layer.parameters(recurse=False))
-        if isinstance(layer, _BatchNorm) and (named_parameters.issuperset(own) if own else layer in inside):
+        direct = list(layer.parameters(recurse=False))
+        if isinstance(layer, _BatchNorm) and (named_parameters.issuperset(direct) if direct else layer in inside):
             layer.eval()
     return sorted(frozen, key=list(parameters).index)
 

@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import UsageError, shortened
-from hybridpar.models.user_models import article
+from hybridpar.models.build import article
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def split_outputs(outputs: Any) -> tuple[Any, list[Any]]:
             ]
     if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], torch.Tensor):
         main = outputs[0]
-        return main, [one for one in outputs[1:] if isinstance(one, torch.Tensor) and one.shape == main.shape]
+        return main, [item for item in outputs[1:] if isinstance(item, torch.Tensor) and item.shape == main.shape]
     raise UsageError(
         f"the model returned {article(outputs)} without scores",
         " ".join(
@@ -72,7 +72,7 @@ def _named(outputs: Any) -> Mapping[Any, Any] | None:
         names: Sequence[str] = getattr(outputs, "_fields", ())
         return dict(zip(names, outputs, strict=False)) if names else None
     if is_dataclass(outputs):
-        return {one.name: getattr(outputs, one.name, None) for one in fields(outputs)}
+        return {field.name: getattr(outputs, field.name, None) for field in fields(outputs)}
     return None if isinstance(outputs, list) else getattr(outputs, "__dict__", None)
 
 
@@ -124,8 +124,8 @@ class OutputLoss:
                 "Number the classes so, or make the model with an output for each (num_classes).",
             ) from error
         usual = ONE if len(auxiliary) == 1 else EACH_OF_SEVERAL
-        for one in auxiliary:
-            total = total + (usual if self.auxiliary is None else self.auxiliary) * self.loss(one, targets)
+        for scores in auxiliary:
+            total = total + (usual if self.auxiliary is None else self.auxiliary) * self.loss(scores, targets)
         return total
 
     def of_scores(self, outputs: Any, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Published weights by name: of torchvision, of timm, and of any repository of the Hugging Face hub.
+"""Published weights by name, of torchvision, timm and the Hugging Face hub; and the images that they are for.
 
 What was downloaded once is in the caches of torch (`TORCH_HOME`) and of the hub (`HF_HOME`), and is used from there
 without a network.
@@ -6,16 +6,15 @@ without a network.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import HybridparError, UsageError, nearest, not_installed, shortened
-from hybridpar.models.timm_models import PREFIX, check_tag, create_timm_model
-from hybridpar.models.torchvision_models import model_names
-from hybridpar.models.weight_files import DEFAULT, HUB, clean, read_weights
+from hybridpar.models.libraries import HUB, PREFIX, build_timm_model, check_library_name, model_names, timm_module
+from hybridpar.models.weight_files import DEFAULT, clean, is_published, read_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,20 +25,39 @@ _HUB_FILES = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
 #: Arguments of timm's models that their weights do not depend on.
 _NOT_OF_WEIGHTS = ("num_classes", "drop_rate", "drop_path_rate")
 
+#: Networks whose weights of torchvision are for values in [-1, 1], to which they scale images themselves only where
+#: torchvision loads the weights.
+_SYMMETRIC = ("googlenet", "inception_v3")
+
+#: Side of the images that torchvision builds a vision transformer for where no argument says another, in pixels.
+_BUILT_FOR = 224
+
 
 def published_weights(
     source: str, name: str | None, model: nn.Module, args: Mapping[str, object]
 ) -> tuple[str, dict[str, Tensor]]:
-    """Weights by name."""
-    if source.startswith(HUB):
-        return source, _from_hub(source)
+    """Weights by name: what they are called in full, and their tensors."""
     architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if name is None and architecture:
         name = PREFIX + architecture
-    if "_Weights." in source or (name is not None and name in model_names()):
-        return _of_torchvision(source, name)
-    if name is not None and name.startswith(PREFIX):
-        return _of_timm(source, name, model, args)
+    try:
+        if source.startswith(HUB):
+            return source, _from_hub(source)
+        if "_Weights." in source or (name is not None and name in model_names()):
+            weights = find_torchvision_weights(source, name)
+            state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+            return str(weights), clean(state, weights)
+        if name is not None and name.startswith(PREFIX):
+            return _of_timm(source, name, getattr(model, "_model_args", args))  # timm keeps them
+    except HybridparError:
+        raise
+    except Exception as error:  # whatever the clients of torch and of the hub raise
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise UsageError(
+            f"the weights {shortened(source)} cannot be had: {type(error).__name__}: {shortened(reason, 300)}",
+            "Published weights are downloaded once, and then read from the caches of torch and of the hub.",
+            "See that the network is up, or download them elsewhere, and name the file: --weights FILE.",
+        ) from error
     raise UsageError(
         f"--weights {shortened(source)}{f' with {name}' if name else ''}: there is no such file",
         "Models of torchvision and timm have weights by name; others take a file, a checkpoint, a run directory, or "
@@ -48,91 +66,26 @@ def published_weights(
     )
 
 
-def _not_to_be_had(label: str, cache: Path, url: str, reason: str) -> UsageError:
-    return UsageError(
-        f"the weights {label} are not in {cache}, and cannot be downloaded: {reason}",
-        "Published weights are downloaded once, and then read from there.",
-        f"Name a file, --weights FILE; or download {url} elsewhere, and copy it there.",
-    )
-
-
-def unreachable(url: str) -> str | None:
-    """Why a server cannot be reached: its name is not known, it refuses connections, or there is no way to it."""
-    import errno
-    import socket
-    import urllib.error
-    import urllib.parse
-    import urllib.request
-
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=2):
-            return None
-    except urllib.error.URLError as error:
-        reason = error.reason
-        no_way = isinstance(reason, OSError) and reason.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
-        known = no_way or isinstance(reason, (socket.gaierror, ConnectionRefusedError))
-        return f"{urllib.parse.urlsplit(url).hostname}: {reason}" if known else None
-    except (OSError, ValueError):
-        return None
-
-
 def find_torchvision_weights(source: str, name: str | None) -> Any:
     """The entry of torchvision's enumeration of weights."""
     import torchvision
 
-    if "_Weights." in source:
-        try:
-            return torchvision.models.get_weight(source)
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UsageError(f"--weights {shortened(source)}: torchvision has no such weights") from error
-    assert name is not None
-    weights = torchvision.models.get_model_weights(name)
-    wanted = source.upper()
-    if wanted not in weights.__members__:
-        raise UsageError(
-            f"--weights {shortened(source)}: torchvision has no such weights of {name}, and there is no such file",
-            nearest(wanted, [DEFAULT, *weights.__members__]),
-        )
-    return weights[wanted]
-
-
-def _of_torchvision(source: str, name: str | None) -> tuple[str, dict[str, Tensor]]:
-    import torch
-
-    weights = find_torchvision_weights(source, name)
-    label = str(weights)
-    cached = Path(torch.hub.get_dir(), "checkpoints") / os.path.basename(weights.url)
-    if cached.is_file():
-        return label, read_weights(cached)
+    names = {DEFAULT}
     try:
-        return label, clean(weights.get_state_dict(progress=False, check_hash=True, weights_only=True), label)
-    except HybridparError:
-        raise
-    except Exception as error:
-        raise _not_to_be_had(label, cached.parent, weights.url, _reason(error)) from error
+        if "_Weights." in source:
+            return torchvision.models.get_weight(source)
+        weights = torchvision.models.get_model_weights(name or "")
+        names |= weights.__members__.keys()
+        return weights[source.upper()]
+    except (ValueError, KeyError, AttributeError) as error:
+        what = f"--weights {shortened(source)}: torchvision has no such weights of {name}, and there is no such file"
+        raise UsageError(what, nearest(source.upper(), names)) from error
 
 
-def _of_timm(source: str, name: str, model: nn.Module, args: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
-    architecture, _, tag = name.removeprefix(PREFIX).partition(".")
-    wanted = tag if source == DEFAULT else source
-    full = f"{architecture}.{wanted}" if wanted else architecture
-    if name.removeprefix(PREFIX).startswith(HUB):
-        full = name.removeprefix(PREFIX)
-    else:
-        check_tag(full)
-    given = getattr(model, "_model_args", args)  # timm keeps them
-    same = {key: value for key, value in given.items() if key not in _NOT_OF_WEIGHTS}
-    with _hub_or_cache() as unanswered:
-        try:
-            reference = create_timm_model(PREFIX + full, same, pretrained=True)
-        except HybridparError:
-            raise
-        except Exception as error:
-            if "No pretrained weights exist" in str(error):
-                raise UsageError(
-                    f"--weights {source}: timm has no weights of {full}", fix="Name a file of weights, or leave it out."
-                ) from error
-            raise hub_error(f"the weights {full} of timm", unanswered or error) from error
+def _of_timm(source: str, name: str, args: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
+    full = name if source == DEFAULT or HUB in name else f"{name.partition('.')[0]}.{source}"
+    same = {key: value for key, value in args.items() if key not in _NOT_OF_WEIGHTS}
+    reference = build_timm_model(full, same, pretrained=True)
     config: Any = reference.pretrained_cfg
     label = ".".join(str(part) for part in (config.get("architecture") or full, config.get("tag")) if part)
     return PREFIX + label, reference.state_dict()
@@ -141,55 +94,77 @@ def _of_timm(source: str, name: str, model: nn.Module, args: Mapping[str, object
 def _from_hub(source: str) -> dict[str, Tensor]:
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+        from huggingface_hub.errors import EntryNotFoundError
     except ImportError as error:
         raise not_installed(f"--weights {shortened(source)} needs huggingface_hub", "timm") from error
     repository, _, revision = source.removeprefix(HUB).partition("@")
-    problem: Exception | None = None
-    with _hub_or_cache() as unanswered:
-        for file in _HUB_FILES:
-            try:
-                return read_weights(Path(hf_hub_download(repository, file, revision=revision or None)))
-            except LocalEntryNotFoundError as error:
-                problem = problem or error
-            except EntryNotFoundError:
-                continue
-            except HybridparError:
-                raise
-            except Exception as error:
-                raise hub_error(f"the weights {source}", unanswered or error) from error
-    if problem is not None:
-        raise hub_error(f"the weights {source}", unanswered or problem) from problem
-    raise UsageError(f"--weights {shortened(source)}: the repository has none of {', '.join(_HUB_FILES)}")
+    problem: Exception = FileNotFoundError(f"it has none of {', '.join(_HUB_FILES)}")
+    for file in _HUB_FILES:
+        try:
+            return read_weights(Path(hf_hub_download(repository, file, revision=revision or None)))
+        except EntryNotFoundError as error:
+            problem = error
+    raise problem
 
 
-@contextmanager
-def _hub_or_cache() -> Iterator[str | None]:
-    """Inside, only the cache is looked at where the hub does not answer, which its client would try for a minute."""
-    from huggingface_hub import constants
+@dataclass(frozen=True)
+class ModelInput:
+    """The images that a model is for.
 
-    before = constants.HF_HUB_OFFLINE
-    unanswered = None if before else unreachable(constants.ENDPOINT)
-    constants.HF_HUB_OFFLINE = before or unanswered is not None
-    try:
-        yield unanswered
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    Attributes:
+        size: Side of the square images, in pixels.
+        mean: Of each channel of pixels in [0, 1], taken off first.
+        std: Of each channel, divided by.
+        interpolation: How images are resized: `bilinear`, `bicubic`, ...
+        crop_ratio: `size` as a part of the shorter side that test images are resized to before their centre is cut out.
+    """
 
-
-def hub_error(what: str, error: Exception | str) -> UsageError:
-    """The error for what is not in the hub's cache and cannot be had from the hub."""
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    return UsageError(
-        f"{what} cannot be had from the Hugging Face hub, and are not in its cache: {_reason(error)}",
-        "HF_HUB_OFFLINE is set, so only the cache is looked at." if offline else "What was downloaded once is cached.",
-        ("Unset HF_HUB_OFFLINE, or d" if offline else "See that the network is up, or d")
-        + "ownload them elsewhere, and name the file: --weights FILE.",
-    )
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    crop_ratio: float
 
 
-def _reason(error: Exception | str) -> str:
-    if isinstance(error, str):
-        return error
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__, 300)
+def model_input(name: str, weights: str | None, args: Mapping[str, object] | None = None) -> ModelInput | None:
+    """The images that a model is for, from the configuration of its published weights or of the model.
+
+    Without weights, and with weights from elsewhere, a model of timm is given the images of its own configuration
+    (`pretrained_cfg`), as timm's training script does. A model of torchvision with a file of weights is given those of
+    the weights that torchvision publishes under the file's name, else those of its default weights.
+    """
+    published = weights is not None and is_published(weights)
+    if name.startswith(PREFIX):
+        return _input_of_timm(name, weights if published else None, args or {})
+    if weights is not None and ((published and "_Weights." in weights) or name in model_names()):
+        return _input_of_torchvision(name, weights, published, args or {})
+    return None
+
+
+def _input_of_torchvision(name: str, weights: str, published: bool, args: Mapping[str, object]) -> ModelInput:
+    entry = find_torchvision_weights(weights if published else DEFAULT, name)
+    if not published:
+        entry = next((other for other in type(entry) if Path(other.url).name == Path(weights).name), entry)
+    preset: Any = entry.transforms()
+    ratio = int(preset.crop_size[0]) / int(preset.resize_size[0])
+    size = args.get("image_size", _BUILT_FOR if name.startswith("vit_") and not published else None)
+    mean, std = tuple(preset.mean), tuple(preset.std)
+    if name in _SYMMETRIC and not args.get("transform_input"):
+        mean, std = (0.5,) * 3, (0.5,) * 3
+    side = size if isinstance(size, int) else int(preset.crop_size[0])
+    return ModelInput(side, mean, std, str(preset.interpolation.value), ratio)
+
+
+def _input_of_timm(name: str, weights: str | None, args: Mapping[str, object]) -> ModelInput | None:
+    if name.startswith(PREFIX + HUB):
+        return None  # its configuration is on the hub
+    full = name if weights in (None, DEFAULT) else f"{name.partition('.')[0]}.{weights}"
+    check_library_name(full)
+    configuration = timm_module().models.get_pretrained_cfg(full.removeprefix(PREFIX))
+    if configuration is None:
+        return None  # a former name
+    resolve = importlib.import_module("timm.data").resolve_data_config
+    size = args.get("img_size")
+    wanted = resolve({"img_size": size} if isinstance(size, int) else {}, configuration.to_dict())
+    side, mean, std = wanted["input_size"][-1], tuple(wanted["mean"]), tuple(wanted["std"])
+    return ModelInput(int(side), mean, std, str(wanted["interpolation"]), float(wanted["crop_pct"]))

@@ -1,10 +1,12 @@
-"""The states of all random number generators of this process, to keep and to put back."""
+"""What a process has that models use: random number generators, to keep and to put back, and freed memory."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy
@@ -53,3 +55,10 @@ def same_random(devices: Sequence[int] = ()) -> Iterator[None]:
             yield
         finally:
             restore_random_state(before)
+
+
+def give_back_memory() -> None:
+    """Give what was freed back to the system, where the C library can; the next allocations get new pages."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)

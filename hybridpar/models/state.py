@@ -376,9 +376,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(func._schema.arguments):
             if argument.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
                 for tensor in given if isinstance(given, (list, tuple)) else [given]:
                     storage = _storage(tensor)
                     if storage is not None and storage in self._names:

@@ -116,9 +116,6 @@ def head_parameters(model: nn.Module) -> list[str]:
 #: Part of the tensors outside of the head that weights may lack.
 _MAY_LACK = 0.1
 
-#: Names that a message lists.
-_NAMED = 3
-
 
 @dataclass(frozen=True)
 class WeightsReport:
@@ -144,7 +141,7 @@ class WeightsReport:
         """The report as one line."""
         text = f"{self.source}: {self.taken} of {self.total} tensors taken"
         if self.new:
-            text += f"; new: {_first(self.new, 5)}"
+            text += f"; new: {_first(self.new)}"
             text += f" ({self.classes[0]} -> {self.classes[1]} classes)" if self.classes else ""
         return text + (f"; left out: {_first(self.left_out)}" if self.left_out else "")
 
@@ -241,7 +238,14 @@ def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
     wrong = [key for key in others if key not in heads]
     if wrong or len(lacking) > _MAY_LACK * max(1, len(wanted) - len(allowed)) or len(missing) == len(wanted):
         model.load_state_dict(values)
-        raise _misfit(source, name, wanted, state, wrong, lacking, unknown)
+        fit = sum(key in state and state[key].shape == wanted[key].shape for key in wanted)
+        shapes = [f"{key} is {tuple(state[key].shape)} there, and {tuple(wanted[key].shape)} here" for key in wrong]
+        kinds = (("of another shape", shapes), ("not in them", lacking), ("not in the model", unknown))
+        raise UsageError(
+            f"the weights {shortened(source)} are not of {name}: {fit} of the model's {len(wanted)} tensors fit",
+            " ".join(f"{len(names)} {what}: {_first(names)}." for what, names in kinds if names),
+            "Name the model that they are of, with the same --model-arg.",
+        )
     return WeightsReport(source, len(wanted) - len(missing), len(wanted), tuple(missing), tuple(unknown), classes)
 
 
@@ -260,36 +264,6 @@ def _other_classes(
     }
 
 
-def _misfit(
-    source: str,
-    name: str,
-    wanted: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    wrong: Sequence[str],
-    lacking: Sequence[str],
-    unknown: Sequence[str],
-) -> UsageError:
-    fit = sum(key in state and state[key].shape == wanted[key].shape for key in wanted)
-    problems = []
-    if wrong:
-        first = wrong[0]
-        shapes = f"{first} is {tuple(state[first].shape)} there and {tuple(wanted[first].shape)} in the model"
-        problems.append(f"{len(wrong)} {'has another shape' if len(wrong) == 1 else 'have other shapes'}: {shapes}.")
-    if lacking:
-        problems.append(f"{len(lacking)} of the model {_are(lacking)} not in them: {_first(lacking)}.")
-    if unknown:
-        problems.append(f"{len(unknown)} of them {_are(unknown)} not in the model: {_first(unknown)}.")
-    return UsageError(
-        f"the weights {shortened(source)} are not of {name}: {fit} of the model's {len(wanted)} tensors fit",
-        " ".join(problems),
-        "Name the model that they are of, with the same --model-arg.",
-    )
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
-
-
-def _first(names: Sequence[str], most: int = _NAMED) -> str:
-    """Some names for a message."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _first(names: Sequence[str]) -> str:
+    """The first names of many, for a message."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

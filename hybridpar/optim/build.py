@@ -45,10 +45,10 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNor
 
 def undecayed_names(model: nn.Module, patterns: Collection[str] = ()) -> frozenset[str]:
     """Parameters that are to have no weight decay besides biases, norms and vectors."""
-    own = getattr(model, "no_weight_decay", None)
-    asked = [*patterns, *(own() if callable(own) else ())]
+    listed = getattr(model, "no_weight_decay", None)
+    asked = [*patterns, *(listed() if callable(listed) else ())]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return frozenset(name for name in names if any(name == one or fnmatchcase(name, one) for one in asked))
+    return frozenset(name for name in names if any(name == pattern or fnmatchcase(name, pattern) for pattern in asked))
 
 
 def parameter_groups(
@@ -70,8 +70,8 @@ def parameter_groups(
         for name, parameter in module.named_parameters(recurse=False)
         if not groups.decay_all and (isinstance(module, _NORMS) or name == "bias" or parameter.ndim <= 1)
     }
-    without = undecayed_names(model, groups.no_decay)
-    exempt |= {id(one) for name, one in model.named_parameters(remove_duplicate=False) if name in without}
+    without, every = undecayed_names(model, groups.no_decay), model.named_parameters(remove_duplicate=False)
+    exempt |= {id(parameter) for name, parameter in every if name in without}
     members: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         key = id(parameter) in exempt, float((scales or {}).get(name, 1.0))
@@ -130,7 +130,7 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
 
 
 def part_of(
-    optimizer: torch.optim.Optimizer, own: Collection[int], made: dict[int, Any] | None = None
+    optimizer: torch.optim.Optimizer, ids: Collection[int], made: dict[int, Any] | None = None
 ) -> torch.optim.Optimizer:
     """An optimizer of those parameters of another one whose ids are given, with their options and state, and its hooks.
 
@@ -140,12 +140,13 @@ def part_of(
     part: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
-            value = part_of(value, own, made)
+            value = part_of(value, ids, made)
         elif name == "param_groups":
-            value = made.setdefault(id(value), [one for group in value if (one := _group_of(group, own))["params"]])
+            parts = [_group_of(group, ids) for group in value]
+            value = made.setdefault(id(value), [group for group in parts if group["params"]])
         elif name == "state":
-            kept = {key: one for key, one in value.items() if not isinstance(key, torch.Tensor) or id(key) in own}
-            value = made.setdefault(id(value), defaultdict(dict, kept))
+            state = {key: item for key, item in value.items() if not isinstance(key, torch.Tensor) or id(key) in ids}
+            value = made.setdefault(id(value), defaultdict(dict, state))
         elif isinstance(value, random.Random):
             value = copy.copy(value)
         vars(part)[name] = value
@@ -153,10 +154,10 @@ def part_of(
     return part
 
 
-def _group_of(group: Mapping[str, Any], own: Collection[int]) -> dict[str, Any]:
+def _group_of(group: Mapping[str, Any], ids: Collection[int]) -> dict[str, Any]:
     """A group of parameters without those of others."""
-    is_own = [id(parameter) in own for parameter in group["params"]]
-    lists = {key: list(compress(group[key], is_own)) for key in ("params", "param_names") if key in group}
+    is_in = [id(parameter) in ids for parameter in group["params"]]
+    lists = {key: list(compress(group[key], is_in)) for key in ("params", "param_names") if key in group}
     return copy.deepcopy({key: value for key, value in group.items() if key not in lists}) | lists
 
 
@@ -296,8 +297,8 @@ def load_optimizer_state(
 
 def counters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What optimizers such as LAMB count per group of parameters, copied."""
-    found = {key: group[key] for key in _COUNTERS & group.keys()}
-    return {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in found.items()}
+    counters = {key: group[key] for key in _COUNTERS & group.keys()}
+    return {key: count.clone() if isinstance(count, torch.Tensor) else count for key, count in counters.items()}
 
 
 def put_counters(group: dict[str, Any], counters: Mapping[str, Any]) -> None:
@@ -310,8 +311,8 @@ def put_counters(group: dict[str, Any], counters: Mapping[str, Any]) -> None:
 def _load_group_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: dict[str, Any]) -> None:
     """Put back what optimizers such as LAMB count per group: options that no constructor has."""
     for group in optimizer.param_groups:
-        own = {names.get(id(parameter)) for parameter in group["params"]}
-        put_counters(group, next((other for other in saved["groups"] if own.intersection(other["names"])), {}))
+        members = {names.get(id(parameter)) for parameter in group["params"]}
+        put_counters(group, next((other for other in saved["groups"] if members.intersection(other["names"])), {}))
 
 
 def _place(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool, take: bool) -> torch.Tensor:

@@ -118,12 +118,12 @@ class ModelAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the module holds the average; afterwards what it held before, bit for bit."""
-        own = copy_of(self.module.state_dict())
+        before = copy_of(self.module.state_dict())
         self.copy_to_module()
         try:
             yield
         finally:
-            load_values(self.module, own)
+            load_values(self.module, before)
 
     def copy_to_module(self) -> None:
         """Overwrite the module with the average."""

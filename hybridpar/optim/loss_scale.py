@@ -42,13 +42,13 @@ class LossScale:
         """
         divide = partial(torch.mul, self._inverse)
         handles = []
-        for one in module.parameters():
-            if not one.is_floating_point():
+        for parameter in module.parameters():
+            if not parameter.is_floating_point():
                 continue
-            trained = one.requires_grad
-            one.requires_grad_(True)  # without it torch takes no hook
-            handles.append(one.register_hook(divide))  # type: ignore[no-untyped-call]
-            one.requires_grad_(trained)
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # without it torch takes no hook
+            handles.append(parameter.register_hook(divide))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trained)
         return handles
 
     def update(self, commit: bool | Tensor) -> None:

@@ -105,7 +105,7 @@ def _after_falls(step: float, since: float, total: int, epoch: float, schedule: 
     if isinstance(schedule, Exponential):
         return math.pow(schedule.rate, since / (schedule.every * epoch))
     if isinstance(schedule, MultiStep):
-        return math.pow(schedule.rate, sum(since >= one * epoch for one in schedule.at))
+        return math.pow(schedule.rate, sum(since >= end * epoch for end in schedule.at))
     if isinstance(schedule, Steps):
         if schedule.every is not None:
             return math.pow(schedule.rate, since // (schedule.every * epoch))
@@ -138,8 +138,8 @@ class Plateau:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs, in plain values."""
-        kept = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-        return {"lr": self._holder.param_groups[0]["lr"], **{key: getattr(self._scheduler, key) for key in kept}}
+        keys = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+        return {"lr": self._holder.param_groups[0]["lr"], **{key: getattr(self._scheduler, key) for key in keys}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""

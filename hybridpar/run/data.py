@@ -1,9 +1,9 @@
-"""What a run needs before it trains: the data set and its batches, a model that fits it, the number of steps."""
+"""What a run needs before it trains: the data set, a model that fits it, the number of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -13,13 +13,13 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import Interpolation, images_over, is_of_any_size
-from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import ImageData, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, freeze, load_weights, parse_arguments, require_trained
+from hybridpar.models import build_model, check_model_name, freeze, load_weights, parse_arguments, require_trained
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 from hybridpar.models.freezing import freeze_batch_norm
-from hybridpar.models.inputs import model_input
+from hybridpar.models.pretrained import model_input
 from hybridpar.models.weight_files import is_file, is_published
 from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
@@ -44,73 +44,6 @@ def example_batch(data: ImageData, config: TrainConfig, plan: ResolvedPlan) -> t
     """Something of the size of a micro-batch, for measuring the model."""
     samples = plan.micro_batch_samples(config.samples_per_step)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
-
-
-def batch_maker(
-    data: ImageData,
-    config: TrainConfig,
-    plan: ResolvedPlan,
-    device: torch.device,
-    replica: int,
-    shares: Sequence[float] | None = None,
-) -> Callable[[int], TrainBatches]:
-    """What makes this worker's batches of any batch size."""
-
-    def make(batch_size: int) -> TrainBatches:
-        return TrainBatches(
-            data,
-            seed=config.seed,
-            batch_size=batch_size,
-            rank=replica,
-            workers=plan.layout.replicas,
-            micro_batches=config.parts_per_step(plan.pipeline.micro_batches),
-            loader_workers=config.loader_workers,
-            device=device,
-            channels_last=plan.channels_last,
-            in_pairs=config.mixing.is_on,
-            repeats=config.augmentation.repeats,
-            shares=shares,
-            idle=plan.sync.batch_norm != "sync",
-        )
-
-    return make
-
-
-def shares_of(config: TrainConfig, plan: ResolvedPlan) -> tuple[float, ...] | None:
-    """What each replica gets of a batch at first, as `--shares` says, or else the plan; None for equal parts."""
-    shares, replicas = config.share_list, plan.layout.replicas
-    if shares is None and config.shares.strip() == "equal":
-        return plan.placement.shares
-    if shares is not None and len(shares) != replicas:
-        raise UsageError(
-            f"--shares {config.shares} has {len(shares)} numbers, for {replicas} replica(s)",
-            "Every replica has a share of the batch: every worker, where the model is not cut.",
-            "Give as many numbers as there are replicas.",
-        )
-    return None if shares is None or len(set(shares)) == 1 else shares
-
-
-def test_batches(
-    data: ImageData,
-    config: TrainConfig,
-    plan: ResolvedPlan,
-    device: torch.device,
-    workers: int,
-    share: int,
-    count: int,
-    shares: Sequence[float] | None,
-) -> TestBatches:
-    """This worker's share of the test set."""
-    return TestBatches(
-        data,
-        batch_size=max(2, config.samples_per_step // workers),
-        rank=share,
-        workers=count,
-        shares=shares if shares is not None and len(shares) == count else None,
-        loader_workers=config.loader_workers,
-        device=device,
-        channels_last=plan.channels_last,
-    )
 
 
 def load_data(config: TrainConfig, world: World) -> ImageData:
@@ -141,22 +74,20 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
     Without published weights, images of data sets that have a usual size of their own (digits, CIFAR, ...) stay as they
     are.
     """
+    check_model_name(name)  # before any data set is loaded
     published = config.weights is not None and is_published(config.weights)
     if not published and not is_of_any_size(config.data):
         return config
-    found = model_input(name, config.weights, parse_arguments(config.model_arg))
-    if found is None:
+    wanted = model_input(name, config.weights, parse_arguments(config.model_arg))
+    if wanted is None:
         return config
-    known = f"{found.size},crop={found.crop_ratio}"
-    if len(found.mean) == len(found.std) == config.images.channels:
-        known += f",mean={_joined(found.mean)},std={_joined(found.std)}"
-    if found.interpolation in get_args(Interpolation):
-        known += f",interpolation={found.interpolation}"
+    known = f"{wanted.size},crop={wanted.crop_ratio}"
+    if len(wanted.mean) == len(wanted.std) == config.images.channels:
+        mean, std = ("/".join(map(str, values)) for values in (wanted.mean, wanted.std))
+        known += f",mean={mean},std={std}"
+    if wanted.interpolation in get_args(Interpolation):
+        known += f",interpolation={wanted.interpolation}"
     return replace(config, image_size=images_over(known, config.image_size))
-
-
-def _joined(values: Sequence[float]) -> str:
-    return "/".join(map(str, values))
 
 
 def start_from_weights(config: TrainConfig, name: str, model: nn.Module | DeferredModel) -> list[str]:
@@ -165,13 +96,6 @@ def start_from_weights(config: TrainConfig, name: str, model: nn.Module | Deferr
         return []
     report = load_weights(model, config.weights, name=name, args=parse_arguments(config.model_arg))
     return [f"weights  {report}"]
-
-
-def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.device) -> nn.Module:
-    """Build the model of a run on a device, and refuse one that cannot be trained on the data."""
-    model = configured_model(config, name, data.classes)
-    _prepare(model, config, name, data, device)
-    return model
 
 
 def open_model(
@@ -184,20 +108,24 @@ def open_model(
     if config.batch_size == "auto" and ":" not in name:  # a user's factory is called once
         from hybridpar.planner.batch import require_room
 
-        def build() -> nn.Module:
-            return configured_model(config, name, data.classes)
-
-        world.on_all(lambda: require_room(build, config, world.device, world.size))
+        imagined = partial(configured_model, config, name, data.classes)
+        world.on_all(lambda: require_room(imagined, config, world.device, world.size))
     torch.manual_seed(config.seed)
     with world.patient():  # others may be loading data still
-        deferred, said = world.on_all(lambda: make_deferred(config, name, data, world))
+        deferred, note = world.on_all(lambda: _make_deferred(config, name, data, world))
     if deferred is not None:
-        return deferred, said
+        return deferred, note
     torch.manual_seed(config.seed)
-    return world.on_all(lambda: make_model(config, name, data, world.device)), said
+
+    def build() -> nn.Module:
+        model = configured_model(config, name, data.classes)
+        _prepare(model, config, name, data, world.device)
+        return model
+
+    return world.on_all(build), note
 
 
-def make_deferred(
+def _make_deferred(
     config: TrainConfig, name: str, data: ImageData, world: World
 ) -> tuple[DeferredModel | None, str | None]:
     """The model of a run in a pipeline over several workers, each of which is to hold its own stages only."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.data import ImageData, TestBatches, load_dataset
-from hybridpar.data.image_facts import ImageFacts
+from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import CheckpointError, UsageError, shortened
 from hybridpar.machine.launch import record_failure
 from hybridpar.models import autocast

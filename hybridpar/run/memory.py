@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 from pathlib import Path
 
 import torch
+
+from hybridpar.models.random_state import give_back_memory
 
 _STATUS = Path("/proc/self/status")
 _SHARES = Path("/proc/self/smaps_rollup")
@@ -47,13 +46,6 @@ class MemoryMeter:
         if peak is None or self._before is None or not self._resettable:
             return None
         return max(0, 1024 * (peak - self._before))
-
-
-def give_back_memory() -> None:
-    """Give what was freed back to the system, where the C library can; the next allocations get new pages."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _anonymous(name: str) -> int | None:

@@ -21,7 +21,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.data import without_download
 from hybridpar.config.sync import Exchange
 from hybridpar.data import ImageData, describe_data
-from hybridpar.data.image_facts import ImageFacts
+from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import CheckpointError
 from hybridpar.formats.output_files import replace_file
 from hybridpar.models.deferred import DeferredModel

@@ -13,7 +13,8 @@ import torch
 
 from hybridpar.comm.world import default_device
 from hybridpar.data import TestBatches
-from hybridpar.data.image_facts import ImageFacts, named_images
+from hybridpar.data.file_sets import named_images
+from hybridpar.data.sources import ImageFacts
 from hybridpar.models import autocast
 from hybridpar.models.outputs import main_output
 from hybridpar.run.directory import before_the_start

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData
+from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches
+from hybridpar.errors import check
 from hybridpar.plan import ResolvedPlan
-from hybridpar.run.data import batch_maker, shares_of, test_batches
 from hybridpar.run.state import RunState
 
 
@@ -20,20 +19,52 @@ class Samples:
         self, images: ImageData, config: TrainConfig, plan: ResolvedPlan, world: World, own_only: bool
     ) -> None:
         self.images = images
+        self._config, self._plan, self._world = config, plan, world
         #: Copies of the model, or of the whole pipeline, which divide each batch.
         self.replicas = plan.layout.replicas
-        replica, shares = plan.layout.replica_of(world.rank), shares_of(config, plan)
-        #: Makes batches of any size.
-        self.make = batch_maker(images, config, plan, world.device, replica, shares)
+        self._replica = plan.layout.replica_of(world.rank)
+        #: Workers that a batch of a step is divided by in testing; this one among those that test, and their number.
+        self._tested = world.size, world.rank, world.size
+        if own_only and plan.layout.positions > 1:  # the workers of a replica evaluate together
+            self._tested = self.replicas, self._replica, self.replicas
+        if config.parameter_servers is not None and not config.parameter_servers.waits_for_all:
+            self._tested = world.size, 0, 1  # worker 0 tests alone
+        self._shares = _shares_of(config, plan)
         #: Those of the steps to come.
         self.batches = self.make(config.samples_per_step)
-        divided = world.size, world.rank, world.size
-        if own_only and plan.layout.positions > 1:  # the workers of a replica evaluate together
-            divided = self.replicas, replica, self.replicas
-        if config.parameter_servers is not None and not config.parameter_servers.waits_for_all:
-            divided = world.size, 0, 1  # worker 0 tests alone
-        self._make_test = partial(test_batches, images, config, plan, world.device, *divided)
-        self.test = self._make_test(shares)
+        self.test = self._make_test(self._shares)
+
+    def make(self, batch_size: int) -> TrainBatches:
+        """Batches of any size, divided as at first."""
+        config, plan = self._config, self._plan
+        return TrainBatches(
+            self.images,
+            seed=config.seed,
+            batch_size=batch_size,
+            rank=self._replica,
+            workers=self.replicas,
+            micro_batches=config.parts_per_step(plan.pipeline.micro_batches),
+            loader_workers=config.loader_workers,
+            device=self._world.device,
+            channels_last=plan.channels_last,
+            in_pairs=config.mixing.is_on,
+            repeats=config.augmentation.repeats,
+            shares=self._shares,
+            idle=plan.sync.batch_norm != "sync",
+        )
+
+    def _make_test(self, shares: Sequence[float] | None) -> TestBatches:
+        parts, rank, workers = self._tested
+        return TestBatches(
+            self.images,
+            batch_size=max(2, self._config.samples_per_step // parts),
+            rank=rank,
+            workers=workers,
+            shares=shares if shares is not None and len(shares) == workers else None,
+            loader_workers=self._config.loader_workers,
+            device=self._world.device,
+            channels_last=self._plan.channels_last,
+        )
 
     @property
     def per_epoch(self) -> int:
@@ -62,3 +93,17 @@ class Samples:
         while True:
             yield from self.batches.epoch(epoch, first)
             epoch, first = epoch + 1, 0
+
+
+def _shares_of(config: TrainConfig, plan: ResolvedPlan) -> tuple[float, ...] | None:
+    """What each replica gets of a batch at first, as `--shares` says, or else the plan; None for equal parts."""
+    shares, replicas = config.share_list, plan.layout.replicas
+    if shares is None and config.shares.strip() == "equal":
+        return plan.placement.shares
+    check(
+        shares is None or len(shares) == replicas,
+        f"--shares {config.shares} has {len(shares or ())} numbers, for {replicas} replica(s)",
+        "Every replica has a share of the batch: every worker, where the model is not cut.",
+        "Give as many numbers as there are replicas.",
+    )
+    return None if shares is None or len(set(shares)) == 1 else shares

@@ -11,7 +11,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.train import Checkpoints, TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
 from hybridpar.formats.tensor_files import shards_of
-from hybridpar.models import check_model_name, parse_arguments
+from hybridpar.models import parse_arguments
 from hybridpar.models.weight_files import check_file, is_file
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.summary import SUMMARY_FILE
@@ -23,7 +23,7 @@ from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hybridpar.data.image_facts import ImageFacts
+    from hybridpar.data.sources import ImageFacts
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,6 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
         name = options.model or str(facts["model"])
         images = facts.get("images")
     config.check()
-    check_model_name(name)
     finished = run is None or (run / SUMMARY_FILE).exists()
     average = _takes_average(kind, checkpoint)
     stem = "model_ema" if average else "model"
@@ -161,7 +160,6 @@ def _in_file(source: str, options: TrainedOptions) -> Trained:
         )
     config, name = options.changed(TrainConfig(weights=source)), str(options.model)
     config.check()
-    check_model_name(name)
     return Trained(config, name, source)
 
 
@@ -249,7 +247,7 @@ def build_trained(trained: Trained, classes: int, *, channels_last: bool = False
 def image_facts(trained: Trained, image_size: int | None = None) -> ImageFacts:
     """Classes and form of the images that a model was trained on: as its run says, else as its data set does."""
     from hybridpar.data import load_dataset
-    from hybridpar.data.image_facts import ImageFacts
+    from hybridpar.data.sources import ImageFacts
 
     facts = ImageFacts.read(trained.images) or ImageFacts.of(load_dataset(images_of_model(trained)))
     return replace(facts, test_size=image_size) if image_size is not None else facts

@@ -22,5 +22,5 @@ def test_a_resumed_run_needs_no_weights(tmp_path: Path) -> None:
     """It has read them: the file may be gone."""
     words = ("resnet18", "--preset", "finetune", "--weights", f"{tmp_path}/gone.pth")
     with pytest.raises(UsageError, match="there is no such file"):
-        check_names(parsed(*words), "resnet18")
-    check_names(parsed(*words, "--resume"), "resnet18")
+        check_names(parsed(*words))
+    check_names(parsed(*words, "--resume"))

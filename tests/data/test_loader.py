@@ -6,8 +6,8 @@ import os
 import pickle
 import random
 import signal
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from PIL import Image
 from hybridpar.config import DataConfig
 from hybridpar.data import DecodedImages, ImageData, ImageFiles, MemoryImages, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import AugmentKey
-from hybridpar.errors import DataError, LaneError, LaunchError, UsageError
+from hybridpar.errors import DataError, LaneError, LaunchError
 from hybridpar.machine.launch import record_failure
 from tests.lanes.checked import Checker, Lanes
 
@@ -166,7 +166,7 @@ def test_skipped_images_are_not_read(tmp_path, loader_workers, caplog):
     batches = train_batches(data, batch_size=4, loader_workers=loader_workers)
     first, *rest = list(batches.epoch(0))
     for label in first.micro_batches[0][1].tolist():
-        data.train.dataset.path(label).unlink()
+        Path(data.train.name(label)).unlink()
     resumed = list(batches.epoch(0, start_step=1))
     assert same([batch.micro_batches[0] for batch in resumed], [batch.micro_batches[0] for batch in rest])
     assert not caplog.records, "they are not there"
@@ -253,7 +253,7 @@ def damage(path, harm):
 )
 def test_damaged_image_is_replaced_in_training_and_left_out_of_the_test(tmp_path, harm, loader_workers, caplog):
     data = numbered_files(tmp_path / "images", 40, to_pixels)
-    path = data.train.dataset.path(2)
+    path = Path(data.train.name(2))
     data.train.labels[2] = 3  # a class of which other images can be read
     damage(path, harm)
     batches = train_batches(data, batch_size=8, loader_workers=loader_workers)
@@ -274,7 +274,7 @@ def test_damaged_image_is_replaced_in_training_and_left_out_of_the_test(tmp_path
 def test_a_replacement_is_the_same_whoever_asks(tmp_path):
     data = numbered_files(tmp_path / "images", 12, to_pixels)
     data.train.labels[5] = 6
-    damage(data.train.dataset.path(5), "garbage")
+    damage(Path(data.train.name(5)), "garbage")
     alone = data.train.load_readable(np.array([5]), AugmentKey(0, 0), CPU)
     among = data.train.load_readable(np.arange(12), AugmentKey(0, 0), CPU)
     assert alone.indices.tolist() == [6] == among.indices[5:6].tolist()
@@ -284,7 +284,7 @@ def test_a_replacement_is_the_same_whoever_asks(tmp_path):
 def test_a_batch_of_damaged_test_images_is_left_out(tmp_path):
     data = numbered_files(tmp_path / "images", 6, to_pixels)
     for index in (4, 5):
-        damage(data.train.dataset.path(index), "garbage")
+        damage(Path(data.train.name(index)), "garbage")
     assert [labels.tolist() for _, labels in TestBatches(data, batch_size=2, rank=0, workers=1)] == [[0, 1], [2, 3]]
 
 
@@ -292,7 +292,7 @@ def test_a_batch_of_damaged_test_images_is_left_out(tmp_path):
 def test_training_ends_where_no_image_can_be_read(tmp_path, loader_workers):
     data = numbered_files(tmp_path / "images", 4, to_pixels)
     for index in range(4):
-        damage(data.train.dataset.path(index), "garbage")
+        damage(Path(data.train.name(index)), "garbage")
     with pytest.raises(DataError, match="cannot read the image") as caught:
         list(train_batches(data, batch_size=4, loader_workers=loader_workers).epoch(0))
     assert "Traceback" not in str(caught.value)
@@ -317,15 +317,6 @@ def test_a_killed_loader_process_is_noticed_where_batches_are_taken(tmp_path):
     process.join()
     with pytest.raises(LaunchError, match="a loader process died"):
         list(batches.epoch(1))
-
-
-def test_a_directory_that_is_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
-    data = numbered_files(tmp_path / "images", 4, to_pixels)
-    for length, fits in ((75, True), (76, False)):
-        monkeypatch.setattr(tempfile, "tempdir", "/tmp/".ljust(length, "x"))
-        with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="76 characters"):
-            train_batches(data, loader_workers=1)
-        train_batches(data, loader_workers=0)
 
 
 def fail(image):

@@ -9,11 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hybridpar.config.optimizer import Cosine
 from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.commands import find_command
+from hybridpar.config.optimizer import Cosine
 from hybridpar.data import mix
 from hybridpar.models import build_model
 

@@ -32,7 +32,7 @@ def run_plan_command(command: PlanRequest, arguments: Sequence[str]) -> int:
     if command.device == "cpu":
         hide_gpus()
     if not in_job():
-        check_names(command, command.model)
+        check_names(command)
     if command.cluster is not None:
         if command.tune_process:
             tune_this_process(1)

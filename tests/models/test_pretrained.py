@@ -9,7 +9,7 @@ from timm.models import create_model
 from hybridpar.config import TrainConfig
 from hybridpar.data import load_dataset
 from hybridpar.errors import UsageError
-from hybridpar.models.inputs import ModelInput, model_input
+from hybridpar.models.pretrained import ModelInput, model_input
 from hybridpar.run.data import with_images_of_model
 
 VIT = "timm/vit_tiny_patch16_224"
@@ -61,7 +61,7 @@ def test_a_file_for_a_model_of_torchvision_means_the_images_of_the_weights_it_is
 
 
 def test_data_sets_with_a_size_of_their_own_keep_it_without_published_weights():
-    for data in ("digits", "photos", "cifar10", "mnist", "eurosat", "synthetic"):
+    for data in ("digits", "cifar10", "mnist", "eurosat", "synthetic"):
         for weights in (None, "mine.pt"):
             config = TrainConfig(data=data, weights=weights)
             assert with_images_of_model(config, VIT) == config

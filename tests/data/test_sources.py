@@ -1,7 +1,8 @@
-"""Images of one or four channels: in memory and from files, in training, in testing and as files that a user names."""
+"""Sources: channels, images that cannot be read, and what a run keeps of a data set."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from hybridpar.config import TrainConfig
+from hybridpar.config import DataConfig, TrainConfig
 from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
-from hybridpar.data.image_facts import ImageFacts, named_images
-from hybridpar.errors import UsageError
+from hybridpar.data.file_sets import named_images
+from hybridpar.data.sampling import AugmentKey
+from hybridpar.data.sources import ImageFacts
+from hybridpar.errors import DataError, UsageError
 from hybridpar.models import build_model
 
 CPU = torch.device("cpu")
@@ -102,3 +105,36 @@ def test_models_take_the_channels(name: str, channels: int) -> None:
 def test_a_small_stem_takes_the_channels() -> None:
     model = build_model("resnet18", 5, args={"stem": "cifar"}, channels=1)
     assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 5)
+
+
+def test_a_bad_image_ends_the_run_where_that_is_asked_for(folder: Path) -> None:
+    path = folder / "train" / "b" / "3.png"
+    path.write_bytes(path.read_bytes()[:-40])
+    data = load_dataset(DataConfig(data="folder,bad=error", data_root=folder, image_size=16))
+    with pytest.raises(DataError, match=r"b/3\.png"):
+        data.train.load_readable(np.array([5]), AugmentKey(0, 0), torch.device("cpu"))
+
+
+def test_a_class_of_which_no_image_can_be_read_is_an_error(folder: Path) -> None:
+    names = sorted((folder / "train" / "b").iterdir())
+    for path in names[:-1]:
+        path.write_bytes(b"no image")
+    data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=16))
+    loaded = data.train.load_readable(np.arange(8), AugmentKey(0, 0), torch.device("cpu"))
+    assert len(loaded.indices) == 8
+    assert len(set(loaded.damaged)) == 3
+    names[-1].write_bytes(b"no image")
+    data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=16))
+    with pytest.raises(DataError, match=r"none of the 4 training images of a class .*b/"):
+        data.train.load_readable(np.array([0, 4]), AugmentKey(0, 0), torch.device("cpu"))
+
+
+def test_facts_survive_a_file() -> None:
+    facts = ImageFacts.of(load_dataset(TrainConfig(data="digits")))
+    plain = json.loads(json.dumps(facts.plain()))
+    assert ImageFacts.read(plain) == facts
+    for change in ({"mean": [0.5]}, {"test_size": 0}, {"class_names": []}, {"sample_shape": [3, 8]}, {"std": "no"}):
+        assert ImageFacts.read({**plain, **change}) is None
+    two = ImageFacts.read({**plain, "sample_shape": [2, 8, 8], "mean": [0.5] * 2, "std": [0.5] * 2})
+    with pytest.raises(UsageError, match="2 channels"):
+        named_images([Path("a.png")], two, TrainConfig())

@@ -1,4 +1,4 @@
-"""Augmentation by name against torchvision's and timm's own on the same random numbers, and repeated samples."""
+"""Decoding; augmentation against torchvision's and timm's own on the same random numbers; repeated samples."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import random
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from timm.data.auto_augment import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import Augmentation, Images
 from hybridpar.data import TestBatches, load_dataset
-from hybridpar.data.decode import RandomCrop
-from hybridpar.data.policies import TimmPolicy, eval_transform, random_erasing, train_transform
+from hybridpar.data.augment import (
+    RandomCrop,
+    TimmPolicy,
+    as_mode,
+    eval_transform,
+    normalise,
+    open_image,
+    random_erasing,
+    shift_and_flip,
+    train_transform,
+)
 from hybridpar.data.sampling import COPY, AugmentKey, cut_epoch, epoch_order, repeated
 from hybridpar.errors import UsageError
 from tests.data.test_loader import read_steps, same, train_batches, write_images
@@ -66,7 +75,7 @@ def test_test_images_are_cut_out_by_the_crop_ratio():
     assert torch.equal(mine(picture()), reference(picture()))
 
 
-@pytest.mark.parametrize("name", ["photos", "digits"])
+@pytest.mark.parametrize("name", ["synthetic:samples=20", "digits"])
 def test_test_images_may_have_another_size(name):
     data = load_dataset(TrainConfig(data=name, image_size="16,test=24"))
     train = train_batches(data, batch_size=8)
@@ -195,3 +204,85 @@ def test_order_and_augmentation_are_the_same_for_any_workers_and_loader_processe
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.array_equal(np.random.get_state()[1], before[1])
     assert random.getstate() == before[2]
+
+
+def read_image(path):
+    return as_mode(open_image(path), "RGB")
+
+
+#: What a camera does to an upright image before it notes an orientation (EXIF 2.3, tag 274).
+_TURN = Image.Transpose
+BACK_TO_STORED = {
+    1: [],
+    2: [_TURN.FLIP_LEFT_RIGHT],
+    3: [_TURN.ROTATE_180],
+    4: [_TURN.FLIP_TOP_BOTTOM],
+    5: [_TURN.TRANSPOSE],
+    6: [_TURN.ROTATE_90],
+    7: [_TURN.TRANSVERSE],
+    8: [_TURN.ROTATE_270],
+}
+
+
+def test_images_are_turned_as_the_camera_noted(tmp_path):
+    upright = Image.new("RGB", (4, 2))
+    upright.putpixel((3, 0), (255, 0, 0))
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        stored = upright
+        for turn in BACK_TO_STORED[orientation]:
+            stored = stored.transpose(turn)
+        stored.save(tmp_path / "turned.png", exif=exif)
+        assert read_image(tmp_path / "turned.png").tobytes() == upright.tobytes(), orientation
+
+
+def test_a_damaged_note_of_the_camera_is_ignored(tmp_path):
+    Image.new("RGB", (4, 2), (9, 8, 7)).save(tmp_path / "image.png", exif=b"Exif\x00\x00MM\x00*\xff\xff")
+    assert read_image(tmp_path / "image.png").getpixel((0, 0)) == (9, 8, 7)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "RGBA", "CMYK"])
+def test_images_of_any_mode_become_rgb(tmp_path, mode, recwarn):
+    image = Image.new("RGB", (4, 2), (255, 255, 255)).convert(mode)
+    image.save(tmp_path / ("image.jpg" if mode == "CMYK" else "image.png"), transparency=b"\0" if mode == "P" else None)
+    (path,) = tmp_path.iterdir()
+    read = read_image(path)
+    assert (read.mode, read.size) == ("RGB", (4, 2))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", ["image.png", "image.tif", "image.pgm"])
+def test_grey_of_16_bits_keeps_its_shades(tmp_path, name):
+    Image.fromarray(np.array([[0, 256, 0x8000, 0xFFFF]], dtype=np.uint16)).save(tmp_path / name)
+    assert np.asarray(read_image(tmp_path / name))[0, :, 1].tolist() == [0, 1, 128, 255]
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 5, 9)])
+def test_shift_and_flip_is_pad_crop_and_mirror_of_each_image(shape, flip):
+    generator = torch.Generator().manual_seed(0)
+    pad = 3
+    images = torch.randint(0, 256, (17, *shape), dtype=torch.uint8, generator=generator)
+    rows, columns = (torch.randint(0, 2 * pad + 1, (17,), generator=generator) for _ in range(2))
+    flips = torch.arange(17) % 2 == 1
+    result = shift_and_flip(images, rows, columns, flips if flip else None, pad)
+    for index in range(17):
+        expected = v2.functional.crop(
+            v2.functional.pad(images[index], [pad]), int(rows[index]), int(columns[index]), *shape[1:]
+        )
+        if flip and flips[index]:
+            expected = v2.functional.horizontal_flip(expected)
+        assert torch.equal(result[index], expected)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("size", [(8, 8), (12, 12), (6, 6)])
+def test_normalise(channels_last, size):
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.25, 0.3])
+    result = normalise(images, mean, std, size=size, channels_last=channels_last)
+    pixels = v2.functional.resize(images.float(), list(size), antialias=True) / 255
+    expected = v2.functional.normalize(pixels, mean.tolist(), std.tolist())
+    assert torch.allclose(result, expected, atol=1e-5)
+    assert result.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
