@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_load, _, _names = lazy_names(__name__, __file__)
+_MODULES = {
+    "config": "TrainConfig",
+    "errors": "HybridparError",
+    "integrations.data_parallel": "DataParallel",
+    "partition": "partition_model",
+    "plan": "Plan read_plan",
+    "train.trainer": "Evaluation StepResult Trainer",
+}
+_load, _, _names = lazy_names(__name__, _MODULES)
 __all__ = [*_names, "__version__"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -19,10 +20,15 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names mapped to things of one kind. Classes are given their name as `name`."""
+    """Names mapped to things of one kind. Classes are given their name as `name`.
 
-    def __init__(self, kind: str) -> None:
+    The modules of `package`, if there is one, each enter something. They are imported when a name is looked up, the
+    module of that name first, and the others only while the name is not known.
+    """
+
+    def __init__(self, kind: str, package: str | None = None) -> None:
         self.kind = kind
+        self._package = package
         self._entries: dict[str, tuple[T, str]] = {}
 
     def register(self, name: str, description: str) -> Callable[[T], T]:
@@ -41,19 +47,32 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """The entry of a name."""
-        if name not in self._entries:
+        if name not in self:
             raise UsageError(f"unknown {self.kind} {shortened(repr(name))}", fix=nearest(name, self._entries))
         return self._entries[name][0]
 
     def describe(self) -> dict[str, str]:
         """Every name with its description, in alphabetical order."""
-        return {name: self._entries[name][1] for name in sorted(self._entries)}
+        return {name: self._entries[name][1] for name in self}
 
     def __contains__(self, name: object) -> bool:
+        self._load(name)
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
+        self._load(None)
         return iter(sorted(self._entries))
+
+    def _load(self, name: object) -> None:
+        """Import modules until there is an entry of that name; all of them for None."""
+        if self._package is None or name in self._entries:
+            return
+        folder = importlib.import_module(self._package).__path__
+        modules = [module.name for module in pkgutil.iter_modules(folder)]
+        for module in sorted(modules, key=lambda module: module != name):
+            importlib.import_module(f"{self._package}.{module}")
+            if name in self._entries:
+                return
 
 
 def find_factory(name: str, kind: str) -> Callable[..., object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.metadata
@@ -131,6 +132,16 @@ def test_all_public_names_can_be_had() -> None:
     assert set(hybridpar.__all__) <= set(dir(hybridpar))
     with pytest.raises(AttributeError, match="no attribute 'Trainor'"):
         _ = hybridpar.Trainor
+
+
+@pytest.mark.parametrize("package", [hybridpar, hybridpar.partition, hybridpar.tvm_kernels])
+def test_type_checkers_see_the_names_that_are_loaded_on_first_use(package) -> None:
+    tree = ast.parse(Path(package.__file__).read_text())
+    imports = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
+    names = sorted(alias.name for node in imports for alias in node.names)
+    assert names == sorted({*package.__all__} - {"__version__"})
+    for name in package.__all__:
+        assert getattr(package, name) is not None
 
 
 def test_sub_packages_are_loaded_when_they_are_first_used() -> None:

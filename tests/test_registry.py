@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 
 from hybridpar.errors import UsageError
@@ -27,3 +30,20 @@ def test_a_name_can_be_taken_only_once(fruits):
     with pytest.raises(ValueError, match="fruit 'pear' is registered twice: as 'green' and as 'another'"):
         fruits.register("pear", "another")("X")
     assert fruits.get("pear") == "P"
+
+
+def test_modules_are_imported_when_their_names_are_looked_up(tmp_path, monkeypatch):
+    folder = tmp_path / "basket"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "from hybridpar.registry import Registry\nFRUITS = Registry('fruit', 'basket')\n"
+    )
+    for module, name in (("citrus", "lemon"), ("pear", "pear")):
+        (folder / f"{module}.py").write_text(f"import basket\nbasket.FRUITS.register({name!r}, '')({name[0]!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    fruits = importlib.import_module("basket").FRUITS
+    assert fruits.get("pear") == "p"
+    assert "basket.citrus" not in sys.modules
+    assert fruits.get("lemon") == "l"
+    assert list(fruits) == ["lemon", "pear"]
+    assert "plum" not in fruits

@@ -436,4 +436,4 @@ class LargeTensorCodec(Codec):
 
 
 #: All codecs by name.
-CODECS: Registry[type[Codec]] = Registry("codec")
+CODECS: Registry[type[Codec]] = Registry("codec", "hybridpar.compress.codecs")

@@ -33,7 +33,6 @@ from typing import Any, Literal
 
 import torch
 
-import hybridpar.compress.codecs  # noqa: F401 - enters all codecs into the registry
 from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
 from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.feedback import ErrorFeedback

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hybridpar.partition.planning import stages_from_plan as stages_from_plan
     from hybridpar.partition.profile import Roofline as Roofline
     from hybridpar.partition.profile import measure_units as measure_units
+    from hybridpar.partition.profile_cache import memory_format_name as memory_format_name
     from hybridpar.partition.split import split_model as split_model
     from hybridpar.partition.stage import Stage as Stage
     from hybridpar.partition.stage import run_stages as run_stages
@@ -27,4 +28,17 @@ if TYPE_CHECKING:
     from hybridpar.partition.units import ModelUnits as ModelUnits
     from hybridpar.partition.units import find_units as find_units
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+_MODULES = {
+    "balance": "balance_graph",
+    "graph": "UnitGraph",
+    "planning": "PartitionedModel partition_model stages_from_plan",
+    "profile": "Roofline measure_units",
+    "profile_cache": "memory_format_name",
+    "split": "split_model",
+    "stage": "Stage run_stages",
+    "table": "print_partition",
+    "trace": "TracedModel trace_model",
+    "units": "ModelUnits find_units",
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _MODULES)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from hybridpar import partition  # a run without stages loads nothing of it
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
@@ -19,8 +20,6 @@ from hybridpar.formats.cache import measurements_directory
 from hybridpar.models import autocast
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, places
 from hybridpar.models.modes import same_modes
-from hybridpar.partition.planning import partition_model, stages_from_plan
-from hybridpar.partition.profile_cache import memory_format_name
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
@@ -48,10 +47,12 @@ def cut_model(
             whole = model
             if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
                 whole = deferred.whole().to(device)
-                if memory_format_name(example) == "channels_last":
+                if partition.memory_format_name(example) == "channels_last":
                     whole.to(memory_format=torch.channels_last)
             with autocast(config.amp, device):
-                made = partition_model(whole, example, layout.stages, threads=threads, cache=measurements_directory())
+                made = partition.partition_model(
+                    whole, example, layout.stages, threads=threads, cache=measurements_directory()
+                )
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make, long=True)))
@@ -60,7 +61,7 @@ def cut_model(
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
     plan = plan.with_rows()
     if deferred is None:
-        return plan, stages_from_plan(model, plan, (example,))
+        return plan, partition.stages_from_plan(model, plan, (example,))
     ranks = plan.layout.rows[plan.layout.replica_of(world.rank)]
 
     def fill(stages: list[Stage]) -> None:
@@ -68,7 +69,7 @@ def cut_model(
         held = {name for name, _, _ in places(model)}
         deferred.fill((name for stage in own for name, _, _ in places(stage) if name in held), example.device)
 
-    return plan, stages_from_plan(model, plan, (example,), fill=fill)
+    return plan, partition.stages_from_plan(model, plan, (example,), fill=fill)
 
 
 def modes_of_graphs(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[str, nn.Module, bool]]:

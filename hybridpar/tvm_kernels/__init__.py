@@ -28,4 +28,12 @@ if TYPE_CHECKING:
     from hybridpar.tvm_kernels.swap import optimize as optimize
     from hybridpar.tvm_kernels.swap import restore as restore
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+_MODULES = {
+    "database": "Database append_records default_database read_database",
+    "op": "depthwise_conv2d",
+    "record": "KernelRecord",
+    "shapes": "ConvShape Direction Layout",
+    "swap": "DepthwiseConv2d optimize restore",
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _MODULES)

@@ -1,10 +1,1 @@
-"""The codecs, one per file.
-
-Every module here is imported with the package, and enters its codec into `CODECS`.
-"""
-
-import importlib
-import pkgutil
-
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
+"""The codecs, one per file. Each module here enters its codec into `CODECS`, which imports it when it is asked for."""
