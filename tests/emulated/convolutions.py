@@ -15,7 +15,7 @@ from pathlib import Path
 from hybridpar.codegen import cuda_driver
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule
-from hybridpar.codegen.cuda_writer import PRELUDE
+from hybridpar.codegen.cuda_source import PRELUDE
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from tests.emulated import IMAGE, emulated_driver
 
@@ -44,7 +44,7 @@ def emulated_kernels(variants: Sequence[CudaVariant], sources: Sequence[str], fo
     numbers = [next(_NUMBERS) for _ in variants]
     for number, variant, source in zip(numbers, variants, sources, strict=True):
         text = source.removeprefix(PRELUDE)
-        for name, _, _ in variant.launches:
+        for name, *_ in variant.tiling.launches:
             text = text.replace(f" {name}(", f" {name}_{number}(")
             names.append(f"{name}_{number}")
         parts.append(text)

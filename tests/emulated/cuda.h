@@ -222,6 +222,19 @@ Value __shfl_xor_sync(unsigned mask, Value value, unsigned other) {
     return emulated::exchange(mask, value, [](unsigned lane, unsigned argument) { return lane ^ argument; }, other);
 }
 
+template <typename Value>
+Value __shfl_down_sync(unsigned mask, Value value, unsigned delta, unsigned) {
+    return emulated::exchange(
+        mask, value, [](unsigned lane, unsigned argument) { return std::min(lane + argument, emulated::LANES - 1); }, delta);
+}
+
+template <typename Value>
+Value __shfl_sync(unsigned mask, Value value, unsigned from, unsigned) {
+    return emulated::exchange(mask, value, [](unsigned, unsigned argument) { return argument % emulated::LANES; }, from);
+}
+
+inline unsigned __activemask() { return 0xFFFFFFFFu; }
+
 inline unsigned __float_as_uint(float value) {
     unsigned bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -234,7 +247,7 @@ inline float __uint_as_float(unsigned bits) {
     return value;
 }
 
-// What takes one instruction on a GPU, see hybridpar/codegen/cuda_writer.py: half precision, rounded to nearest even.
+// What takes one instruction on a GPU, see hybridpar/codegen/cuda_source.py: half precision, rounded to nearest even.
 
 inline float hp_from_bfloat16(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 

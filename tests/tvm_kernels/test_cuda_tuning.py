@@ -21,14 +21,14 @@ from hybridpar.tvm_kernels import cuda_kernel, measure
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
-from hybridpar.tvm_kernels.cuda_space import bank_conflicts, candidates, default, resident_blocks, wavefronts
+from hybridpar.tvm_kernels.cuda_space import bank_conflicts, candidates, resident_blocks, wavefronts
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.kernel import make_kernels
 from hybridpar.tvm_kernels.machine import KNOWN, cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations import depthwise, depthwise_cuda
 from hybridpar.tvm_kernels.record import KernelRecord
-from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
+from hybridpar.tvm_kernels.schedules.cuda import Tile, Tiling, default
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import nearest, neighbours
 from hybridpar.tvm_kernels.tuner import tune
@@ -173,11 +173,11 @@ def test_a_kernel_needs_what_its_vectors_need() -> None:
 
 
 def test_wavefronts_of_patterns_that_everybody_knows() -> None:
-    assert wavefronts([4 * lane for lane in range(32)], 4) == 1
-    assert wavefronts([0] * 32, 4) == 1, "a broadcast"
-    assert [wavefronts([4 * step * lane for lane in range(32)], 4) for step in (2, 3, 8, 32)] == [2, 1, 8, 32]
-    assert wavefronts([2 * lane for lane in range(32)], 2) == 1, "two lanes share a word"
-    assert wavefronts([16 * lane for lane in range(32)], 16) == 4
+    assert wavefronts(tuple(range(0, 128, 4)), 4) == 1
+    assert wavefronts((0,) * 32, 4) == 1, "a broadcast"
+    assert [wavefronts(tuple(4 * step * lane for lane in range(32)), 4) for step in (2, 3, 8, 32)] == [2, 1, 8, 32]
+    assert wavefronts(tuple(range(0, 64, 2)), 2) == 1, "two lanes share a word"
+    assert wavefronts(tuple(range(0, 512, 16)), 16) == 4
 
 
 def test_the_space_holds_its_rules() -> None:
@@ -190,10 +190,10 @@ def test_the_space_holds_its_rules() -> None:
             few = ConvShape.parse("1x1x9x31 k3x3 s2x2 p1x1 d1x1")
             assert list(candidates(few, direction, layout, "float16", HOPPER))
             for one in space[:50]:
-                tile = Tile(SHAPE, direction, layout, "float16", one)
-                assert tile.shared_bytes <= 48 << 10
-                assert tile.threads % 32 == 0
-                assert bank_conflicts(tile) <= 2
-                assert resident_blocks(tile, HOPPER) * tile.threads >= 256
+                tiling = Tiling(SHAPE, direction, layout, "float16", Tile(**one))
+                assert tiling.shared_bytes <= 48 << 10
+                assert tiling.tile.threads % 32 == 0
+                assert bank_conflicts(tiling) <= 2
+                assert resident_blocks(tiling, HOPPER) * tiling.tile.threads >= 256
                 if direction is Direction.WEIGHT_GRADIENT:
-                    assert one["parts"] <= SHAPE.batch * tile.vertical.tiles * tile.horizontal.tiles
+                    assert one["parts"] <= SHAPE.batch * tiling.blocks[0] * tiling.blocks[1]

@@ -14,11 +14,11 @@ from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
 from hybridpar.tvm_kernels import cuda_kernel
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
-from hybridpar.tvm_kernels.cuda_space import candidates, default, outside, reject
+from hybridpar.tvm_kernels.cuda_space import candidates, outside
 from hybridpar.tvm_kernels.machine import gpu_of
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
 from hybridpar.tvm_kernels.operations.depthwise import CONV_LIMITS, Depthwise
-from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM
+from hybridpar.tvm_kernels.schedules.cuda import ITEM, default, reject
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 
