@@ -34,9 +34,9 @@ from hybridpar.codegen.compile_pool import Builder  # noqa: E402
 from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
 from hybridpar.tvm_kernels.cuda_kernel import CudaVariant, compile_unspilled, load_cubin  # noqa: E402
 from hybridpar.tvm_kernels.cuda_space import bank_conflicts  # noqa: E402
+from hybridpar.tvm_kernels.database import most_error  # noqa: E402
 from hybridpar.tvm_kernels.machine import KNOWN, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
-from hybridpar.tvm_kernels.record import most_error  # noqa: E402
 from hybridpar.tvm_kernels.schedules.cuda import reject  # noqa: E402
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
 

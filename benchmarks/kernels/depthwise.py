@@ -43,8 +43,8 @@ from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.tune import search_all
 
 RECORDS = Path("runs/kernels/depthwise.jsonl")
 
@@ -172,7 +172,7 @@ def main(options: Options) -> int:
     return 0
 
 
-def evenly(counts: Mapping[KernelKey, int], _: float) -> dict[KernelKey, float]:
+def evenly(counts: Mapping[KernelKey, int]) -> dict[KernelKey, float]:
     """As long a search for each: the table is of all of them, whatever they take."""
     return dict.fromkeys(counts, 1.0)
 

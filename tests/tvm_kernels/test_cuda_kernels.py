@@ -23,13 +23,13 @@ from hybridpar.tvm_kernels.choice import Choices, Decision
 from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_unspilled
 from hybridpar.tvm_kernels.cuda_space import bank_conflicts, candidates
+from hybridpar.tvm_kernels.database import most_error
 from hybridpar.tvm_kernels.machine import KNOWN
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of
-from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.schedules.cuda import reject
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.tuner import first_candidates
+from hybridpar.tvm_kernels.tune import first_candidates
 from tests.emulated.convolutions import emulated_kernels, write_sources
 
 CPU = torch.device("cpu")

@@ -17,21 +17,19 @@ from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.commands.tune.request import TuneRequest
 from hybridpar.commands.tune.tuning import run_tune
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels import cuda_kernel, measure
+from hybridpar.tvm_kernels import cuda_kernel, depthwise, measure
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import bank_conflicts, candidates, resident_blocks, wavefronts
-from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.kernel import make_kernels
 from hybridpar.tvm_kernels.machine import KNOWN, cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.operations import depthwise, depthwise_cuda
-from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.schedules.cuda import Tile, Tiling, default
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import nearest, neighbours
-from hybridpar.tvm_kernels.tuner import tune
+from hybridpar.tvm_kernels.tune import tune
 from tests.emulated.convolutions import emulated_kernels
 from tests.tvm_kernels.standin import StandIn, record_of
 
@@ -43,7 +41,7 @@ HOPPER = KNOWN["h100"]
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an H100, as far as is asked."""
-    monkeypatch.setattr(depthwise_cuda, "_current", lambda: 0)
+    monkeypatch.setattr(depthwise, "_current", lambda: 0)
 
 
 def gpu_record(direction: Direction = Direction.FORWARD, **fields: Any) -> KernelRecord:
@@ -93,7 +91,7 @@ def test_a_search_compiles_checks_measures_and_drops_what_is_wrong(
     monkeypatch.setattr(cuda_kernel, "load_cubin", load)
     monkeypatch.setattr(ConvBench, "run", _filled(ConvBench.run))
     bench = ConvBench(SHAPE, Direction.WEIGHT_GRADIENT, LAST, 1, 0, "float32", torch.device("cpu"))
-    monkeypatch.setattr(depthwise_cuda.DepthwiseCuda, "bench", lambda *_: bench)
+    monkeypatch.setattr(depthwise.OnGpu, "bench", lambda *_: bench)
     key = KernelKey(Direction.WEIGHT_GRADIENT, SHAPE, LAST, 1, HOPPER.fingerprint)
     found = tune(key, 600, trials=2, builder=builder)
     assert len(loaded) == 2
@@ -116,7 +114,6 @@ def test_a_search_can_climb_and_its_records_meet_the_rule_of_those_of_cpus(direc
     while better := [one for one in neighbours(best, among) if cost(one) < cost(best)]:
         best = min(better, key=cost)
     assert cost(best) < 0.2 * cost(among[0])
-    assert depthwise_cuda.DepthwiseCuda.pace.benches == depthwise.Depthwise.pace.benches == 2
     sets = [ConvBench(SHAPE, direction, LAST, device=device).operands(LAST) for device in (torch.device("cpu"), None)]
     assert len(sets[0]) == len(sets[1]) > 1, "tensors come from memory"
 
