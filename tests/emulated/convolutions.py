@@ -30,7 +30,7 @@ class _Numbered:
         self.module, self.number = module, number
 
     def function(self, name: str, parameters: str) -> CudaFunction:
-        return self.module.function(f"{name}_{self.number}", parameters)
+        return self.module.function(f"{name}_of_{self.number}", parameters)
 
 
 def write_sources(variants: Sequence[CudaVariant], builder: Builder) -> list[str]:
@@ -45,8 +45,8 @@ def emulated_kernels(variants: Sequence[CudaVariant], sources: Sequence[str], fo
     for number, variant, source in zip(numbers, variants, sources, strict=True):
         text = source.removeprefix(PRELUDE)
         for name, *_ in variant.tiling.launches:
-            text = text.replace(f" {name}(", f" {name}_{number}(")
-            names.append(f"{name}_{number}")
+            text = text.replace(f" {name}(", f" {name}_of_{number}(")
+            names.append(f"{name}_of_{number}")
         parts.append(text)
     file = folder / "kernels.cu"
     file.write_text("\n".join(parts))

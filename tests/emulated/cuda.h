@@ -222,19 +222,6 @@ Value __shfl_xor_sync(unsigned mask, Value value, unsigned other) {
     return emulated::exchange(mask, value, [](unsigned lane, unsigned argument) { return lane ^ argument; }, other);
 }
 
-template <typename Value>
-Value __shfl_down_sync(unsigned mask, Value value, unsigned delta, unsigned) {
-    return emulated::exchange(
-        mask, value, [](unsigned lane, unsigned argument) { return std::min(lane + argument, emulated::LANES - 1); }, delta);
-}
-
-template <typename Value>
-Value __shfl_sync(unsigned mask, Value value, unsigned from, unsigned) {
-    return emulated::exchange(mask, value, [](unsigned, unsigned argument) { return argument % emulated::LANES; }, from);
-}
-
-inline unsigned __activemask() { return 0xFFFFFFFFu; }
-
 inline unsigned __float_as_uint(float value) {
     unsigned bits;
     std::memcpy(&bits, &value, sizeof bits);

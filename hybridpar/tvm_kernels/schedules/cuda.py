@@ -134,70 +134,29 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-@dataclass(frozen=True)
 class Tiling:
-    """A tile of one direction of a convolution, and the sizes that follow. Pairs are of rows and columns.
+    """A tile of one direction of a convolution, and the sizes that follow. Pairs are of rows and columns."""
 
-    `size` is what is gathered from and `out` what is computed; for the weight gradient that is as for forward.
-    """
-
-    shape: ConvShape
-    direction: Direction
-    layout: Layout
-    dtype: str
-    tile: Tile
-
-    @property
-    def last(self) -> bool:
-        """Whether neighbours in memory are channels."""
-        return self.layout is Layout.CHANNELS_LAST
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether it is the weight gradient."""
-        return self.direction is Direction.WEIGHT_GRADIENT
-
-    @property
-    def transposed(self) -> bool:
-        """Whether it is the input gradient."""
-        return self.direction is Direction.INPUT_GRADIENT
-
-    @cached_property
-    def size(self) -> tuple[int, int]:
-        """Elements to gather from."""
-        shape = self.shape
-        return (shape.out_height, shape.out_width) if self.transposed else (shape.height, shape.width)
-
-    @cached_property
-    def out(self) -> tuple[int, int]:
-        """Elements to compute."""
-        shape = self.shape
-        return (shape.height, shape.width) if self.transposed else (shape.out_height, shape.out_width)
-
-    @cached_property
-    def block(self) -> tuple[int, int]:
-        """Results of a block of threads."""
-        return self.tile.threads_y * self.tile.rows, self.tile.threads_x * self.tile.virtual * self.tile.columns
-
-    @cached_property
-    def blocks(self) -> tuple[int, int]:
-        """Blocks below and beside each other."""
-        return -(-self.out[0] // self.block[0]), -(-self.out[1] // self.block[1])
-
-    @cached_property
-    def channels(self) -> int:
-        """Channels of all blocks, of which the last few may not exist."""
-        return _up(self.shape.channels, self.tile.threads_c * self.tile.vector)
-
-    @property
-    def tap_rows(self) -> int:
-        """Rows of taps, of which the last few may not exist."""
-        return _up(self.shape.kernel[0], self.tile.tap_rows) if self.is_sum else self.shape.kernel[0]
-
-    @property
-    def phases(self) -> int:
-        """Phases of columns that lie apart in shared memory."""
-        return 1 if self.transposed or not self.tile.phases else self.shape.stride[1]
+    def __init__(self, shape: ConvShape, direction: Direction, layout: Layout, dtype: str, tile: Tile) -> None:
+        self.shape, self.direction, self.dtype, self.tile = shape, direction, dtype, tile
+        #: Whether neighbours in memory are channels.
+        self.last = layout is Layout.CHANNELS_LAST
+        self.is_sum = direction is Direction.WEIGHT_GRADIENT
+        self.transposed = direction is Direction.INPUT_GRADIENT
+        image, result = (shape.height, shape.width), (shape.out_height, shape.out_width)
+        #: Elements to gather from, and to compute; those of the weight gradient are those of forward.
+        self.size, self.out = (result, image) if self.transposed else (image, result)
+        #: Results of a block of threads, and blocks below and beside each other.
+        self.block = tile.threads_y * tile.rows, tile.threads_x * tile.virtual * tile.columns
+        self.blocks = -(-self.out[0] // self.block[0]), -(-self.out[1] // self.block[1])
+        #: Channels and rows of taps of all blocks, of which the last few may not exist.
+        self.channels = _up(shape.channels, tile.threads_c * tile.vector)
+        self.tap_rows = _up(shape.kernel[0], tile.tap_rows) if self.is_sum else shape.kernel[0]
+        #: Phases of columns that lie apart in shared memory.
+        self.phases = 1 if self.transposed or not tile.phases else shape.stride[1]
+        rows, columns = (taps - 1 if self.transposed else 0 for taps in shape.kernel)
+        #: The first element of the first tile; negative in the padding.
+        self.first = self.joined(0, 0, rows), self.joined(1, 0, columns)
 
     def joined(self, axis: int, out: Any, tap: Any) -> Any:
         """The element that a tap joins with a result, rounded down between two of them."""
@@ -205,12 +164,6 @@ class Tiling:
         if self.transposed:
             return (out + padding - tap * dilation) // stride
         return out * stride + tap * dilation - padding
-
-    @cached_property
-    def first(self) -> tuple[int, int]:
-        """The first element of the first tile; negative in the padding."""
-        rows, columns = (size - 1 if self.transposed else 0 for size in self.shape.kernel)
-        return self.joined(0, 0, rows), self.joined(1, 0, columns)
 
     def reach(self, rows: int, columns: int, tap_rows: int) -> tuple[int, int]:
         """Elements that results and taps reach; columns are whole sets of phases."""
@@ -233,8 +186,8 @@ class Tiling:
         image = ITEM[self.dtype] * self.shared[0] * self.shared[1] * channels
         if not self.is_sum:
             return image + 4 * tall * wide * channels
-        # What threads add lies where the image was; neighbours exchange registers, and warps a value each.
-        return max(image, 4 * wide * tile.threads * tile.vector) if self.last else image + 4 * tile.threads // WARP
+        # What threads add lies where the image was.
+        return max(image, 4 * wide * tile.threads * tile.vector)
 
     @property
     def scratch_bytes(self) -> int:
@@ -483,7 +436,7 @@ class _Writer:
         for axis, loop in zip("xyz", (c_block, part, r_block), strict=True):
             sch.bind(loop, f"blockIdx.{axis}")
         self._bind_threads(sch, c_thread, pixel)
-        self._add_threads(sch, of_blocks, r_block, c_thread)
+        self._add_threads(sch, of_blocks, r_block)
         self._load_tile(sch, image, step)
         sch.set_scope(gradients, 0, "local")
         sch.compute_at(gradients, row, preserve_unit_loops=True)
@@ -495,20 +448,13 @@ class _Writer:
         for loop in (virtual, row, r, s, column, lane):
             sch.unroll(loop)
 
-    def _add_threads(self, sch: Any, of_blocks: Any, r_block: Any, c_thread: Any) -> None:
-        """Add what threads of the same channels have: neighbours exchange registers, others use shared memory."""
+    def _add_threads(self, sch: Any, of_blocks: Any, r_block: Any) -> None:
+        """Add what threads of the same channels have, through shared memory, one row of taps at a time."""
         tile = self.tile
-        if not self.of.last:
-            sch.reverse_compute_at(of_blocks, c_thread, preserve_unit_loops=True)
-            pixel, *loops = self._within(sch, of_blocks, c_thread)
-            sch.reorder(*loops, pixel)
-            sch.bind(pixel, "threadIdx.x")
-            return
         sch.reverse_compute_at(of_blocks, r_block, preserve_unit_loops=True)
         pixel, _, c, r, s = self._within(sch, of_blocks, r_block)
         sch.reorder(r, s, c, pixel)
-        _, sharer, thread = sch.split(sch.fuse(s, c), [None, tile.threads_x * tile.threads_y, tile.threads_c])
-        self._bind_threads(sch, thread, sharer)
+        self._share_out_item(sch, sch.fuse(s, c))
         given = sch.cache_read(of_blocks, 0, "shared")
         sch.compute_at(given, r, preserve_unit_loops=True)
         pixel, _, c, *_ = self._within(sch, given, r)
@@ -552,17 +498,21 @@ class _Writer:
 
     def _share_out(self, sch: Any, block: Any, at: Any, vector: int) -> None:
         """Have all threads load, neighbours what lies side by side in memory, each several values at a time."""
-        tile = self.tile
         *loops, last = self._within(sch, block, at)
         units, lane = sch.split(last, [None, vector])
-        threads = [tile.threads_x * tile.threads_y, tile.threads_c]
-        step, *threads = sch.split(sch.fuse(*loops, units), [None, *(threads if self.of.last else reversed(threads))])
-        self._bind_threads(sch, *(reversed(threads) if self.of.last else threads))
+        step = self._share_out_item(sch, sch.fuse(*loops, units))
         if vector > 1:
             sch.vectorize(lane)
         if sch.get(step).extent > _IN_FLIGHT:
             _, step = sch.split(step, [None, _IN_FLIGHT])
         sch.unroll(step)
+
+    def _share_out_item(self, sch: Any, item: Any) -> Any:
+        """Divide a loop among all threads; returns the steps that each takes."""
+        threads = [self.tile.threads_x * self.tile.threads_y, self.tile.threads_c]
+        step, *threads = sch.split(item, [None, *(threads if self.of.last else reversed(threads))])
+        self._bind_threads(sch, *(reversed(threads) if self.of.last else threads))
+        return step
 
     def _within(self, sch: Any, block: Any, at: Any) -> list[Any]:
         """The loops of a block within another loop."""

@@ -28,30 +28,15 @@ from typing import Any
 
 from hybridpar.codegen.tir_script import T, floats, kernels, magnitude_bits, w
 from hybridpar.codegen.tir_writer import INFINITE, LANES
-from hybridpar.tvm_kernels.schedules.norm_rows import (
-    ACTIVATIONS,
-    APPLY,
-    CHUNK,
-    FIXED,
-    INVERSE,
-    JOIN,
-    MEAN,
-    REDUCE,
-    REST,
-    ROWS,
-    SCALE,
-    SEGMENT,
-    SHIFT,
-    TRACK,
-    VARIANCE,
-)
+from hybridpar.tvm_kernels.schedules import norm_rows
+from hybridpar.tvm_kernels.schedules.norm_rows import CHUNK, FIXED, MEAN, ROWS, SCALE, SEGMENT, SHIFT
 
 
 def define(_: Any) -> dict[str, Any]:
     """Two functions for each activation."""
     return kernels(
-        **{f"norm_forward_{act}": forward.specialize(act=act) for act in ACTIVATIONS},
-        **{f"norm_backward_{act}": backward.specialize(act=act) for act in ACTIVATIONS},
+        **{f"norm_forward_{act}": forward.specialize(act=act) for act in norm_rows.ACTIVATIONS},
+        **{f"norm_backward_{act}": backward.specialize(act=act) for act in norm_rows.ACTIVATIONS},
     )
 
 
@@ -124,6 +109,14 @@ def slope(z: Any, gradient: Any, act: str) -> Any:
         return T.Select(z > zero, T.Select(z < six, gradient, zero), zero)
     s, one = sigmoid(z), constant(z, 1)
     return gradient * (s * (one + z * (one - s)))
+
+
+def centred(values: Any, terms: Any, place: Any, column: Any, width: Any, vector: bool) -> tuple[Any, Any, Any]:
+    """A value less its mean, what that is scaled by, and what the activation takes."""
+    at = w.at if vector else lambda index: index
+    off = w.keep(values[at(place)] - terms[at(MEAN * width + column)])
+    scale = w.keep(terms[at(SCALE * width + column)])
+    return off, scale, off * scale + terms[at(SHIFT * width + column)]
 
 
 def wide_double(value: Any) -> Any:
@@ -212,10 +205,10 @@ def forward(
             terms[MEAN * width + column] = T.cast(its_mean, "float32")
             terms[SCALE * width + column] = T.cast(scale, "float32")
             terms[SHIFT * width + column] = T.cast(shift, "float32")
-            terms[INVERSE * width + column] = T.cast(inverse, "float32")
-            terms[REST * width + column] = T.cast(rest, "float32")
-            terms[VARIANCE * width + column] = T.cast(unbiased, "float32")
-        if (phases & TRACK) != 0:
+            terms[norm_rows.INVERSE * width + column] = T.cast(inverse, "float32")
+            terms[norm_rows.REST * width + column] = T.cast(rest, "float32")
+            terms[norm_rows.VARIANCE * width + column] = T.cast(unbiased, "float32")
+        if (phases & norm_rows.TRACK) != 0:
             part: T.let = T.cast(momentum, "float64")
             old: T.let = T.float64(1) - part
             means[channel] = T.cast(part * its_mean + old * T.cast(means[channel], "float64"), "float32")
@@ -223,69 +216,67 @@ def forward(
 
     @T.inline
     def join():
-        """Merge the moments of segments and of the rows left over, channel by channel."""
-        for block in range(width // LANES):
-            column: T.let = block * LANES
-            total = wide_double(T.float32(0))
-            for segment in range(segments):
-                size: T.let = wide_double(T.min(segment * length + length, wide) - segment * length)
-                total += sums[w.at(segment * SEGMENT * width + column)] * size
-            sums[w.at(joined + column)] = total
-        for channel in range(channels):
-            total = T.float64(0)
-            for copy in range(repeat):
-                total += sums[joined + copy * channels + channel]
-            for row in range(tail, rows):
-                total += T.cast(values[row * channels + channel], "float64")
-            for copy in range(repeat):
-                sums[mean + copy * channels + channel] = total / T.cast(rows, "float64")
-        for block in range(width // LANES):
-            column: T.let = block * LANES
-            total = wide_double(T.float32(0))
-            for segment in range(segments):
-                size: T.let = wide_double(T.min(segment * length + length, wide) - segment * length)
-                own: T.let = segment * SEGMENT * width + column
-                off: T.let = sums[w.at(own)] - sums[w.at(mean + column)]
-                total += sums[w.at(own + width)] + size * off * off
-            sums[w.at(joined + column)] = total
-        for channel in range(channels):
-            total = T.float64(0)
-            for copy in range(repeat):
-                total += sums[joined + copy * channels + channel]
-            for row in range(tail, rows):
-                off: T.let = T.cast(values[row * channels + channel], "float64") - sums[mean + channel]
-                total += off * off
-            variance: T.let = total / T.cast(rows, "float64")
-            learn(channel, sums[mean + channel], variance)
+        """Merge the means of segments and of the rows left over, channel by channel, then what lies around them."""
+        for around in T.unroll(2):
+            for block in range(width // LANES):
+                column: T.let = block * LANES
+                total = wide_double(T.float32(0))
+                for segment in range(segments):
+                    size: T.let = wide_double(T.min(segment * length + length, wide) - segment * length)
+                    own: T.let = segment * SEGMENT * width + column
+                    if around:
+                        off: T.let = sums[w.at(own)] - sums[w.at(mean + column)]
+                        total += sums[w.at(own + width)] + size * off * off
+                    else:
+                        total += sums[w.at(own)] * size
+                sums[w.at(joined + column)] = total
+            for channel in range(channels):
+                total = T.float64(0)
+                for copy in range(repeat):
+                    total += sums[joined + copy * channels + channel]
+                for row in range(tail, rows):
+                    value: T.let = T.cast(values[row * channels + channel], "float64")
+                    if around:
+                        total += (value - sums[mean + channel]) * (value - sums[mean + channel])
+                    else:
+                        total += value
+                average: T.let = total / T.cast(rows, "float64")
+                if around:
+                    learn(channel, sums[mean + channel], average)
+                else:
+                    for copy in range(repeat):
+                        sums[mean + copy * channels + channel] = average
+
+    @T.inline
+    def element(place, column, vector, past):
+        z: T.let = centred(values, terms, place, column, width, vector)[2]
+        if vector:
+            w.put(result, place, activated(z, act), past=past)
+        else:
+            result[place] = activated(z, act)
 
     @T.inline
     def apply(past):
         for row in range(begin * length, T.min(end * length, wide)):
             for block in range(width // LANES):
                 column: T.let = block * LANES
-                place: T.let = row * width + column
-                off: T.let = values[w.at(place)] - terms[w.at(MEAN * width + column)]
-                z: T.let = off * terms[w.at(SCALE * width + column)] + terms[w.at(SHIFT * width + column)]
-                w.put(result, place, activated(z, act), past=past)
+                element(row * width + column, column, True, past)
         if end == segments:
             for column in range((rows - tail) * channels):
-                place: T.let = tail * channels + column
-                off: T.let = values[place] - terms[MEAN * width + column]
-                z: T.let = off * terms[SCALE * width + column] + terms[SHIFT * width + column]
-                result[place] = activated(z, act)
+                element(tail * channels + column, column, False, past)
 
-    if (phases & REDUCE) != 0:
+    if (phases & norm_rows.REDUCE) != 0:
         for back in range(end - begin):
             segment: T.let = end - 1 - back
             first: T.let = segment * length
             moments(first, T.min(first + length, wide), segment * SEGMENT * width, (begin * SEGMENT + 2) * width * 2)
-    if (phases & JOIN) != 0:
+    if (phases & norm_rows.JOIN) != 0:
         if (phases & FIXED) != 0:
             for channel in range(channels):
                 learn(channel, T.cast(means[channel], "float64"), T.cast(variances[channel], "float64"))
         else:
             join()
-    if (phases & APPLY) != 0:
+    if (phases & norm_rows.APPLY) != 0:
         w.past_caches(stream != 0, apply)
 
 
@@ -373,13 +364,12 @@ def backward(
                 sum_gx += sums[joined + width + copy * channels + channel]
             for row in range(tail, rows):
                 place: T.let = row * channels + channel
-                off: T.let = values[place] - terms[MEAN * width + channel]
-                z: T.let = off * terms[SCALE * width + channel] + terms[SHIFT * width + channel]
-                g: T.let = T.cast(slope(z, above[place], act), "float64")
+                parts = T.meta_var(centred(values, terms, place, channel, width, False))
+                g: T.let = T.cast(slope(parts[2], above[place], act), "float64")
                 sum_g += g
-                sum_gx += g * T.cast(off, "float64")
-            inverse: T.let = T.cast(terms[INVERSE * width + channel], "float64")
-            rest: T.let = T.cast(terms[REST * width + channel], "float64")
+                sum_gx += g * T.cast(parts[0], "float64")
+            inverse: T.let = T.cast(terms[norm_rows.INVERSE * width + channel], "float64")
+            rest: T.let = T.cast(terms[norm_rows.REST * width + channel], "float64")
             share: T.let = T.cast(terms[SCALE * width + channel], "float64") / T.cast(rows, "float64")
             of_scale: T.let = (sum_gx - rest * sum_g) * inverse
             of_weight[channel] = T.cast(of_scale, "float32")
@@ -392,36 +382,37 @@ def backward(
                 work[factors + width + copy * channels + channel] = T.cast(offset, "float32")
 
     @T.inline
+    def element(place, column, vector, past):
+        parts = T.meta_var(centred(values, terms, place, column, width, vector))
+        at = T.meta_var(w.at if vector else lambda index: index)
+        through: T.let = work[at(factors + column)] * parts[0] + work[at(factors + width + column)]
+        # Where statistics are constants x has no part in it, not even as NaN.
+        if vector:
+            g: T.let = result[w.at(place)] if costly else slope(parts[2], w.load(above, place), act)
+            part: T.let = T.Select(w.lanes((phases & FIXED) != 0), w.zeros(), through)
+            w.put(result, place, parts[1] * g + part, past=past)
+        else:
+            g: T.let = slope(parts[2], above[place], act)
+            result[place] = parts[1] * g + T.Select((phases & FIXED) != 0, T.float32(0), through)
+
+    @T.inline
     def apply(past):
         for row in range(begin * length, T.min(end * length, wide)):
             for block in range(width // LANES):
                 column: T.let = block * LANES
-                place: T.let = row * width + column
-                off: T.let = values[w.at(place)] - terms[w.at(MEAN * width + column)]
-                scale: T.let = terms[w.at(SCALE * width + column)]
-                z: T.let = off * scale + terms[w.at(SHIFT * width + column)]
-                g: T.let = result[w.at(place)] if costly else slope(z, w.load(above, place), act)
-                through: T.let = work[w.at(factors + column)] * off + work[w.at(factors + width + column)]
-                # Where statistics are constants x has no part in it, not even as NaN.
-                constant_x: T.let = w.lanes((phases & FIXED) != 0)
-                w.put(result, place, scale * g + T.Select(constant_x, w.zeros(), through), past=past)
+                element(row * width + column, column, True, past)
         if end == segments:
             for column in range((rows - tail) * channels):
-                place: T.let = tail * channels + column
-                off: T.let = values[place] - terms[MEAN * width + column]
-                scale: T.let = terms[SCALE * width + column]
-                g: T.let = slope(off * scale + terms[SHIFT * width + column], above[place], act)
-                through: T.let = work[factors + column] * off + work[factors + width + column]
-                result[place] = scale * g + T.Select((phases & FIXED) != 0, T.float32(0), through)
+                element(tail * channels + column, column, False, past)
 
-    if (phases & REDUCE) != 0:
+    if (phases & norm_rows.REDUCE) != 0:
         if costly:
             w.past_caches(stream != 0, total)
         else:
             total(False)
-    if (phases & JOIN) != 0:
+    if (phases & norm_rows.JOIN) != 0:
         join()
-    if (phases & APPLY) != 0:
+    if (phases & norm_rows.APPLY) != 0:
         if costly:  # the memory has just been read
             apply(False)
         else:
