@@ -151,9 +151,11 @@ def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.Monkey
     monkeypatch.setattr(contents, lambda paths, requests, workers: [Built((), b"source")] * len(paths))
     monkeypatch.setattr(CudaKernel, "prepare", lambda self, index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    changes = ({}, {"vector": 3}, {"threads_c": 1 << 20}, {"rows": "2; system()"}, {"columns": 10**9})
+    with pytest.raises(ValueError, match="rows"):
+        gpu_record(parameters=right | {"rows": "2; system()"})
+    changes = ({}, {"vector": 3}, {"threads_c": 1 << 20}, {"columns": 10**9})
     made = make_kernels([gpu_record(parameters=right | one) for one in changes])
-    assert [isinstance(one, KernelsUnavailable) for one in made] == [False, True, True, True, True]
+    assert [isinstance(one, KernelsUnavailable) for one in made] == [False, True, True, True]
 
 
 def test_a_kernel_needs_what_its_vectors_need() -> None:

@@ -259,7 +259,8 @@ class _Writer:
     def __init__(self, tvm: Any, tiling: Tiling) -> None:
         self.te, self.tir, self.schedule = tvm.te, tvm.tirx, tvm.s_tir.Schedule
         self.of, self.tile, self.shape = tiling, tiling.tile, tiling.shape
-        self.padded = tuple(blocks * block for blocks, block in zip(tiling.blocks, tiling.block, strict=True))
+        #: Results of all blocks, of which the last few may not exist.
+        self.padded = tiling.blocks[0] * tiling.block[0], tiling.blocks[1] * tiling.block[1]
 
     # ------------------------------------------------------------------------------------------------ what is computed
 

@@ -215,37 +215,36 @@ def forward(
             variances[channel] = T.cast(part * unbiased + old * T.cast(variances[channel], "float64"), "float32")
 
     @T.inline
-    def join():
+    def join(around):
         """Merge the means of segments and of the rows left over, channel by channel, then what lies around them."""
-        for around in T.unroll(2):
-            for block in range(width // LANES):
-                column: T.let = block * LANES
-                total = wide_double(T.float32(0))
-                for segment in range(segments):
-                    size: T.let = wide_double(T.min(segment * length + length, wide) - segment * length)
-                    own: T.let = segment * SEGMENT * width + column
-                    if around:
-                        off: T.let = sums[w.at(own)] - sums[w.at(mean + column)]
-                        total += sums[w.at(own + width)] + size * off * off
-                    else:
-                        total += sums[w.at(own)] * size
-                sums[w.at(joined + column)] = total
-            for channel in range(channels):
-                total = T.float64(0)
-                for copy in range(repeat):
-                    total += sums[joined + copy * channels + channel]
-                for row in range(tail, rows):
-                    value: T.let = T.cast(values[row * channels + channel], "float64")
-                    if around:
-                        total += (value - sums[mean + channel]) * (value - sums[mean + channel])
-                    else:
-                        total += value
-                average: T.let = total / T.cast(rows, "float64")
+        for block in range(width // LANES):
+            column: T.let = block * LANES
+            total = wide_double(T.float32(0))
+            for segment in range(segments):
+                size: T.let = wide_double(T.min(segment * length + length, wide) - segment * length)
+                own: T.let = segment * SEGMENT * width + column
                 if around:
-                    learn(channel, sums[mean + channel], average)
+                    off: T.let = sums[w.at(own)] - sums[w.at(mean + column)]
+                    total += sums[w.at(own + width)] + size * off * off
                 else:
-                    for copy in range(repeat):
-                        sums[mean + copy * channels + channel] = average
+                    total += sums[w.at(own)] * size
+            sums[w.at(joined + column)] = total
+        for channel in range(channels):
+            total = T.float64(0)
+            for copy in range(repeat):
+                total += sums[joined + copy * channels + channel]
+            for row in range(tail, rows):
+                value: T.let = T.cast(values[row * channels + channel], "float64")
+                if around:
+                    total += (value - sums[mean + channel]) * (value - sums[mean + channel])
+                else:
+                    total += value
+            average: T.let = total / T.cast(rows, "float64")
+            if around:
+                learn(channel, sums[mean + channel], average)
+            else:
+                for copy in range(repeat):
+                    sums[mean + copy * channels + channel] = average
 
     @T.inline
     def element(place, column, vector, past):
@@ -275,7 +274,8 @@ def forward(
             for channel in range(channels):
                 learn(channel, T.cast(means[channel], "float64"), T.cast(variances[channel], "float64"))
         else:
-            join()
+            join(False)
+            join(True)
     if (phases & norm_rows.APPLY) != 0:
         w.past_caches(stream != 0, apply)
 
