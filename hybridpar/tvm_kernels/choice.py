@@ -57,12 +57,7 @@ KernelMaker = Callable[[Sequence[KernelRecord]], Sequence[Any]]
 
 
 class Choices:
-    """Decides for each operation whether it runs on a kernel of a database or on torch, and keeps the decisions.
-
-    Args:
-        database: The records.
-        make: Makes kernels of records; None for `kernel.make_kernels`, which compiles them and keeps what it compiled.
-    """
+    """Decides for each operation whether it runs on a kernel of a database or on torch, and keeps the decisions."""
 
     def __init__(self, database: Database, make: KernelMaker | None = None) -> None:
         self.database = database
@@ -73,17 +68,7 @@ class Choices:
         self.plans: dict[tuple[Any, ...], Any] = {}
 
     def decide(self, key: KernelKey) -> Decision:
-        """Decide what an operation runs on.
-
-        Args:
-            key: The operation.
-
-        Returns:
-            The decision.
-
-        Raises:
-            KernelError: There is no kernel, and HYBRIDPAR_KERNELS is `strict`.
-        """
+        """Decide what an operation runs on."""
         decision = self._decided.get(key) or self.prepare([key])[0]
         missing = decision.kernel is None and (decision.record is None or decision.record.wins)
         possible = not is_gpu(key.device) and not operation_of(key).without_kernels(key)
@@ -96,14 +81,7 @@ class Choices:
         return decision
 
     def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
-        """Decide for operations before they run, and load their kernels together; each decision is one line of the log.
-
-        Args:
-            keys: The operations.
-
-        Returns:
-            What each of them runs on.
-        """
+        """Decide for operations before they run, and load their kernels together; each decision is one line of the log."""
         keys = list(keys)
         with self._lock:
             fresh = [key for key in dict.fromkeys(keys) if key not in self._decided]

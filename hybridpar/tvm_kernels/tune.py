@@ -351,25 +351,9 @@ def search_all(
 ) -> SearchReport:
     """Tune keys, and append what is found to a database.
 
-    Args:
-        keys: What is to be tuned; where they are a mapping, with how often each one runs in a step.
-        path: The database.
-        seconds: Time for all of it.
-        again: Search also where there is a record.
-        seed: Of data and search.
-        trials: At most so many candidates for each.
-        on_progress: Called at the start of a search and with each candidate.
-        tuner: Searches for one, as `tune`.
-        weigher: Says how much is at stake for each.
-        quick: Time one candidate of each, and record it whatever comes out, so that it is done once. The record says
-            so, and a tune that is not quick searches in spite of it.
-
-    Returns:
-        What became of them.
-
-    Raises:
-        UsageError: The database cannot be read or written, or the time is too short for a single search.
-        KernelsUnavailable: Nothing can be built on this machine.
+    Keys come with how often each one runs in a step where they are a mapping. `again` searches also where there is a
+    record; `trials` are candidates of each key, at most. `quick` times one candidate of each, and records it whatever
+    comes out, so that it is done once; the record says so, and a tune that is not quick searches in spite of it.
     """
     counts = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, 1)
     database = read_database(path) if path.exists() else Database(str(path))
