@@ -138,8 +138,8 @@ def lane_addresses(tiling: Tiling) -> tuple[int, ...]:
         c, pixel = (lane % tile.threads_c, lane // tile.threads_c) if tiling.last else (lane // pixels, lane % pixels)
         row, column = pixel // tile.threads_x * down, pixel % tile.threads_x * across
         if tiling.last:
-            return ((row * width + column) * tile.threads_c + c) * tile.vector
-        return (c * height + row) * width + column
+            return int((row * width + column) * tile.threads_c + c) * tile.vector
+        return int((c * height + row) * width + column)
 
     return tuple(element(lane) * ITEM[tiling.dtype] for lane in range(WARP))
 

@@ -12,7 +12,7 @@ import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Built
@@ -23,7 +23,7 @@ from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 Parameters = Mapping[str, int]
 
 #: What records call it.
-OPERATION = "depthwise_conv2d"
+OPERATION: Literal["depthwise_conv2d"] = "depthwise_conv2d"
 #: Raised where the same parameters come to mean other code.
 _SCHEDULES = "2"
 
