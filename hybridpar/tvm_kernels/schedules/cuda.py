@@ -186,8 +186,8 @@ class Tiling:
         image = ITEM[self.dtype] * self.shared[0] * self.shared[1] * channels
         if not self.is_sum:
             return image + 4 * tall * wide * channels
-        # What threads add lies where the image was.
-        return max(image, 4 * wide * tile.threads * tile.vector)
+        added = 4 * wide * tile.threads * tile.vector
+        return image if added <= image else image + added  # what threads add lies where the image was, if it can
 
     @property
     def scratch_bytes(self) -> int:
