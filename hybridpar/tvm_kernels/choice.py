@@ -81,7 +81,7 @@ class Choices:
         return decision
 
     def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
-        """Decide for operations before they run, and load their kernels together; each decision is a line of the log."""
+        """Decide for operations before they run, and load their kernels together; each is a line of the log."""
         keys = list(keys)
         with self._lock:
             fresh = [key for key in dict.fromkeys(keys) if key not in self._decided]
