@@ -72,10 +72,10 @@ class KernelUse(Part):
 
     def section(self) -> Kernels:
         """The section of the plan."""
-        decided = [(layer.name, one.key.direction, one.why) for layer, one in self.operations]
+        decided = [(layer.name, str(one.key.direction), one.why) for layer, one in self.operations]
         decided += [(layer.name, "batch_norm_act", why) for layer, why in self.norms]
         choices = [
-            KernelChoice(layer=name, direction=str(direction), kernel=f"stock: {why}" if why else "tuned")
+            KernelChoice(layer=name, direction=direction, kernel=f"stock: {why}" if why else "tuned")
             for name, direction, why in decided
         ]
         return Kernels(database=self.choices.database.name, choices=tuple(choices))
