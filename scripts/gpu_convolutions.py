@@ -35,10 +35,10 @@ from hybridpar.codegen.compile_pool import Builder  # noqa: E402
 from hybridpar.tvm_kernels import cuda_kernel  # noqa: E402
 from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, load_cubin  # noqa: E402
+from hybridpar.tvm_kernels.database import most_error  # noqa: E402
 from hybridpar.tvm_kernels.machine import KNOWN, Gpu, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of  # noqa: E402
-from hybridpar.tvm_kernels.record import most_error  # noqa: E402
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
 from hybridpar.tvm_kernels.space import nearest  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402

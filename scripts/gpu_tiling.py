@@ -19,11 +19,8 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,13 +30,14 @@ if __name__ == "__main__":
 
 from benchmarks.rig.records import append_dicts  # noqa: E402
 from benchmarks.rig.rows import commit, now  # noqa: E402
+from hybridpar.codegen.compile_pool import Builder  # noqa: E402
 from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
-from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_unspilled, load_cubin  # noqa: E402
-from hybridpar.tvm_kernels.cuda_space import bank_conflicts, reject  # noqa: E402
+from hybridpar.tvm_kernels.cuda_kernel import CudaVariant, compile_unspilled, load_cubin  # noqa: E402
+from hybridpar.tvm_kernels.cuda_space import bank_conflicts  # noqa: E402
+from hybridpar.tvm_kernels.database import most_error  # noqa: E402
 from hybridpar.tvm_kernels.machine import KNOWN, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
-from hybridpar.tvm_kernels.record import most_error  # noqa: E402
-from hybridpar.tvm_kernels.schedules import cuda_tile  # noqa: E402
+from hybridpar.tvm_kernels.schedules.cuda import reject  # noqa: E402
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results" / "tiling.csv"
@@ -70,7 +68,7 @@ class Case:
         """The kernel."""
         common = {"vector": 1, "threads_c": 1, "threads_x": SHAPES[self.shape], "threads_y": 8, "rows": 2, "skew": 0}
         further = {"tap_rows": 3, "parts": 64} if self.direction is Direction.WEIGHT_GRADIENT else {"hold": 1}
-        parameters = common | further | {"columns": self.columns, "virtual": self.virtual}
+        parameters = common | further | {"columns": self.columns, "virtual": self.virtual, "phases": int(self.apart)}
         return CudaVariant(ConvShape.parse(self.shape), self.direction, Layout.CONTIGUOUS, "float32", parameters)
 
     @property
@@ -93,42 +91,16 @@ def cases() -> list[Case]:
     ]
 
 
-@contextmanager
-def phases_of(case: Case) -> Iterator[None]:
-    """Inside, tiles have their phases as the case says."""
-    made = cuda_tile._side
-
-    @functools.cache
-    def side(*arguments: Any) -> cuda_tile.Side:
-        return made(*arguments) if case.apart else replace(made(*arguments), split=False)
-
-    cuda_tile._side = side  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        cuda_tile._side = made
-
-
 def prebuild(folder: Path, architecture: str) -> None:
-    """Compile all cases in this process, with TVM."""
-    import tvm  # noqa: TID251
-
-    from hybridpar.codegen.cuda_writer import CudaWriter, source_of
-    from hybridpar.tvm_kernels.schedules import cuda_gather, cuda_weight
-
+    """Compile all cases, with TVM."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host={"kind": "llvm"})
-    with (folder / LIST).open("w") as file:
+    with Builder(1) as builder, (folder / LIST).open("w") as file:
         for case in cases():
             variant = case.variant
             if reason := reject(variant.shape, variant.direction, variant.layout, variant.dtype, variant.parameters):
                 raise SystemExit(f"{case}: {reason}")
-            schedule = cuda_weight if case.direction is Direction.WEIGHT_GRADIENT else cuda_gather
-            with phases_of(case):
-                functions = schedule.define(CudaWriter(tvm, target), **variant.arguments)
-                conflicts = bank_conflicts(variant.tile)
-            code = compile_unspilled(source_of(tvm, functions, target).encode(), architecture)
-            (folder / case.file).write_bytes(code)
+            conflicts = bank_conflicts(variant.tiling)
+            (folder / case.file).write_bytes(compile_unspilled(builder.build(variant.request).image, architecture))
             file.write(json.dumps({"file": case.file, "conflicts": conflicts}) + "\n")
             print(case.file, f"{conflicts:.2f}", flush=True)
 
@@ -142,10 +114,7 @@ def measure(folder: Path, path: Path) -> int:
     wrong = 0
     for (shape, direction), group in itertools.groupby(cases(), key=lambda case: (case.shape, case.direction)):
         bench = ConvBench(ConvShape.parse(shape), direction, Layout.CONTIGUOUS, 1, 0, "float32", device)
-        kernels: dict[Case, CudaKernel] = {}
-        for case in group:
-            with phases_of(case):
-                kernels[case] = load_cubin(case.variant, (folder / case.file).read_bytes(), 0)
+        kernels = {case: load_cubin(case.variant, (folder / case.file).read_bytes(), 0) for case in group}
         for case, kernel in kernels.items():
             baseline = kernels[replace(case, columns=4, virtual=1)]
             error = bench.error(kernel)

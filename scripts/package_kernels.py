@@ -17,8 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridpar.errors import HybridparError
-from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.record import KernelRecord
+from hybridpar.tvm_kernels.database import Database, KernelRecord, read_database
 
 PACKAGED = Path(__file__).resolve().parents[1] / "hybridpar" / "tvm_kernels" / "kernels.jsonl"
 

@@ -30,7 +30,6 @@ from hybridpar.data import DATA_SETS
 from hybridpar.observe.loggers import LOGGERS
 from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.schedule.schedules import SCHEDULES
-from hybridpar.tvm_kernels import operation
 from tests.runs import restored_modes
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +93,6 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
     for registry in (CODECS, DATA_SETS, LOGGERS, SCHEDULES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
-    monkeypatch.setattr(operation, "_OPERATIONS", dict(operation._OPERATIONS))
     for block in blocks(document):
         if not block.runs or block.kind == "toml":
             continue

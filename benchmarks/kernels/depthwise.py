@@ -38,8 +38,8 @@ from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.tune import search_all
 
 #: Net, channels, size of the image, edge of the kernel, stride.
 SHAPES = (
@@ -153,7 +153,7 @@ def measure_missing(options: Options) -> None:
             print(f"{name:14} {key.shape.text:40} {key.direction:16} {row.runs_on:7} {row.ratio:6.2f}x", flush=True)
 
 
-def evenly(counts: Mapping[KernelKey, int], _: float) -> dict[KernelKey, float]:
+def evenly(counts: Mapping[KernelKey, int]) -> dict[KernelKey, float]:
     """As long a search for each: the table is of all of them, whatever they take."""
     return dict.fromkeys(counts, 1.0)
 

@@ -48,8 +48,8 @@ from hybridpar.tvm_kernels.layers import step_keys
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.norm_swap import unfuse_norms
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import Layout
+from hybridpar.tvm_kernels.tune import search_all
 
 #: What a step with both is to be at least, in times torch's speed: promised before anything was measured.
 TARGETS = {"mobilenet_v2": 1.2, "efficientnet_b0": 1.25, "convnext_tiny": 1.12}

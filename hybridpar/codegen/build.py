@@ -40,14 +40,14 @@ _SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
 Function = Callable[..., Any]
 
 
-def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | None:
+def load_kernels(name: str, sources: Sequence[Path], imported: Sequence[Path] = ()) -> dict[str, Function] | None:
     """The functions that source files define, built if that has not been done on this machine.
 
     It is no collective: each process loads for itself, and the first one of a machine builds.
     """
 
     def load() -> dict[str, Function]:
-        (built,) = contents_of([kernel_path(name, sources)], [Request(sources)])
+        (built,) = contents_of([kernel_path(name, [*sources, *imported])], [Request(sources)])
         if isinstance(built, KernelsUnavailable):
             raise built
         return session().load(built)
@@ -171,11 +171,13 @@ def _serve() -> None:
     from tvm.target import codegen
     from tvm.tirx.script.builder import ir  # noqa: F401 - and this one as tvm.tirx.script.builder.ir
 
-    from hybridpar.codegen.cuda_writer import CudaWriter, source_of
+    from hybridpar.codegen.cuda_source import source_of
     from hybridpar.codegen.tir_writer import Writer
 
     _register_pipeline(tvm)
-    cuda = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host={"kind": "llvm"})
+    cuda = tvm.target.Target(
+        {"kind": "cuda", "arch": "sm_80", "max_threads_per_block": 1024, "thread_warp_size": 32}, host={"kind": "llvm"}
+    )
     target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), **_features()})
     answers.write(b"ready\n")
     answers.flush()
@@ -186,8 +188,7 @@ def _serve() -> None:
         try:
             # TVM keeps what is half written per thread, and would go on with it after an error.
             with ThreadPoolExecutor(1) as fresh:
-                writer: Writer | CudaWriter = CudaWriter(tvm, cuda) if on_gpu else Writer(tvm)
-                functions, pipeline = fresh.submit(_defined, writer, request).result()
+                functions, pipeline = fresh.submit(_defined, Writer(tvm), request).result()
             if on_gpu:
                 image = source_of(tvm, functions, cuda).encode()
             else:

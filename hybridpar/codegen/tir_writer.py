@@ -157,8 +157,8 @@ define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
 """
 
 
-class BaseWriter:
-    """Base class: statements that kernels for CPUs and GPUs have in common."""
+class Writer:
+    """Writes the statements of functions for CPUs into TIR."""
 
     def __init__(self, tvm: Any) -> None:
         #: The module, for what the writer has no method for.
@@ -179,7 +179,7 @@ class BaseWriter:
         return self.t.alloc_buffer((count,), dtype, scope="local")
 
     def call(self, dtype: str, name: str, *arguments: Any) -> Any:
-        """Call a function of the `PRELUDE` of CUDA, of `HELPERS`, or one that the schedule imports."""
+        """Call a function of `HELPERS`, or one that the schedule imports."""
         return self.t.call_extern(dtype, name, *arguments)
 
     def when(self, condition: Any, then: Callable[[], None]) -> None:
@@ -200,10 +200,6 @@ class BaseWriter:
                 then()
             with self.t.Else():
                 otherwise()
-
-
-class Writer(BaseWriter):
-    """Writes the statements of functions for CPUs into TIR."""
 
     def function(
         self,

@@ -16,11 +16,11 @@ from hybridpar.formats.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from hybridpar.tvm_kernels.database import Database as Database
+    from hybridpar.tvm_kernels.database import KernelRecord as KernelRecord
     from hybridpar.tvm_kernels.database import append_records as append_records
     from hybridpar.tvm_kernels.database import default_database as default_database
     from hybridpar.tvm_kernels.database import read_database as read_database
     from hybridpar.tvm_kernels.op import depthwise_conv2d as depthwise_conv2d
-    from hybridpar.tvm_kernels.record import KernelRecord as KernelRecord
     from hybridpar.tvm_kernels.shapes import ConvShape as ConvShape
     from hybridpar.tvm_kernels.shapes import Direction as Direction
     from hybridpar.tvm_kernels.shapes import Layout as Layout

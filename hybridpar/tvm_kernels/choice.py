@@ -20,10 +20,10 @@ from typing import Any
 
 from hybridpar.codegen.cache import KernelsUnavailable, kernel_mode, wanted
 from hybridpar.errors import KernelError
-from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.database import Database, KernelRecord, why_unused
 from hybridpar.tvm_kernels.kernel import make_kernels
-from hybridpar.tvm_kernels.operation import KernelKey, find_operation
-from hybridpar.tvm_kernels.record import KernelRecord, why_unused
+from hybridpar.tvm_kernels.machine import is_gpu
+from hybridpar.tvm_kernels.operation import KernelKey, operation_of
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +57,7 @@ KernelMaker = Callable[[Sequence[KernelRecord]], Sequence[Any]]
 
 
 class Choices:
-    """Decides for each operation whether it runs on a kernel of a database or on torch, and keeps the decisions.
-
-    Args:
-        database: The records.
-        make: Makes kernels of records; None for `kernel.make_kernels`, which compiles them and keeps what it compiled.
-    """
+    """Decides for each operation whether it runs on a kernel of a database or on torch, and keeps the decisions."""
 
     def __init__(self, database: Database, make: KernelMaker | None = None) -> None:
         self.database = database
@@ -73,21 +68,10 @@ class Choices:
         self.plans: dict[tuple[Any, ...], Any] = {}
 
     def decide(self, key: KernelKey) -> Decision:
-        """Decide what an operation runs on.
-
-        Args:
-            key: The operation.
-
-        Returns:
-            The decision.
-
-        Raises:
-            KernelError: There is no kernel, and HYBRIDPAR_KERNELS is `strict`.
-        """
+        """Decide what an operation runs on."""
         decision = self._decided.get(key) or self.prepare([key])[0]
         missing = decision.kernel is None and (decision.record is None or decision.record.wins)
-        operation = find_operation(key)
-        possible = operation is not None and operation.required and not operation.without_kernels(key)
+        possible = not is_gpu(key.device) and not operation_of(key).without_kernels(key)
         if missing and possible and kernel_mode() == "strict":
             raise KernelError(
                 f"no kernel for {key.text}: {decision.why}",
@@ -97,14 +81,7 @@ class Choices:
         return decision
 
     def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
-        """Decide for operations before they run, and load their kernels together; each decision is one line of the log.
-
-        Args:
-            keys: The operations.
-
-        Returns:
-            What each of them runs on.
-        """
+        """Decide for operations before they run, and load their kernels together; each is a line of the log."""
         keys = list(keys)
         with self._lock:
             fresh = [key for key in dict.fromkeys(keys) if key not in self._decided]
@@ -129,9 +106,8 @@ class Choices:
         """Why a key runs on torch, before its kernel was made; empty where it need not."""
         if not wanted():
             return "HYBRIDPAR_KERNELS is off"
-        operation = find_operation(key)
-        if operation is None or (why := operation.without_kernels(key)):
-            return f"there are no kernels of {key.op} for {key.device}" if operation is None else why
+        if why := operation_of(key).without_kernels(key):
+            return why
         if record is None:
             return why_no_record(self.database, key)
         return "" if record.wins else "the record says that torch is as fast"
@@ -153,7 +129,7 @@ def why_no_record(database: Database, key: KernelKey) -> str:
     if (own := database.best(key, current=False)) is not None:
         return why_unused(own)
     for other in database:
-        if (other.op, other.direction, other.dtype) != (key.op, key.direction, key.dtype):
+        if (other.direction, other.dtype) != (key.direction, key.dtype):
             continue
         if (unlike := other.shape.unlike(key.shape)) is None:
             continue

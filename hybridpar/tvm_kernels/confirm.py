@@ -26,8 +26,8 @@ from hybridpar.errors import HybridparError, cannot_write
 from hybridpar.formats.messages import pack, unpack
 from hybridpar.tvm_kernels.database import Database, default_database, user_database
 from hybridpar.tvm_kernels.machine import is_gpu
-from hybridpar.tvm_kernels.operation import KernelKey, find_operation
-from hybridpar.tvm_kernels.search import search_all
+from hybridpar.tvm_kernels.operation import KernelKey, operation_of, versions
+from hybridpar.tvm_kernels.tune import search_all
 
 _log = logging.getLogger(__name__)
 
@@ -61,11 +61,10 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
 
 def _is_missing(key: KernelKey, database: Database) -> bool:
     """Whether there may be a kernel for the CPU, and nothing is known of it with the versions that are installed."""
-    operation = find_operation(key)
-    if operation is None or is_gpu(key.device) or operation.without_kernels(key):
+    if is_gpu(key.device) or operation_of(key).without_kernels(key) or versions()["tvm"] == "none":
         return False
     record = database.best(key, current=False)
-    return not (record is not None and record.current) and dict(operation.versions)["tvm"] != "none"
+    return record is None or not record.current
 
 
 def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:

@@ -25,21 +25,14 @@ from hybridpar.codegen.compile_pool import Request
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, compiler
 from hybridpar.tvm_kernels.operation import Parameters
-from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, Tile
-from hybridpar.tvm_kernels.schedules.cuda_weight import MERGE_PARTS, MERGE_THREADS
+from hybridpar.tvm_kernels.schedules.cuda import ITEM, Tile, Tiling
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
-_SCHEDULES = Path(__file__).with_name("schedules")
-_IMPORTED = (
-    *(_SCHEDULES / name for name in ("geometry.py", "cuda_tile.py", "cuda_load.py")),
-    *(Path(__file__).with_name("shapes.py"), Path(__file__).parents[1] / "codegen/cuda_writer.py"),
-)
+_SCHEDULE = Path(__file__).with_name("schedules") / "cuda.py"
+_SOURCES = (_SCHEDULE, Path(__file__).with_name("shapes.py"), Path(__file__).parents[1] / "codegen/cuda_source.py")
 
-#: What each kernel is launched with: pointers alone.
-POINTERS = {"rows": "PPPP", "merge": "PP"}
 _SPILLS = re.compile(r"(\d+) bytes spill stores")
 
-Launch = tuple[str, tuple[int, int, int], tuple[int, int, int]]
 _Step = tuple[CudaFunction, tuple[int, int, int], tuple[int, int, int]]
 
 
@@ -52,7 +45,7 @@ class CudaVariant:
         direction: Which of the three.
         layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
         dtype: Of all tensors: float32, bfloat16 or float16.
-        parameters: By name, as `hybridpar.tvm_kernels.cuda_space` describes them.
+        parameters: By name, as `hybridpar.tvm_kernels.schedules.cuda.Tile` describes them.
     """
 
     shape: ConvShape
@@ -62,14 +55,9 @@ class CudaVariant:
     parameters: Parameters
 
     @cached_property
-    def tile(self) -> Tile:
-        """What a block computes."""
-        return Tile(self.shape, self.direction, self.layout, self.dtype, dict(self.parameters))
-
-    @property
-    def source(self) -> Path:
-        """The schedule's file."""
-        return _SCHEDULES / ("cuda_weight.py" if self.tile.weight else "cuda_gather.py")
+    def tiling(self) -> Tiling:
+        """What a block computes, and the sizes that follow."""
+        return Tiling(self.shape, self.direction, self.layout, self.dtype, Tile(**self.parameters))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -80,22 +68,12 @@ class CudaVariant:
     @property
     def request(self) -> Request:
         """What writes its source."""
-        return Request((self.source,), self.arguments, target="cuda")
+        return Request((_SCHEDULE,), self.arguments, target="cuda")
 
     @property
     def path(self) -> Path:
         """The cache file of its source."""
-        return kernel_path("depthwise-cuda", (self.source, *_IMPORTED), **self.arguments)
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """Kernels in the order in which they run, each with its blocks and threads."""
-        tile = self.tile
-        rows: Launch = ("rows", tile.grid, (tile.threads, 1, 1))
-        if not tile.weight:
-            return (rows,)
-        merged = -(-self.shape.channels * tile.taps // MERGE_THREADS)
-        return (rows, ("merge", (merged, 1, 1), (MERGE_THREADS * MERGE_PARTS, 1, 1)))
+        return kernel_path("depthwise-cuda", _SOURCES, **self.arguments)
 
 
 def compile_unspilled(source: bytes, architecture: str) -> bytes:
@@ -114,9 +92,9 @@ class CudaKernel:
 
     def __init__(self, variant: CudaVariant, load: Callable[[int], CudaModule]) -> None:
         self.variant = variant
-        self.scratch_bytes = variant.tile.scratch_bytes
+        self.scratch_bytes = variant.tiling.scratch_bytes
         #: What all addresses are multiples of.
-        self.align = variant.tile.vector * ITEM[variant.dtype]
+        self.align = variant.tiling.tile.vector * ITEM[variant.dtype]
         self._load = load
         self._loaded: dict[int, list[_Step]] = {}
         self._loading = threading.Lock()
@@ -132,26 +110,26 @@ class CudaKernel:
                 try:
                     module = self._load(index)
                     self._loaded[index] = [
-                        (module.function(name, POINTERS[name]), grid, block)
-                        for name, grid, block in self.variant.launches
+                        (module.function(name, "P" * pointers), grid, block)
+                        for name, pointers, grid, block in self.variant.tiling.launches
                     ]
                 except (RuntimeError, OSError) as error:
                     raise KernelsUnavailable(str(error)) from None
 
     def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
         """Compute, on torch's current stream."""
-        # Freed while it is still in use on the stream, and given out again only to what comes later on it.
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=out.device) if self.scratch_bytes else None
-        given, result, index = (first, second, third), out.data_ptr(), out.device.index or 0
-        operands = [0 if one is None else one.data_ptr() for one in given]
-        steps = self._loaded.get(index)
-        if steps is None:
+        index = out.device.index or 0
+        if index not in self._loaded:
             self.prepare(index)
-            steps = self._loaded[index]
-        (function, grid, block), *merge = steps
-        function(grid, block, *operands, result if scratch is None else scratch.data_ptr())
+        (function, grid, block), *merge = self._loaded[index]
+        operands = [first.data_ptr(), second.data_ptr()]
+        if self.variant.direction is Direction.FORWARD:
+            operands.append(0 if third is None else third.data_ptr())
+        # Freed while it is still in use on the stream, and given out again only to what comes later on it.
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=out.device) if self.scratch_bytes else out
+        function(grid, block, *operands, scratch.data_ptr())
         for function, grid, block in merge:
-            function(grid, block, 0 if scratch is None else scratch.data_ptr(), result)
+            function(grid, block, out.data_ptr(), scratch.data_ptr())
 
 
 def load_cubin(variant: CudaVariant, code: bytes, index: int) -> CudaKernel:

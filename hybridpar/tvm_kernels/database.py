@@ -1,12 +1,14 @@
-"""The kernel database: a file of JSON lines, one record each, that is only ever appended to.
+"""Records of measured kernels, the one rule by which a record may be used, and the database that holds them.
 
 A record says what was computed, where and with which versions it was measured, the parameters of the kernel, and its
-time beside that of torch. Each line is appended with one write under a lock, so two writers mix whole lines and a
-writer that dies leaves at most one broken line, which readers count and skip. Two files are merged by taking the lines
-of both. Nothing in a record is executed: parameters are numbers, which are checked before they become code.
+time beside that of torch. A kernel runs only where its record says that its result is right, that a second measurement
+confirmed its time, and that it was faster. Right means: no further from float64 than a limit, or than some times what
+PyTorch itself is.
 
-The `op` of a line says which operation it is of. Lines of an operation that is not known here are passed over, so that
-an older reader can use what it knows.
+The database is a file of JSON lines, one record each, that is only ever appended to. Each line is appended with one
+write under a lock, so two writers mix whole lines and a writer that dies leaves at most one broken line, which readers
+count and skip. Two files are merged by taking the lines of both. Nothing in a record is executed: parameters are whole
+numbers, which are checked before they become code. Lines of an operation that is not known here are passed over.
 
 `python scripts/package_kernels.py FILE...` picks the records that come with the package.
 """
@@ -17,26 +19,179 @@ import contextlib
 import errno
 import fcntl
 import importlib.resources
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from hybridpar.errors import UsageError, cannot_write
 from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import parse_json, read_text
-from hybridpar.tvm_kernels.operation import KernelKey, named_operation
-from hybridpar.tvm_kernels.record import RECORD_VERSION, KernelRecord
+from hybridpar.machine.steady import MOST_NOISE
+from hybridpar.tvm_kernels.measure import is_clear, is_gain
+from hybridpar.tvm_kernels.operation import OPERATION, KernelKey, operation_of, versions
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
 
-#: What a line without `op` is of.
-_FIRST_OPERATION = "depthwise_conv2d"
+RECORD_VERSION: Literal[1] = 1
+
+#: How many times as fast as its rival a kernel must have been to be used: less is within what a measurement errs by.
+LEAST_GAIN = 1.02
+
+#: The largest error in float32, as sums over taps and over whole images have it, and that of the last rounding.
+_LIMITS = {Direction.FORWARD: 1e-5, Direction.INPUT_GRADIENT: 1e-5, Direction.WEIGHT_GRADIENT: 1e-4}
+_ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+#: Where PyTorch is further off itself, a kernel may be off by so many times that; and never by more than this.
+_TIMES_STOCK, _MOST_ERROR = 4.0, 1e-2
 
 #: Bytes of a database: some 400,000 records.
 _MOST_BYTES = 256 << 20
-
 _WHAT = "It is a file of JSON lines that `hybridpar tune` writes."
 
 _log = logging.getLogger(__name__)
+
+
+def most_error(direction: Direction, dtype: str = "float32", stock_error: float | None = None) -> float:
+    """The largest error that a kernel may have."""
+    return min(_MOST_ERROR, max(_LIMITS[direction] + _ROUNDING[dtype], _TIMES_STOCK * (stock_error or 0.0)))
+
+
+def is_right(
+    error: float | None, direction: Direction, dtype: str = "float32", stock_error: float | None = None
+) -> bool:
+    """Whether a kernel's result is precise enough to be used."""
+    return error is not None and error <= most_error(direction, dtype, stock_error)
+
+
+class KernelRecord(BaseModel):
+    """A measurement of a kernel against its rival, and where it was taken. Times are milliseconds of one call.
+
+    The rival's is the median of interleaved pairs, the kernel's is that over the median of the pairs' ratios. With one
+    thread they are time of the CPU, without what other processes took; with more they are time of the clock.
+
+    Attributes:
+        device: Fingerprint of the CPU or GPU.
+        threads: Threads that computed it.
+        versions: By name, versions that the times depend on.
+        error: Largest difference from float64, relative to the largest value; None where it was not measured.
+        stock_error: The same of torch, on the same data.
+        noise: Relative distance between measurements of the ratio of both times, the worst of them.
+        tuned_at: Seconds since the epoch; records of one search share it.
+        version: Of the format of records.
+        op: Name of the operation.
+        dtype: Of all tensors.
+        layout: Of activations.
+        ms: Of the kernel.
+        stock_ms: Of its rival.
+        layout_ms: Of torch in the layout of the record; None where that is its faster one.
+        quick: True where one candidate was timed, at the start of a run, beside torch in the layout of the record
+            alone; see `hybridpar.tvm_kernels.confirm`.
+        direction: What was computed.
+        shape: As `ConvShape.text` has it.
+        parameters: Of the schedule.
+        align: What the addresses of all tensors must be multiples of.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    device: str
+    threads: int = Field(ge=1)
+    versions: dict[str, str]
+    error: float | None = Field(None, ge=0)
+    stock_error: float | None = Field(None, ge=0)
+    noise: float | None = Field(None, ge=0)
+    tuned_at: float = Field(0.0, ge=0)
+    version: Literal[1] = RECORD_VERSION
+    op: Literal["depthwise_conv2d"] = OPERATION
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    layout: Layout
+    ms: float = Field(gt=0)
+    stock_ms: float = Field(gt=0)
+    layout_ms: float | None = Field(None, gt=0)
+    quick: bool | None = None
+    direction: Direction
+    shape: str
+    parameters: dict[str, StrictInt]
+    align: int = Field(4, ge=1)
+
+    @field_validator("shape")
+    @classmethod
+    def _is_a_shape(cls, text: str) -> str:
+        try:
+            return ConvShape.parse(text).text
+        except ShapeError as error:
+            raise ValueError(error.what) from error
+
+    @property
+    def key(self) -> KernelKey:
+        """What it is a record of."""
+        shape = ConvShape.parse(self.shape)
+        return KernelKey(self.direction, shape, self.layout, self.threads, self.device, self.dtype)
+
+    @property
+    def rejected(self) -> str | None:
+        """Why its parameters make no kernel; None where they make one."""
+        return operation_of(self.key).reject(self.key, self.parameters)
+
+    @property
+    def current(self) -> bool:
+        """Whether it was measured with the versions that are installed."""
+        return self.versions == versions()
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Milliseconds of the kernel, and of what would run in its place."""
+        return self.ms, self.stock_ms if self.layout_ms is None else self.layout_ms
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing may run on it, whatever its times; empty where it may."""
+        where = self.direction, self.dtype
+        if not is_right(self.error, *where, self.stock_error):
+            found = "unknown" if self.error is None else f"{self.error:.1e}"
+            return f"its error is {found}, and at most {most_error(*where, self.stock_error):.1e} is let through"
+        if self.noise is not None and not is_clear(self.gain, self.noise):
+            apart = f"its measurements lay {100 * self.noise:.0f} % apart"
+            within = f"within which lies its gain of {self.gain:.2f}x"
+            return f"{apart}, {within if self.gain > 1 else f'and at most {100 * MOST_NOISE:.0f} % is used'}"
+        return ""
+
+    @property
+    def gain(self) -> float:
+        """Times as fast as its rival that the kernel was."""
+        own, rival = self.times
+        return rival / own
+
+    @property
+    def saved_ms(self) -> float:
+        """Milliseconds that the kernel saves for certain, by the lower end of its gain; 0 where it is not used.
+
+        A rival that was timed beside other programs may have taken many times as long as it does alone, which noise
+        tells: its median is no promise.
+        """
+        own, rival = self.times
+        return max(0.0, rival / (1 + (self.noise or 0.0)) - own) if self.wins else 0.0
+
+    @property
+    def wins(self) -> bool:
+        """Whether it may be used, and was measured to be faster than its rival, by `LEAST_GAIN`."""
+        return self.gain > LEAST_GAIN and is_gain(self.gain, self.noise or 0.0) and not self.doubt
+
+    def line(self) -> str:
+        """The record as a line of a database."""
+        return json.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def _wanted() -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions().items())
+
+
+def why_unused(record: KernelRecord) -> str:
+    """Why a record of the right key is not used."""
+    return f"{record.doubt if record.current else f'its record is not of {_wanted()}'}; tune again"
 
 
 class Database:
@@ -44,7 +199,7 @@ class Database:
 
     Args:
         name: What to call it in messages.
-        records: Of any operations.
+        records: Records.
 
     Attributes:
         records: All of them, in the order in which they came.
@@ -70,7 +225,7 @@ class Database:
         """Take in more records, but none twice; nothing is written.
 
         Args:
-            records: Of any operations.
+            records: Records.
         """
         for record in records:
             if record not in self._by_key.get(record.key, ()):
@@ -99,25 +254,24 @@ class Database:
 def parse_records(text: str, name: str = "the database") -> Database:
     """Read the lines of a database; lines that are no records are counted and skipped."""
     found: list[KernelRecord] = []
-    damaged = versions = 0
+    damaged = others = 0
     for line in text.splitlines():
         if not line.strip():
             continue
         try:
             data = parse_json(line)
             fields = data if isinstance(data, dict) else {}
-            op, version = fields.get("op", _FIRST_OPERATION), fields.get("version")
-            operation = named_operation(op) if isinstance(op, str) else None
-            if isinstance(op, str) and operation is None:
+            op, version = fields.get("op", OPERATION), fields.get("version")
+            if isinstance(op, str) and op != OPERATION:
                 continue
             if isinstance(version, int) and version != RECORD_VERSION:
-                versions += 1
+                others += 1
             else:
                 found.append(KernelRecord.model_validate(data))
         except ValueError:  # pydantic's errors among them
             damaged += 1
     database = Database(name, found)
-    database.damaged, database.other_versions = damaged, versions
+    database.damaged, database.other_versions = damaged, others
     return database
 
 
@@ -168,8 +322,7 @@ def _warn(database: Database) -> None:
         )
     old = [one for one in database.records if not one.current]
     if old:
-        versions = ", ".join(f"{name} {version}" for name, version in old[0].operation.versions)
-        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), versions)
+        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), _wanted())
     # Quick ones say what need not be tried again.
     doubtful = [one for one in database.records if one.current and one.doubt and not one.quick]
     if doubtful:
@@ -211,7 +364,7 @@ def append_records(path: str | Path, records: Iterable[KernelRecord]) -> None:
 
     Args:
         path: The file.
-        records: Of any operations.
+        records: Records.
 
     Raises:
         UsageError: It cannot be written.

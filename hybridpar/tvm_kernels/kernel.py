@@ -24,8 +24,8 @@ from hybridpar.codegen.compile_pool import Built, Request
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels import shapes
+from hybridpar.tvm_kernels.database import KernelRecord
 from hybridpar.tvm_kernels.operation import Parameters, operation_of
-from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.schedules import cpu_gather, cpu_weight, geometry
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 from hybridpar.tvm_kernels.spread import run_ranges
@@ -161,11 +161,7 @@ def make_kernels(records: Sequence[KernelRecord]) -> list[Any]:
         try:
             if reason := record.rejected:
                 raise KernelsUnavailable(reason)
-            variant = operation_of(record.key).variant(record.key, record.numbers)
-            if variant is None:
-                built[index] = Built((), b"")
-            else:
-                variants[index] = variant
+            variants[index] = operation_of(record.key).variant(record.key, record.parameters)
         except KernelsUnavailable as error:
             built[index] = error
     try:
@@ -184,7 +180,7 @@ def _loaded(record: KernelRecord, built: Built | KernelsUnavailable) -> Any:
     if isinstance(built, KernelsUnavailable):
         return built
     try:
-        kernel = operation_of(record.key).load(record.key, record.numbers, built, None)
+        kernel = operation_of(record.key).load(record.key, record.parameters, built, None)
     except (KernelsUnavailable, ImportError, RuntimeError, OSError, ValueError, AssertionError) as error:
         return KernelsUnavailable(first_line(error))
     return replace(kernel, align=record.align) if isinstance(kernel, TunedKernel) else kernel

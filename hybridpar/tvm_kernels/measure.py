@@ -187,37 +187,18 @@ class Rotation:
 
 
 class Bench(ABC):
-    """One operation's data, on which a kernel is checked and timed against its rivals.
-
-    Attributes:
-        threads: That a call may use; torch is set to them by the caller.
-        device: The GPU on which it runs; None for the CPU.
-    """
+    """One operation's data, on which a kernel is checked and timed against its rivals."""
 
     threads: int = 1
     device: torch.device | None = None
 
     @abstractmethod
     def run(self, kernel: Any) -> Any:
-        """Call a kernel as a caller would, and allocate its result.
-
-        Args:
-            kernel: Of this operation.
-
-        Returns:
-            The result, or nothing.
-        """
+        """Call a kernel as a caller would, and allocate its result."""
 
     @abstractmethod
     def errors(self, kernel: Any) -> tuple[float, float]:
-        """Largest difference from float64 of a kernel's result and of torch's, relative to the largest value.
-
-        Args:
-            kernel: Of this operation.
-
-        Returns:
-            Infinity where there is a NaN.
-        """
+        """Largest difference from float64 of a kernel's result and of torch's, relative to the largest value."""
 
     @property
     @abstractmethod
@@ -230,32 +211,14 @@ class Bench(ABC):
         return self.instead
 
     def compare(self, kernel: Any, seconds: float, least: int = 3, rival: Call | None = None) -> Timing:
-        """Time a kernel in pairs, after one call of each side that does not count.
-
-        Args:
-            kernel: Of this operation.
-            seconds: For all of it.
-            least: Pairs to take in any case.
-            rival: What it is compared with; None for `stock`.
-
-        Returns:
-            What was measured.
-        """
+        """Time a kernel in pairs, after one call of each side that does not count."""
         other = self.stock if rival is None else rival
         self.run(kernel), other()
         return time_pairs(lambda: self.run(kernel), other, seconds, least, self.threads, self.device)
 
 
 def relative_error(found: Tensor, true: Tensor) -> float:
-    """Largest difference from the true values.
-
-    Args:
-        found: Of any dtype.
-        true: The same in float64.
-
-    Returns:
-        The error, relative to the largest true value; infinite for NaN.
-    """
+    """Largest difference from the true values."""
     worst, largest = float((found.double() - true).abs().max()), float(true.abs().max())
     error = worst / largest if largest else worst
     return error if error == error else math.inf

@@ -21,7 +21,7 @@ from hybridpar.tvm_kernels.machine import FAR
 from hybridpar.tvm_kernels.schedules import norm_rows
 from hybridpar.tvm_kernels.spread import run_ranges
 
-_SOURCES = [Path(__file__).parent / "schedules" / f"norm_{part}.py" for part in ("rows", "forward", "backward")]
+_SCHEDULES = Path(__file__).parent / "schedules"
 
 #: At most so many segments are made of a tensor, so that sums of segments stay few beside it.
 _SEGMENTS = 64
@@ -36,7 +36,7 @@ _SHARE = 1 << 16
 @functools.cache
 def table() -> Mapping[str, Function]:
     """All kernels by name, built if need be; empty where there are none."""
-    return load_kernels("norm", _SOURCES) or {}
+    return load_kernels("norm", [_SCHEDULES / "norm.py"], [_SCHEDULES / "norm_rows.py"]) or {}
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 BatchNorm layers, and the activations behind them, are found on the model's graph. A layer gets another class with the
 same parameters, buffers and names, so `state_dict`, hooks and `isinstance` go on working; the activation that it now
-does itself gets a class that passes its input on. That is done only where nothing else sees what lies between the two.
-An activation that is called at several places (ResNet's `self.relu`) goes on working at the others: it is
-skipped for tensors that the layer marked as activated, and to apply a rectifier twice changes nothing.
+does itself gets a class that passes its input on. That is done only where nothing else sees what lies between the two,
+and where the activation is called there alone; otherwise, and in a model that cannot be traced, the norm is alone.
 
 A fused layer runs on the kernels where these can compute it and its tensor is large enough to gain by that.
 
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,9 +39,6 @@ _KINDS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu"}
 #: Where a module keeps what others want to be called with.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-#: f(f(z)) = f(z).
-_RECTIFIERS = ("relu", "relu6")
-
 
 @dataclass(frozen=True)
 class NormPair:
@@ -53,20 +48,18 @@ class NormPair:
         norm: The layer's name in the model.
         activation: The name of the activation that is to be done with it; None for none.
         act: What kind that is.
-        shared: Whether the activation is also called elsewhere.
     """
 
     norm: str
     activation: str | None = None
     act: str = "none"
-    shared: bool = False
 
 
 def fuse_norms(model: nn.Module) -> list[NormPair]:
     """Let BatchNorm layers do the activations behind them, in place.
 
     Args:
-        model: Any model. What cannot be traced is looked at where modules are called one after another.
+        model: Any model.
 
     Returns:
         What was swapped; layers that are swapped already are left as they are.
@@ -74,14 +67,9 @@ def fuse_norms(model: nn.Module) -> list[NormPair]:
     pairs = find_norms(model)
     for pair in pairs:
         norm: Any = model.get_submodule(pair.norm)
-        _swap(norm, _FusedForward, "_fused", _Fused(pair.act, pair.shared))
+        _swap(norm, _FusedForward, "_fused", pair.act)
         if pair.activation is not None:
-            activation: Any = model.get_submodule(pair.activation)
-            if pair.shared:
-                if not isinstance(activation, _SharedForward):
-                    _swap(activation, _SharedForward, "_act", pair.act)
-            else:
-                _swap(activation, _PassedForward, "_norm", weakref.ref(norm))
+            _swap(model.get_submodule(pair.activation), _PassedForward, "_norm", weakref.ref(norm))
     return pairs
 
 
@@ -109,15 +97,14 @@ def unfuse_norms(model: nn.Module) -> None:
 
 def fused_norms(model: nn.Module) -> dict[str, str]:
     """The activations that a model's swapped norms compute."""
-    return {name: module._fused.act for name, module in model.named_modules() if isinstance(module, _FusedForward)}
+    return {name: module._fused for name, module in model.named_modules() if isinstance(module, _FusedForward)}
 
 
 def find_norms(model: nn.Module) -> list[NormPair]:
     """Find the BatchNorm2d layers of a model that can be fused, and the activations behind them."""
-    if not any(_is_norm(module) for module in model.modules()):
-        return []
-    found = _on_graph(model)
-    return _in_sequence(model) if found is None else found
+    norms = [NormPair(name) for name, module in model.named_modules() if _is_norm(module)]
+    found = _on_graph(model) if norms else None
+    return norms if found is None else found
 
 
 # ------------------------------------------------------------------------------------------------------------ finding
@@ -169,42 +156,17 @@ def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:
         if node.op != "call_module" or not _is_norm(model.get_submodule(name)):
             continue
         after = next(iter(node.users)) if len(node.users) == 1 else None
-        pair = NormPair(name)
+        pairs[name] = NormPair(name)
         if calls[name] == 1 and after is not None and after.op == "call_module":
             target = str(after.target)
-            kind, shared = _kind(model.get_submodule(target)), calls[target] > 1
-            alone = not shared or kind in _RECTIFIERS
-            if kind is not None and alone and _unseen(model, name, target):
-                pair = NormPair(name, target, kind, shared)
-        pairs[name] = pair
+            kind = _KINDS.get(type(model.get_submodule(target)))
+            if kind is not None and calls[target] == 1 and _unseen(model, name, target):
+                pairs[name] = NormPair(name, target, kind)
     return pairs
-
-
-def _in_sequence(model: nn.Module) -> list[NormPair]:
-    """Neighbours in `nn.Sequential`, of modules that have one place in the model."""
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    pairs = {name: NormPair(name) for name, module in model.named_modules() if _is_norm(module)}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-            continue
-        children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
-        for (own, first), (following, second) in pairwise(children):
-            if not places[id(first)] == places[id(second)] == 1 or not _unseen(model, own, following):
-                continue
-            kind = _kind(second)
-            if own in pairs and kind is not None:
-                pairs[own] = NormPair(own, following, kind)
-    return list(pairs.values())
 
 
 def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.BatchNorm2d) and type(module).forward is _BatchNorm.forward
-
-
-def _kind(module: nn.Module) -> str | None:
-    if isinstance(module, _SharedForward):
-        return str(module._act)
-    return _KINDS.get(type(module))
 
 
 def _unseen(model: nn.Module, first: str, second: str) -> bool:
@@ -220,13 +182,6 @@ def _paths(name: str) -> set[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------- swapping
-
-
-@dataclass(frozen=True)
-class _Fused:
-    act: str
-    #: Whether results are marked as activated, for an activation that is also called elsewhere.
-    marks: bool
 
 
 class _Swapped:
@@ -248,12 +203,12 @@ class _FusedForward(_Swapped):
     """A BatchNorm2d that also activates. `normalise` and `activate` are what pooling over micro-batches asks for."""
 
     _key = "_fused"
-    _fused: _Fused
+    _fused: str
 
     @property
     def kernel_variant(self) -> str:
         """What times of this layer depend on besides torch."""
-        return self._fused.act
+        return self._fused
 
     def forward(self: Any, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -272,19 +227,12 @@ class _FusedForward(_Swapped):
     def normalise(
         self: Any, input: Tensor, mean: Tensor | None, variance: Tensor | None, training: bool, momentum: float
     ) -> Tensor:
-        fused: _Fused = self._fused
         six = (input, self.weight, self.bias, mean, variance, training)
         compute = fused_batch_norm_act if _runs_fused(six) else stock_batch_norm_act
-        return self._marked(compute(*six, momentum, self.eps, fused.act))  # type: ignore[no-any-return]
+        return compute(*six, momentum, self.eps, self._fused)
 
     def activate(self: Any, output: Tensor) -> Tensor:
-        fused: _Fused = self._fused
-        return self._marked(STOCK[fused.act](output))  # type: ignore[no-any-return]
-
-    def _marked(self, output: Tensor) -> Tensor:
-        if self._fused.marks and not torch.compiler.is_compiling():
-            output._activated = (self._fused.act, output._version)  # type: ignore[attr-defined]
-        return output
+        return STOCK[self._fused](output)
 
 
 def least_values() -> int:
@@ -319,19 +267,6 @@ class _PassedForward(_Swapped):
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if isinstance(self._norm(), _FusedForward):
-            return input
-        result: Tensor = super().forward(input)  # type: ignore[misc]
-        return result
-
-
-class _SharedForward(_Swapped):
-    """A rectifier that skips tensors that are marked as activated and have not been changed since."""
-
-    _key = "_act"
-    _act: str
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and getattr(input, "_activated", None) == (self._act, input._version):
             return input
         result: Tensor = super().forward(input)  # type: ignore[misc]
         return result

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.operation import KernelKey, operations
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.shapes import Direction
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,11 +47,10 @@ class Row:
 
 
 def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> list[Row]:
-    """The best record of each key that was measured, operation by operation, in the order of shapes and directions."""
-    directions = _directions()
+    """The best record of each key that was measured, in the order of shapes and directions."""
 
     def order(key: KernelKey) -> tuple[Any, ...]:
-        return key.op, key.device, key.threads, key.shape, key.layout, directions.index(key.direction)
+        return key.device, key.threads, key.shape, key.layout, [*Direction].index(key.direction)
 
     rows = []
     for key in sorted((key for key in database if only is None or key in only), key=order):
@@ -72,11 +72,6 @@ def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> li
                 )
             )
     return rows
-
-
-def _directions() -> list[str]:
-    """In the order of tables."""
-    return list(dict.fromkeys(str(direction) for one in operations().values() for direction in one.limits))
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -106,7 +101,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 def summary_lines(rows: Sequence[Row]) -> list[str]:
     """Geometric means of the ratios per direction; where the kernel is not used the ratio is 1."""
     lines = []
-    for direction in _directions():
+    for direction in Direction:
         own = [row for row in rows if row.direction == direction]
         if own:
             tuned = [row.ratio for row in own if row.runs == "tuned"]

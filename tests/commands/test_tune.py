@@ -21,12 +21,12 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.kernel_use import prepare_kernels
-from hybridpar.tvm_kernels import choice, optimize, search
+from hybridpar.tvm_kernels import choice, optimize, tune
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.small_nets import separable
 from tests.tvm_kernels.standin import all_records
-from tests.tvm_kernels.test_search import Tuner
+from tests.tvm_kernels.test_tune import Tuner
 
 SHAPE = "2x8x9x9 k3x3 s1x1 p1x1 d1x1"
 
@@ -37,7 +37,7 @@ def call(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     tuner = Tuner()
-    monkeypatch.setattr(search.search_all, "__kwdefaults__", {**search.search_all.__kwdefaults__, "tuner": tuner})
+    monkeypatch.setattr(tune.search_all, "__kwdefaults__", {**tune.search_all.__kwdefaults__, "tuner": tuner})
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from hybridpar.codegen import cuda_driver
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule
-from hybridpar.codegen.cuda_writer import PRELUDE
+from hybridpar.codegen.cuda_source import PRELUDE
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from tests.emulated import IMAGE, emulated_driver
 
@@ -30,7 +30,7 @@ class _Numbered:
         self.module, self.number = module, number
 
     def function(self, name: str, parameters: str) -> CudaFunction:
-        return self.module.function(f"{name}_{self.number}", parameters)
+        return self.module.function(f"{name}_of_{self.number}", parameters)
 
 
 def write_sources(variants: Sequence[CudaVariant], builder: Builder) -> list[str]:
@@ -44,9 +44,9 @@ def emulated_kernels(variants: Sequence[CudaVariant], sources: Sequence[str], fo
     numbers = [next(_NUMBERS) for _ in variants]
     for number, variant, source in zip(numbers, variants, sources, strict=True):
         text = source.removeprefix(PRELUDE)
-        for name, _, _ in variant.launches:
-            text = text.replace(f" {name}(", f" {name}_{number}(")
-            names.append(f"{name}_{number}")
+        for name, *_ in variant.tiling.launches:
+            text = text.replace(f" {name}(", f" {name}_of_{number}(")
+            names.append(f"{name}_of_{number}")
         parts.append(text)
     file = folder / "kernels.cu"
     file.write_text("\n".join(parts))

@@ -234,7 +234,7 @@ inline float __uint_as_float(unsigned bits) {
     return value;
 }
 
-// What takes one instruction on a GPU, see hybridpar/codegen/cuda_writer.py: half precision, rounded to nearest even.
+// What takes one instruction on a GPU, see hybridpar/codegen/cuda_source.py: half precision, rounded to nearest even.
 
 inline float hp_from_bfloat16(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 

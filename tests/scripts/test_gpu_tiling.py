@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hybridpar.tvm_kernels.cuda_space import bank_conflicts, reject
-from scripts.gpu_tiling import Case, cases, phases_of
+from hybridpar.tvm_kernels.cuda_space import bank_conflicts
+from hybridpar.tvm_kernels.schedules.cuda import reject
+from scripts.gpu_tiling import Case, cases
 
 
 def conflicts(case: Case) -> float:
-    with phases_of(case):
-        return bank_conflicts(case.variant.tile)
+    return bank_conflicts(case.variant.tiling)
 
 
 def test_every_case_is_a_kernel_with_the_tile_of_its_shape() -> None:
@@ -16,8 +16,7 @@ def test_every_case_is_a_kernel_with_the_tile_of_its_shape() -> None:
     for case in cases():
         variant = case.variant
         assert reject(variant.shape, variant.direction, variant.layout, variant.dtype, variant.parameters) is None
-        with phases_of(case):
-            tiles.setdefault(case.shape, set()).add(variant.tile.horizontal.tile)
+        tiles.setdefault(case.shape, set()).add(variant.tiling.block[1])
     assert all(len(sizes) == 1 for sizes in tiles.values())
 
 

@@ -22,11 +22,10 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.kernel import Phase, TunedKernel
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
-from hybridpar.tvm_kernels.operation import operations
-from hybridpar.tvm_kernels.record import KernelRecord
+from hybridpar.tvm_kernels.operation import versions
 from hybridpar.tvm_kernels.schedules.norm_rows import TABLE_ROWS
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
 
@@ -98,7 +97,7 @@ def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fi
         "layout": layout,
         "device": cpu_fingerprint(),
         "threads": 1,
-        "versions": dict(operations()["depthwise_conv2d", "cpu"].versions),
+        "versions": versions(),
         "parameters": {"tile": 2},
         "ms": 1.0,
         "stock_ms": 2.0,

@@ -12,17 +12,16 @@ import torch
 from torch import nn
 
 from hybridpar.codegen.cache import wanted
-from hybridpar.tvm_kernels import confirm, search
+from hybridpar.tvm_kernels import confirm, tune
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import confirm_kernels
 from hybridpar.tvm_kernels.database import Database, append_records, default_database, read_database, user_database
 from hybridpar.tvm_kernels.kernel import TunedKernel, make_kernels
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
-from hybridpar.tvm_kernels.operation import KernelKey, operation_of
-from hybridpar.tvm_kernels.search import search_all
+from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.swap import optimize
-from hybridpar.tvm_kernels.tuner import Tuned
+from hybridpar.tvm_kernels.tune import Tuned, search_all
 from tests.tvm_kernels.standin import record_of
 
 OTHER = "a CPU that nobody tuned for"
@@ -53,7 +52,7 @@ def test_kernels_are_confirmed_once_and_recorded_for_this_cpu(monkeypatch: pytes
         assert (record.device, record.quick, record.layout_ms) == (OTHER, True, None)
         assert record.noise is not None
         assert f"kept in {user_database()}" in said
-        assert found.best(KernelKey(key.direction, key.shape, key.layout, 1, "another", op=key.op)) is None
+        assert found.best(KernelKey(key.direction, key.shape, key.layout, 1, "another")) is None
     records = [record for record in found.records if record.device == OTHER]
     assert f"confirmed {sum(one.wins for one in records)} of {len(records)} kernels on this CPU in" in said
     monkeypatch.setattr("hybridpar.codegen.build._built", lambda *_: pytest.fail("its machine code is there already"))
@@ -70,7 +69,7 @@ def quick_tuner(*given: Any, only: dict[str, int] | None, **_: Any) -> list[Tune
 def test_whatever_comes_out_is_recorded_and_a_tune_searches_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "contents_of", lambda *_, **__: [])
+    monkeypatch.setattr(tune, "contents_of", lambda *_, **__: [])
     file, keys = tmp_path / "k.jsonl", [CONV, replace(CONV, direction=Direction.WEIGHT_GRADIENT)]
     for skipped in (0, 1):
         report = search_all(keys, file, 60.0, quick=True, tuner=quick_tuner)
@@ -83,7 +82,7 @@ def test_whatever_comes_out_is_recorded_and_a_tune_searches_all_the_same(
         return [Tuned({"tile": 1}, 1.0, 3.0, 1e-7, final=True)]
 
     for _ in range(2):
-        search_all(keys, file, 60.0, tuner=tuner, weigher=lambda counts, _: dict.fromkeys(counts, 1.0))
+        search_all(keys, file, 60.0, tuner=tuner, weigher=lambda counts: dict.fromkeys(counts, 1.0))
     assert sorted(asked) == sorted(keys)
 
 
@@ -113,7 +112,7 @@ def test_who_wants_no_kernels_or_all_of_them_gets_nothing_confirmed(mode: str, m
 
 def test_without_tvm_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it began"))
-    monkeypatch.setitem(vars(operation_of(WEIGHT)), "versions", (("tvm", "none"),))
+    monkeypatch.setattr(confirm, "versions", lambda: {"tvm": "none"})
     assert confirm_kernels({WEIGHT: 1}, Database()) == ""
 
 

@@ -12,13 +12,12 @@ from torch import nn
 from hybridpar.tvm_kernels import choice
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
-from hybridpar.tvm_kernels.database import Database, read_database
+from hybridpar.tvm_kernels.database import Database, most_error, read_database
 from hybridpar.tvm_kernels.machine import gpu_at
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.record import most_error
-from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.tune import search_all
 
 pytestmark = [
     pytest.mark.gpu,

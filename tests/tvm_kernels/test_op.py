@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridpar.errors import KernelError
+from hybridpar.tvm_kernels import op
+from hybridpar.tvm_kernels.choice import active_choices
 from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -196,14 +198,6 @@ def test_what_is_not_a_number_stays_so():
         assert torch.equal(mine.isnan(), torchs.isnan())
 
 
-@pytest.mark.parametrize(("x", "weight"), [((4, 8, 8), (4, 1, 3, 3)), ((2, 4, 8, 8), (8, 1, 3, 3))])
-def test_the_function_takes_what_torch_takes(x, weight):
-    x, weight = torch.randn(x), torch.randn(weight)
-    with tuned(all_records("2x4x8x8 k3x3 s1x1 p1x1 d1x1")):
-        found = depthwise_conv2d(x, weight, padding=1)
-    assert torch.equal(found, F.conv2d(x, weight, padding=1, groups=4))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_torch(dtype):
     case = Case(SHAPES[0], LAST)
@@ -357,11 +351,29 @@ def test_a_thousand_calls_leave_nothing_behind():
 # --------------------------------------------------------------------------------------------------------- in between
 
 
+def test_a_form_of_call_is_decided_once(monkeypatch):
+    monkeypatch.setattr(op, "_MOST_PLANS", 3)
+    case = Case(SHAPES[0], LAST)
+    with tuned(all_records(SHAPES[0])) as kernels:
+        case.result(depthwise_conv2d)
+        with monkeypatch.context() as patch:
+            patch.setattr(op, "_made", lambda *_: pytest.fail("decided again"))
+            for _ in range(3):
+                case.result(depthwise_conv2d, case.x * 1)
+        assert len(active_choices().plans) == 1
+        for size in range(4, 14):
+            depthwise_conv2d(torch.randn(1, 8, size, size), case.weight, None, 1, 1)
+        assert len(active_choices().plans) <= 3
+    assert kernels.calls == dict.fromkeys(Direction, 4)
+
+
 def test_strict_demands_kernels(monkeypatch):
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
     case = Case(SHAPES[0], LAST)
-    with tuned([]), pytest.raises(KernelError, match="there is no record"):
+    with tuned([]), pytest.raises(KernelError, match="there is no record") as error:
         case.result(depthwise_conv2d)
+    assert f"`{SHAPES[0]}`" in error.value.fix
+    assert "hybridpar tune --shapes FILE --threads 1 -o k.jsonl" in error.value.fix
     with tuned(all_records(SHAPES[0]), StandIn(broken=True)), pytest.raises(KernelError, match="on strike"):
         case.result(depthwise_conv2d)
     with tuned(all_records(SHAPES[0], stock_ms=0.5)):

@@ -28,9 +28,9 @@ from hybridpar.tvm_kernels.database import read_database, user_database
 from hybridpar.tvm_kernels.layers import step_keys
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.search import Progress, SearchReport, search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
+from hybridpar.tvm_kernels.tune import Progress, SearchReport, search_all
 
 #: The type of a convolution's tensors under each `--amp`.
 _DTYPES = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}
