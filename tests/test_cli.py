@@ -305,7 +305,6 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers, said)
     [
         (["--resume"], "nothing to resume"),
         (["--resume-from", "/etc/passwd"], "/etc/passwd is not a checkpoint"),
-        (["--run-dir", "/etc/passwd/run"], "cannot write /etc/passwd/run: Not a directory"),
         (["--compress", "qsgd_mn:bitz=4"], "codec 'qsgd_mn' has no option 'bitz'"),
         (["--compress", "* -> onebti"], "unknown codec 'onebti'"),
     ],

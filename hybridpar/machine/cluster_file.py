@@ -196,6 +196,8 @@ class ClusterSpec(_Part):
         ]
         if len(there) > 1:
             ours, theirs = (None if spec.between is None else spec.between.bandwidth for spec in (self, other))
+            if ours is None or theirs is None:
+                return "" if ours is theirs else f"between.bandwidth is {ours} there and {theirs} here"
             pairs.append(("between.bandwidth", ours, theirs))
         for name, one, two in pairs:
             if one == two or {None, ""} & {one, two}:

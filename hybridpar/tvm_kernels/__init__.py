@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from hybridpar.tvm_kernels.swap import restore as restore
 
 _MODULES = {
-    "database": "Database append_records default_database read_database",
+    "database": "KernelRecord Database append_records default_database read_database",
     "op": "depthwise_conv2d",
-    "record": "KernelRecord",
     "shapes": "ConvShape Direction Layout",
     "swap": "DepthwiseConv2d optimize restore",
 }

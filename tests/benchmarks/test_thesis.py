@@ -13,7 +13,7 @@ from benchmarks.thesis.ours import OURS
 from benchmarks.thesis.peers import DDP, ONE_DEVICE
 from benchmarks.thesis.task import Task
 from benchmarks.thesis.worker import measure
-from tests.data.test_sets import cifar  # noqa: F401 (a fixture)
+from tests.data.test_map_sets import cifar  # noqa: F401 (a fixture)
 
 
 @pytest.mark.parametrize("cifar", ["cifar10"], indirect=True)

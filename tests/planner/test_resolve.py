@@ -113,8 +113,6 @@ def test_a_placement_of_its_own_is_followed_on_one_worker() -> None:
     ("places", "workers", "shape"),
     [
         ([(1, 0), (0, 0)], 2, (2, 1, 2, 1, "linear")),
-        ([(1, 0), (0, 0)], 4, (2, 2, 2, 1, "linear")),
-        ([(0, 1), (0, 0)], 2, (1, 2, 2, 2, "linear")),
         ([(0, 0), (0, 0), (1, 0)], 2, (2, 1, 3, 1, None)),
         ([(0, 0), (1, 0), (2, 0)], 1, (1, 1, 3, 3, "linear")),  # the usual one is dealt out to whoever is there
     ],
@@ -126,6 +124,7 @@ def test_workers_are_divided_by_the_placement(places: list[tuple[int, int]], wor
 @pytest.mark.parametrize(
     ("places", "workers", "words"),
     [
+        ([(1, 0), (0, 0)], 4, ("on 2 worker(s), and here are 4", "Start 2 workers")),
         ([(1, 0), (0, 0)], 3, ("on 2 worker(s), and here are 3", "Start 2 workers")),
         ([(1, 0), (0, 0)], 1, ("on 2 worker(s), and here are 1", "Start 2 workers")),
     ],

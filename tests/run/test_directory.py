@@ -55,7 +55,7 @@ def test_two_runs_that_start_at_once_get_directories_of_their_own():
 def test_overwrite_deletes_the_run_and_nothing_else(run_dir):
     place = start(run_dir=run_dir)
     save(place, 5)
-    for name in ("metrics.jsonl", "summary.json", "plan.json", "plan-2-workers.json", "notes.txt"):
+    for name in ("metrics.jsonl", "summary.json", "plan.json", "notes.txt"):
         (place.directory / name).write_text("old")
     (place.directory / "tensorboard").mkdir()
     again = start(run_dir=run_dir, overwrite=True)

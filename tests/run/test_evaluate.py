@@ -118,7 +118,7 @@ def test_of_several_classes_each_is_right_by_itself():
     notes.add(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), labels[:2].float())
     notes.add(torch.tensor([[1.0, -1.0]]), labels[2:].float())
     result = _put_together([notes.tensors()], data, Evaluation(1 / 3, 0.5, 3), 4)
-    assert result.class_accuracies == [2 / 3, 2 / 3]
+    assert (result.right_of_class.tolist(), result.images_of_class.tolist()) == ([2, 2], [3, 3])
     assert (result.images, result.unreadable, result.confusion, result.top5_accuracy) == (3, 1, None, None)
 
 
@@ -185,7 +185,7 @@ def test_classes_are_known_by_name(tmp_path):
     shutil.rmtree(tmp_path / "folder" / "train" / "10")
     _, least = evaluated(tmp_path / "run")
     assert fewer.plain() == least.plain()
-    assert (fewer.images, fewer.class_accuracies[::2]) == (2, known.class_accuracies[::2])
+    assert (fewer.images, [*fewer.right_of_class[::2]]) == (2, [*known.right_of_class[::2]])
     (tmp_path / "folder" / "train" / "2").rename(tmp_path / "folder" / "train" / "cat")
     (tmp_path / "folder" / "test" / "2").rename(tmp_path / "folder" / "test" / "cat")
     with pytest.raises(UsageError, match="does not know 1 of the classes of the data: cat"):
