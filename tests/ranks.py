@@ -29,9 +29,7 @@ from typing import Any
 SIZE = 4
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["pytest", "hybridpar.run.run", "tests.runs", "tests.pipeline.oracle", "matplotlib.backends.backend_agg"]
-)
+_context.set_forkserver_preload(["pytest", "hybridpar.run.run", "tests.runs", "tests.pipeline.oracle"])
 _pool: list[tuple[Any, Connection]] = []
 
 

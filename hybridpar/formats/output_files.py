@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hybridpar.errors import RunDirectoryError, UsageError, cannot_write, not_installed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from hybridpar.errors import RunDirectoryError, UsageError, cannot_write
 
 
 @contextlib.contextmanager
@@ -67,28 +62,3 @@ def check_writable(option: str, path: Path) -> None:
         raise UsageError(f"{option} {path} is a directory", "A file is needed.", "Name a file in it.")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise UsageError(f"{option} {path} cannot be written", fix="Name a file in a directory of yours.")
-
-
-def check_picture(option: str, path: Path) -> None:
-    """Refuse a picture that could not be drawn."""
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise UsageError(
-            f"{option} {path}", "A picture ends in .svg, .png or .pdf.", f"Use {option} {path.with_suffix('.svg')}."
-        )
-    require_matplotlib()
-
-
-def require_matplotlib() -> None:
-    """Raise a `UsageError` with the command that installs matplotlib where it is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise not_installed("drawing needs matplotlib", "plots")
-
-
-def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure; the same figure gives the same file."""
-    try:
-        # No date; ids in SVG are fixed by `svg.hashsalt`.
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except (OSError, ValueError) as error:
-        why = "The name ends in .svg, .png or .pdf, in a directory with room for it."
-        raise UsageError(cannot_write(path, error), why) from error

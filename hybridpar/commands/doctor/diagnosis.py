@@ -49,7 +49,6 @@ json.dump({"version": tvm.__version__, "llvm": llvm, "cuda": cuda}, open(sys.arg
 #: Optional packages: what each is for, and whether a default run needs it.
 _EXTRAS = (
     ("scikit-learn", "the default data set `digits`", True),
-    ("matplotlib", "pictures of plans and timelines", False),
     ("tensorboard", "TensorBoard logs", False),
     ("wandb", "Weights & Biases logs", False),
     ("mlflow-skinny", "MLflow logs", False),
