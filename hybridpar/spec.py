@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Interval
 
@@ -60,10 +60,15 @@ def _adapter(kind: Any) -> Any:
     return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
-def validated(what: str, kind: Any, value: Any, fix: str = "", *, strict: bool = False) -> Any:
-    """A value as a type says, and its rules; `what` names it in the error. Strict: it must be of the type already."""
+def validated(what: str, kind: Any, value: Any, fix: str = "", *, strict: bool = False, toml: bool = False) -> Any:
+    """A value as a type says, and its rules; `what` names it in the error.
+
+    Strict: it must be of the type already. Of TOML, which has neither tuples nor paths, lists and texts stand for them.
+    """
     from pydantic import ValidationError
 
+    if toml:
+        value, strict = _of_toml(kind, value), True
     try:
         return _adapter(kind).validate_python(value, strict=strict)
     except ValidationError as error:
@@ -71,7 +76,18 @@ def validated(what: str, kind: Any, value: Any, fix: str = "", *, strict: bool =
         rules = [detail["msg"].partition("nput should be ")[2].partition(", unable")[0] for detail in error.errors()]
         rule = " or ".join(dict.fromkeys(filter(None, rules))) or "a value of its type"
         rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+        rule = rule.replace("a valid tuple", "a list").replace("an instance of Path", "a path")
         raise UsageError(what, f"It must be {rule}.", fix) from None
+
+
+def _of_toml(kind: Any, value: Any) -> Any:
+    """A value of TOML with tuples for lists, and a path for a text that only a path can be."""
+    if isinstance(value, list):
+        return tuple(value)
+    alternatives = _alternatives(kind)
+    words = {word for found in alternatives if typing.get_origin(found) is Literal for word in typing.get_args(found)}
+    takes_text = str in alternatives or value in words
+    return Path(value) if isinstance(value, str) and Path in alternatives and not takes_text else value
 
 
 def check_rules(options: object) -> None:

@@ -92,13 +92,13 @@ def read_settings(path: Path, label: str) -> dict[str, Any]:
                 "`hybridpar train --help-all` shows all of them.",
             )
         check(name not in values, f"{label} sets {key} twice", "An option has one value.")
-        if name in _PATHS and value not in ("auto", "none"):
-            value = str(path.parent / str(value))
+        if name in _PATHS and isinstance(value, str) and value not in ("auto", "none"):
+            value = str(path.parent / value)
         if value == "none" and defaults.get(name, "") is None:  # as on the command line
             values[name] = None
         else:
             fix = "`hybridpar train --help-all` says what it takes."
-            values[name] = validated(f"{label}: {key} cannot be {_toml(value)}", types_of[name], value, fix)
+            values[name] = validated(f"{label}: {key} cannot be {_toml(value)}", types_of[name], value, fix, toml=True)
     return values
 
 

@@ -434,9 +434,12 @@ def _read_argument(text: str) -> Any:
     if text.lower() in words:
         return words[text.lower()]
     try:
-        return ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (SyntaxError, ValueError):
         return text
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    check(is_finite, f"--optimizer with {shortened(text)}", "Numbers are finite.")
+    return value
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

@@ -339,6 +339,7 @@ class TrainConfig(
             "There is no moving average to test.",
             "Add for instance --model-ema 0.9998.",
         )
+        check(self.kernels != "none", "--kernels none", "There is no such database.", "Write --kernels off.")
         self.check_conflicts()
         self.check_gradients()
         if self.layout is not None:

@@ -184,7 +184,7 @@ class LiveProgress(Progress):
     def message(self, text: str) -> None:
         """Print a line above the bar."""
         style = "yellow" if text.startswith("warning") else ""
-        with contextlib.suppress(OSError):  # as Text: brackets, as in `hybridpar[plots]`, are no markup
+        with contextlib.suppress(OSError):  # as Text: brackets, as in `hybridpar[report]`, are no markup
             self._live.console.print(Text(text, style=style), soft_wrap=True)
 
     def show(self) -> None:

@@ -168,14 +168,19 @@ def _fix(name: str) -> str:
 
 
 def _check_arguments(config: OptimizerConfig, kind: Callable[..., Any]) -> None:
-    """Refuse arguments that an optimizer does not take."""
-    accepted = set(inspect.signature(kind).parameters) - {"params", "lr", "weight_decay"}
-    for argument in config.optim.arguments:
+    """Refuse arguments that an optimizer does not take, and those of another kind than its defaults."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    accepted = defaults.keys() - {"params", "lr", "weight_decay"}
+    for argument, value in config.optim.arguments.items():
         if argument not in accepted:
             raise UsageError(
                 f"the optimizer {config.optim.name} has no argument {argument!r}",
                 fix=nearest(argument, accepted),
             )
+        if isinstance(default := defaults[argument], int | float):
+            wanted, word = (bool, "on or off") if isinstance(default, bool) else ((int, float), "a number")
+            if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(default, bool)):
+                raise UsageError(f"the optimizer {config.optim.name} with {argument}={value}", f"It must be {word}.")
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hybridpar.comm.flight import noted
 from hybridpar.comm.grid import Grid
+from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, TrainingError
@@ -143,6 +144,7 @@ class Executor:
 
     def step(self, request: StepRequest, total: float | Callable[[], float]) -> LateOutcome:
         """Issue a step, whose losses are divided by a total. Waits only for the step before the last one."""
+        self.recover()
         while len(self._running) > 1:
             self._running.pop(0).wait()
         return self._outcome(self.issue(request, total))
@@ -219,10 +221,31 @@ class Executor:
         for stage in self.stages.values():
             stage.is_open = False
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether an error that the host has met has ended training: some stages may have done a step, others not."""
-        return any(lane.failure is not None and lane.failure.met for lane in self._lanes.others)
+    def recover(self) -> None:
+        """Go on after a step that an error has ended, once the host has met it: that step and those issued after it are
+        given up, as if their batches had not been. Where other workers take part, the lanes stay stopped.
+        """
+        if self._inline or self._world.job_size > 1 or self._lanes.closed:
+            return
+        lanes = self._lanes.others
+        failed = [lane.failure.error for lane in lanes if lane.failure is not None and lane.failure.met]
+        if not failed:
+            return
+        for lane in lanes:
+            with suppress(Exception):
+                lane.synchronize()
+        steps = {stage.steps_done for stage in self.stages.values()}
+        if len(steps) > 1:
+            raise TrainingError(
+                f"training was ended by the error of step {max(steps)}: {first_line(failed[0])}",
+                "Some stages have done that step and others have not, as they may without guard and clipping.",
+                "Go on from a checkpoint.",
+            ) from failed[0]
+        self._lanes.forgive()
+        self.steps = steps.pop()
+        self._mailbox.clear()
+        self._running.clear()
+        self._ends = []
 
     def _outcome(self, step: StepState) -> LateOutcome:
         self.steps = step.number
@@ -239,12 +262,10 @@ class Executor:
         self.steps = steps
 
     def wait(self) -> None:
-        """Wait until everything that was issued is done; after an error that is raised again."""
+        """Wait until everything that was issued is done."""
+        self.recover()
         while self._running:
             self._running.pop(0).wait()
-        for lane in self._lanes.others:
-            if lane.failure is not None:
-                lane.failure.throw()
 
     # --------------------------------------------------------------- preparing
 

@@ -127,6 +127,11 @@ class LocalStage:
         return self.gradients if self.replicas.size > 1 else None
 
     @property
+    def steps_done(self) -> int:
+        """Number of the last step that is over."""
+        return self._step - self.is_open
+
+    @property
     def compression(self) -> Compression | None:
         """What compresses gradients here, if anything does."""
         return self.gradients.compression

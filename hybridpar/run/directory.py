@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.data import data_name, images_over, samples_of
+from hybridpar.config.data import data_name, images_over, read_images, samples_of
 from hybridpar.config.files import config_text
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import first_problem, read_json
@@ -183,16 +183,22 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
             continue
         if name == "image_size":  # what is not named of it is as it was
             now = taken[name] = images_over(before, now)
-        if name in _FIXED:
+        if name in _FIXED or (name == "image_size" and _seen(now) != _seen(before)):
             raise UsageError(
                 f"--{option} is {_text(now)}, and the run in {directory} began with {_text(before)}",
-                "A resumed run goes on with its own model.",
+                "A resumed run goes on with its own model, and images as the model has seen them.",
                 f"Leave --{option} away, or start a new run.",
             )
         if _text(now) != _text(before):
             changed.append(f"resumed  {option}: {_text(before)} -> {_text(now)} after step {step_of(checkpoint)}")
     lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
     return dataclasses.replace(config, **taken), (*lines, *changed)
+
+
+def _seen(image_size: int | str | None) -> tuple[Any, ...]:
+    """What the images of a run cannot change."""
+    images = read_images(image_size)
+    return images.size, images.mean, images.std, images.channels
 
 
 def recorded_batch(folder: RunFolder) -> int | None:

@@ -179,6 +179,11 @@ class ServedEngine(Engine):
         sent, pulled = (now - then for now, then in zip(self._servers.traffic, before, strict=True))
         return ServedOutcome(step, self.gradients, (sent, pulled))
 
+    def recover(self, steps: int) -> int:
+        """Steps are those of the servers, of which this worker's are a part."""
+        super().recover(steps)
+        return steps
+
     def go_on_from(self, step: int) -> None:
         """Number of the last step that servers have done."""
         super().go_on_from(step)

@@ -333,6 +333,11 @@ class Engine:
         """The context in which model and loss run."""
         return autocast(self._config.amp, self._world.device)
 
+    def recover(self, steps: int) -> int:
+        """How many of these steps count, after an error that has ended some; see `Executor.recover`."""
+        self.pipeline.executor.recover()
+        return min(steps, self.pipeline.executor.steps)
+
     def wait(self) -> None:
         """Wait until every step that was issued is done, as far as the host can tell."""
         self.pipeline.executor.wait()

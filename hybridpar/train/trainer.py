@@ -309,6 +309,7 @@ class Trainer:
                 "The others still wait in that step, or have ended: what is sent now would be taken for its messages.",
                 "End the loop there, and go on from a checkpoint on all workers.",
             )
+        self._recover()
         factor, count = self._rate_factor(), None
         try:
             micro_batches, samples, global_samples = self._divide(batch)
@@ -343,6 +344,13 @@ class Trainer:
         if not (self._left or isinstance(error, SyncError)):
             self.world.leave(how)
         return how
+
+    def _recover(self) -> None:
+        """Count no steps that an error has ended."""
+        steps = self.engine.recover(self.steps_done)
+        if steps < self.steps_done:
+            self.steps_done = steps
+            self._bad_steps.forget()
 
     def _divide(self, batch: tuple[Tensor, Tensor] | Batch) -> tuple[Sequence[tuple[Tensor, Tensor]], int, int | None]:
         if not isinstance(batch, (tuple, list)) and hasattr(batch, "micro_batches"):
@@ -508,6 +516,7 @@ class Trainer:
         Raises:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
+        self._recover()
         engine, is_main, data = self.engine, self.world.is_main, self._state()
         training = data.training | {"extra": dict(extra or {})}
         if not is_main:

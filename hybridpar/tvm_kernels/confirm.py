@@ -61,7 +61,7 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
 
 def _is_missing(key: KernelKey, database: Database) -> bool:
     """Whether there may be a kernel for the CPU, and nothing is known of it with the versions that are installed."""
-    if is_gpu(key.device) or operation_of(key).without_kernels(key) or versions()["tvm"] == "none":
+    if is_gpu(key.device) or operation_of(key).without_kernels(key) or versions(key.device)["tvm"] == "none":
         return False
     record = database.best(key, current=False)
     return record is None or not record.current

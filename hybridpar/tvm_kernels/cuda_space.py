@@ -16,8 +16,8 @@ from hybridpar.tvm_kernels.schedules.cuda import ITEM, WARP, Tile, Tiling
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 #: Multiply-adds beside each other; registers that a thread may be estimated to need, as beyond 255 they spill; accesses
-#: of shared memory for each one without conflicts; and threads that an SM holds. No better kernel was found beyond
-#: (`benchmarks/gpu/results/convolutions.csv`).
+#: of shared memory for each one without conflicts; and threads that an SM holds. Of kernels written out by
+#: hand no better one was found beyond (`benchmarks/gpu/results/convolutions.csv`).
 MOST_WRITTEN_OUT, MOST_REGISTERS, MOST_CONFLICTS, LEAST_THREADS = 1600, 168, 2.0, 256
 _BANKS, _WORD = 32, 4
 #: Elements of a tensor: what indices of 32 bits reach.

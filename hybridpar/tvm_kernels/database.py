@@ -139,7 +139,7 @@ class KernelRecord(BaseModel):
     @property
     def current(self) -> bool:
         """Whether it was measured with the versions that are installed."""
-        return self.versions == versions()
+        return self.versions == versions(self.device)
 
     @property
     def times(self) -> tuple[float, float]:
@@ -185,13 +185,13 @@ class KernelRecord(BaseModel):
         return json.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
-def _wanted() -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions().items())
+def _wanted(device: str) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions(device).items())
 
 
 def why_unused(record: KernelRecord) -> str:
     """Why a record of the right key is not used."""
-    return f"{record.doubt if record.current else f'its record is not of {_wanted()}'}; tune again"
+    return f"{record.doubt if record.current else f'its record is not of {_wanted(record.device)}'}; tune again"
 
 
 class Database:
@@ -320,9 +320,10 @@ def _warn(database: Database) -> None:
             name,
             database.other_versions,
         )
-    old = [one for one in database.records if not one.current]
+    old = [record for record in database.records if not record.current]
     if old:
-        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), _wanted())
+        wanted = _wanted(old[0].device)
+        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), wanted)
     # Quick ones say what need not be tried again.
     doubtful = [one for one in database.records if one.current and one.doubt and not one.quick]
     if doubtful:

@@ -24,8 +24,8 @@ Parameters = Mapping[str, int]
 
 #: What records call it.
 OPERATION: Literal["depthwise_conv2d"] = "depthwise_conv2d"
-#: Raised where the same parameters come to mean other code.
-_SCHEDULES = "2"
+#: Of CPUs and GPUs; raised where the same parameters come to mean other code.
+_SCHEDULES = {False: "2", True: "3"}
 
 
 @dataclass(frozen=True, order=True)
@@ -111,9 +111,9 @@ def operation_of(key: KernelKey) -> Operation:
 
 
 @functools.cache
-def versions() -> dict[str, str]:
-    """Versions that times of kernels and of their rivals depend on, by name."""
-    found = {"schedules": _SCHEDULES}
+def versions(device: str) -> dict[str, str]:
+    """Versions that times of kernels and of their rivals on a device depend on, by name."""
+    found = {"schedules": _SCHEDULES[is_gpu(device)]}
     for name, distribution in (("torch", "torch"), ("tvm", "apache-tvm")):
         try:
             found[name] = importlib.metadata.version(distribution).partition("+")[0]

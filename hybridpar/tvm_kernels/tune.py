@@ -411,7 +411,7 @@ def _record(path: Path, key: KernelKey, found: Sequence[Tuned], report: SearchRe
     """Append the records of a search, and count it."""
     finals = [one for one in found if one.final]
     steady = [one for one in finals if one.clear]
-    fields = {**dataclasses.asdict(key), "shape": key.shape.text, "versions": versions()}
+    fields = {**dataclasses.asdict(key), "shape": key.shape.text, "versions": versions(key.device)}
     fields |= {"tuned_at": time.time(), "quick": quick or None}
     chosen = (finals if quick else steady)[:KEPT]
     append_records(path, [KernelRecord.model_validate({**fields, **dataclasses.asdict(one)}) for one in chosen])

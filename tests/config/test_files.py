@@ -145,6 +145,10 @@ def test_rates_of_presets_are_those_of_their_sources(name: str, rates: dict[int,
         ("lr = {a = 1}\n", ("unknown table [lr]",)),
         ("[optimisation]\nlr = {a = 1}\n", ("lr cannot be {",)),
         ("amp = 'bf15'\n", ("amp cannot be", "'bf16'")),
+        ("weight-decay = true\n", ("weight-decay cannot be true", "a valid number")),
+        ("recompute = [0, true]\n", ("recompute cannot be", "a valid integer")),
+        ("timeline = true\n", ("timeline cannot be true", "a path")),
+        ("freeze = 'conv1'\n", ("freeze cannot be", "a list")),
     ],
 )
 def test_a_wrong_file_is_named_with_its_option(tmp_path: Path, text: str, said: tuple[str, ...]) -> None:

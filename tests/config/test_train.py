@@ -21,7 +21,7 @@ WRONG = [
     ("weight_decay", math.inf, "a finite number"),
     ("timeout", 0.0, "greater than 0"),
     ("loader_workers", -1, "at least 0"),
-    ("freeze", ["body"], "a valid tuple"),
+    ("freeze", ["body"], "a list"),
 ]
 
 

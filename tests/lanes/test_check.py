@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -87,6 +90,18 @@ class TestMissingWait:
         assert run(lambda lanes: program(lanes, ordered=True), seed) == []
 
     @pytest.mark.parametrize("seed", SEEDS)
+    def test_host_work_after_a_record_is_not_in_the_event(self, seed: int) -> None:
+        def program(lanes: Lanes) -> None:
+            lane = lanes.open("a")
+            buffer = torch.zeros(4)
+            event = lanes.caller.record()
+            buffer.add_(1)
+            lane.wait(event)
+            lane.submit(buffer.sum, uses=[buffer])
+
+        assert "aten::add_" in raises(program, seed)
+
+    @pytest.mark.parametrize("seed", SEEDS)
     def test_the_host_reads_what_a_lane_made(self, seed: int) -> None:
         def program(lanes: Lanes, wait: Callable) -> None:
             lane = lanes.open("a")
@@ -106,6 +121,24 @@ class TestMissingWait:
             lambda lanes, event: event.lane.synchronize(),
         ):
             assert run(lambda lanes, wait=wait: program(lanes, wait), seed) == []
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_a_wait_by_the_host_orders_all_lanes(self, seed: int) -> None:
+        def program(lanes: Lanes, host: bool) -> None:
+            a, b = lanes.open("a"), lanes.open("b")
+            buffer = torch.zeros(4)
+            lanes.caller.synchronize()
+            a.submit(lambda: buffer.add_(1), uses=[buffer])
+            event = a.record()
+            if host:
+                event.synchronize()
+            else:
+                lanes.caller.wait(event)  # on CUDA only the current stream waits
+            b.submit(buffer.sum, uses=[buffer])
+            lanes.open("late").submit(buffer.sum, uses=[buffer])
+
+        assert run(lambda lanes: program(lanes, host=True), seed) == []
+        assert run(lambda lanes: program(lanes, host=False), seed) != []
 
     @settings(deadline=None, max_examples=150, derandomize=True)
     @given(
@@ -172,6 +205,26 @@ class TestWhatOperatorsTouch:
         assert self.verdict(make, lambda t: t[:4].add_(1), lambda t: t[4:].add_(1)) == []
         assert self.verdict(make, lambda t: t[:5].add_(1), lambda t: t[4:].add_(1)) != []
 
+    def test_an_empty_view_touches_nothing(self) -> None:
+        def make() -> torch.Tensor:
+            return torch.zeros(4, 4)
+
+        assert self.verdict(make, lambda t: t[:, :0].add_(1), lambda t: t.add_(1)) == []
+
+    def test_looking_at_shapes_is_no_access(self) -> None:
+        def make() -> torch.Tensor:
+            return torch.zeros(4, 4)
+
+        for look in (
+            lambda t: t.view(16)[3:],
+            lambda t: t.t().detach(),
+            lambda t: t.split(2),
+            torch.empty_like,
+            lambda t: t.new_zeros(2),
+        ):
+            assert self.verdict(make, lambda t: t.add_(1), look) == []
+        assert self.verdict(make, lambda t: t.add_(1), lambda t: t.t().contiguous()) != []
+
     def test_all_ways_of_writing(self) -> None:
         def make() -> torch.Tensor:
             return torch.zeros(4)
@@ -191,6 +244,16 @@ class TestWhatOperatorsTouch:
         ):
             assert self.verdict(make, lambda t: t.sum(), write) != []
 
+    @pytest.mark.parametrize("training", [True, False])
+    def test_batch_normalisation_writes_its_running_statistics(self, training: bool) -> None:
+        def make() -> list[torch.Tensor]:
+            return [torch.zeros(2), torch.ones(2)]
+
+        def normalise(statistics: list[torch.Tensor]) -> None:
+            nn.functional.batch_norm(torch.ones(2, 2, 2, 2), *statistics, training=training)
+
+        assert (self.verdict(make, lambda statistics: statistics[0].sum(), normalise) != []) is training
+
     def test_gradient_accumulation_is_a_write(self) -> None:
         def make() -> torch.Tensor:
             weight = torch.ones(3, requires_grad=True)
@@ -200,6 +263,23 @@ class TestWhatOperatorsTouch:
         violations = self.verdict(make, lambda w: (2 * w).sum().backward(), lambda w: w.grad.sum())
         assert len(violations) == 1
         assert "aten::add_" in violations[0]
+
+    def test_a_tensor_made_of_python_numbers_is_written_by_its_lane(self) -> None:
+        def program(lanes: Lanes, wait: bool) -> None:
+            lane = lanes.open("a")
+            box: list[torch.Tensor] = []
+            lane.submit(lambda: torch.tensor([3.0]).neg())
+            lane.submit(lambda: box.append(torch.tensor([1.0, 2.0])))
+            made = lane.record()
+            while not box:
+                pass
+            if wait:
+                lanes.caller.wait(made)
+            box[0].sum()
+            lanes.caller.keep(box[0])
+
+        assert run(lambda lanes: program(lanes, wait=True)) == []
+        assert "lane 'a'" in raises(lambda lanes: program(lanes, wait=False))
 
 
 @pytest.mark.usefixtures("group")
@@ -219,6 +299,19 @@ class TestCollectives:
         for part in ("c10d::allreduce_", "aten::add_", "lane 'sync'", "lane 'caller'"):
             assert part in message
         assert run(lambda lanes: program(lanes, ordered=True), seed) == []
+
+    def test_reading_the_parts_of_a_gather(self) -> None:
+        def program(lanes: Lanes, ordered: bool) -> None:
+            sync, compute = lanes.open("sync"), lanes.open("compute")
+            mine, parts = torch.ones(4), [torch.empty(4)]
+            lanes.caller.synchronize()
+            sync.submit(lambda: dist.all_gather(parts, mine), uses=[mine, *parts])
+            if ordered:
+                compute.wait(sync.record())
+            compute.submit(lambda: parts[0].sum(), uses=parts)
+
+        assert run(lambda lanes: program(lanes, ordered=False)) != []
+        assert run(lambda lanes: program(lanes, ordered=True)) == []
 
 
 class TestEarlyRelease:
@@ -278,6 +371,81 @@ class TestEarlyRelease:
 
         violations = run(program, seed)
         assert len(violations) == (order != "wait first")
+
+    @pytest.mark.parametrize("again", [False, True])
+    def test_the_caller_keeps_what_it_used_so_far(self, again: bool) -> None:
+        def program(lanes: Lanes) -> None:
+            lane = lanes.open("a")
+            box: list[torch.Tensor] = []
+            lane.submit(lambda: box.append(torch.ones(5)))
+            lanes.caller.wait(lane.record())
+            box[0].sum()
+            lanes.caller.keep(box[0])
+            if again:
+                box[0].neg()
+
+        assert [("aten::neg" in violation) for violation in run(program)] == [True] * again
+
+    def test_earlier_work_that_keeps_does_not_undo_later_uses(self) -> None:
+        def program(lanes: Lanes) -> None:
+            lane = lanes.open("a")
+            gate = threading.Event()
+            tensor = torch.ones(5)
+            lane.wait(lanes.caller.record())
+
+            def first(tensor: torch.Tensor) -> None:
+                gate.wait()
+                lane.keep(tensor)
+
+            lane.submit(partial(first, tensor))
+            lane.submit(tensor.sum, uses=[tensor])
+            gate.set()
+
+        assert run(program) == []
+
+    def test_what_counts_is_when_the_host_let_go(self) -> None:
+        def program(lanes: Lanes) -> None:
+            a, b = lanes.open("a"), lanes.open("b")
+            gate = threading.Event()
+            box: list[torch.Tensor] = []
+            a.submit(lambda: box.append(torch.ones(5)))
+            made = a.record()
+            lanes.caller.wait(made)
+            b.wait(made)
+            b.submit(gate.wait)
+            b.submit(box.pop().sum)  # the queue now has the only reference, and keeps it longer than a GPU would
+            a.wait(b.record())
+            gate.set()
+
+        assert "allocated on lane 'a'" in raises(program)
+
+    def test_a_number_read_by_the_host_is_out_of_danger(self) -> None:
+        def program(lanes: Lanes, read: Callable[[torch.Tensor], object]) -> None:
+            lane = lanes.open("a")
+            box: list[torch.Tensor] = []
+            lane.submit(lambda: box.append(torch.ones(1)))
+            lanes.caller.wait(lane.record())
+            read(box.pop())
+
+        assert run(lambda lanes: program(lanes, torch.Tensor.item)) == []
+        assert "lane 'caller'" in raises(lambda lanes: program(lanes, torch.Tensor.neg))
+
+    def test_memory_held_by_views_and_autograd_is_not_released(self) -> None:
+        def program(lanes: Lanes) -> None:
+            lane = lanes.open("reader")
+            weight = torch.ones(5, requires_grad=True)
+            saved = weight.exp()
+            view = saved[2:]
+            lane.wait(lanes.caller.record())
+            lane.submit(saved.detach().sum)
+            used = lane.record()
+            loss = view.sum()
+            del saved, view
+            gc.collect()
+            lanes.caller.wait(used)
+            loss.backward()
+
+        assert run(program) == []
 
 
 class TestTraining:
@@ -358,3 +526,66 @@ class TestTraining:
         # Without its wait, work may come before the tensors it wants are there at all: an error as well.
         with pytest.raises((LaneError, KeyError, AssertionError)), checker, Lanes("cpu", check=checker) as lanes:
             self.step(lanes, without)
+
+
+class TestChecker:
+    def test_the_host_is_watched_only_inside_the_block(self) -> None:
+        checker = Checker(max_delay=0)
+        buffer = torch.zeros(4)
+        with Lanes("cpu", check=checker) as lanes:
+            lane = lanes.open("a")
+            lane.submit(lambda: buffer.add_(1), uses=[buffer])
+            buffer.sum()
+            lane.synchronize()
+        checker.assert_clean()
+
+    def test_leaving_the_block_waits_for_the_lanes(self) -> None:
+        checker = Checker(max_delay=SHORT)
+        with Lanes("cpu", check=checker) as lanes:
+            lane = lanes.open("a")
+
+            def unordered() -> None:
+                with checker:
+                    buffer = torch.zeros(4)
+                    lane.submit(lambda: buffer.add_(1), uses=[buffer])
+
+            with pytest.raises(LaneError, match="nothing orders the two"):
+                unordered()
+
+    def test_an_exception_of_the_block_comes_first(self) -> None:
+        checker = Checker(max_delay=0)
+        checker.violations.append("something")
+        with pytest.raises(ValueError, match="own"), checker:
+            raise ValueError("own")
+        with pytest.raises(LaneError, match="something"):
+            checker.assert_clean()
+
+    def test_delays_are_reproducible_and_bounded(self) -> None:
+        def delays(seed: int) -> list[float]:
+            checker = Checker(seed, max_delay=0.5)
+            checker.opened("a")
+            return [checker.submitted("a", ()).delay for _ in range(50)]
+
+        assert delays(1) == delays(1)
+        assert delays(1) != delays(2)
+        assert 0 <= min(delays(1)) < max(delays(1)) <= 0.5
+
+    def test_what_is_known_of_a_storage_goes_with_it(self) -> None:
+        checker = Checker(max_delay=0)
+        with checker:
+            for _ in range(100):
+                torch.ones(3).add_(1)
+            gc.collect()
+            assert len(checker._storages) < 10
+
+    def test_repeated_use_needs_no_more_memory(self) -> None:
+        checker = Checker(max_delay=0)
+        with checker:
+            buffer = torch.zeros(8)
+            for _ in range(100):
+                buffer[:4].sum()
+                buffer[4:].sum()
+            known = checker._storages[buffer.untyped_storage()._cdata]
+            assert len(known.accesses) == 3
+            buffer.zero_()
+            assert len(known.accesses) == 1

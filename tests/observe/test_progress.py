@@ -106,10 +106,10 @@ def test_a_terminal_has_messages_above_one_line_with_a_bar(info, make_step, make
             clock.now += 0.5
             progress.step(make_step(step, loss=0.25))
         progress.epoch(make_epoch(0, step=10))
-        progress.warn("install hybridpar[plots]")
+        progress.warn("install hybridpar[report]")
         assert len(stream.getvalue().split("\x1b[2K")[-1].splitlines()[-1]) <= width
     text = stream.getvalue()
-    assert "warning: install hybridpar[plots]\n" in text
+    assert "warning: install hybridpar[report]\n" in text
     assert "epoch 1/2 done" in text
     if width == 200:
         bar = "#####....."

@@ -254,3 +254,18 @@ def test_state_of_another_kind_of_optimizer_is_refused():
     with pytest.raises(CheckpointError) as caught:
         load_optimizer_state(build_optimizer(model, OptimizerConfig(optimizer="adamw")), model, saved)
     assert "state of SGD, this run uses AdamW" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sgd:maximize=maybe", "maximize=maybe\nIt must be on or off."),
+        ("adamw:eps=nan", "eps=nan\nIt must be a number."),
+        ("adamw:eps=on", "eps=True\nIt must be a number."),
+        ("sgd:dampening=1e400", "Numbers are finite."),
+    ],
+)
+def test_arguments_are_of_the_kind_of_their_defaults(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        build_optimizer(nn.Linear(2, 2), OptimizerConfig(optimizer=text))
+    assert said in str(caught.value)

@@ -131,8 +131,17 @@ class TestOptions:
         run = compare(Residuals, 3, setting, exact=False)
         assert min(norm for norm in run.norms if norm is not None) > 0.1
 
+    def test_clipping_above_the_norm_changes_nothing(self) -> None:
+        compare(Residuals, 3, with_sync(Setting(), clip_norm=1e6))
+
     def test_adamw(self) -> None:
         compare(Residuals, 3, Setting(optimizer=adamw))
+
+    def test_the_users_own_loss(self) -> None:
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            return F.multi_margin_loss(logits, targets) + 0.1 * logits.square().mean()
+
+        compare(Residuals, 3, Setting(loss=loss))
 
     def test_bfloat16(self) -> None:
         run = compare(Residuals, 3, Setting(autocast=True), schedule="gpipe")

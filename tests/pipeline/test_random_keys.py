@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,16 @@ def test_replicas_use_different_masks() -> None:
     assert len(set(masks)) == 4
 
 
+def test_a_stage_may_be_given_to_a_second_pipeline() -> None:
+    model = seeded(Dropping)
+    batches = batches_of(8)
+    parts = cut_evenly(model, batches[0][0][:2], 2)
+    state = copy.deepcopy(model.state_dict())
+    first = train_stages(model, parts, batches, Setting(), places(2))
+    model.load_state_dict(state)
+    assert_same(train_stages(model, parts, batches, Setting(), places(2)), first)
+
+
 def test_the_users_own_random_numbers_are_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(4)
@@ -191,6 +202,31 @@ def test_numbers_drawn_by_the_host_meanwhile_neither_disturb_nor_are_disturbed()
             thread.join()
         assert_same(run, reference)
         assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=False))
+
+
+def test_an_example_run_takes_no_numbers_from_a_thread_that_draws_meanwhile() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    drawn: list[Tensor] = []
+    with numbers_of_its_own(torch.device("cpu")):
+        F.dropout(torch.ones(8), 0.5)
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(2)))
+        thread.start()
+        thread.join()
+        torch.rand_like(torch.ones(8))
+    drawn.append(torch.rand(2))
+    assert torch.equal(torch.cat(drawn), expected)
+
+
+def test_outside_of_a_pipeline_a_keyed_stage_draws_as_ever() -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.5)))
+    torch.manual_seed(1)
+    expected = graph(torch.ones(16))
+    key_random_operations(graph.graph, graph)
+    graph.recompile()
+    torch.manual_seed(1)
+    assert torch.equal(graph(torch.ones(16)), expected)
 
 
 def test_a_compiled_stage_is_not_compiled_again_for_another_micro_batch() -> None:

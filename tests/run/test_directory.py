@@ -217,3 +217,10 @@ def test_a_job_that_died_before_it_claimed_a_directory_does_not_take_a_foreign_o
     restarted_as(monkeypatch, "job-a", 1)
     with pytest.raises(UsageError, match="already holds a run"):
         start(run_dir=Path("mine"))
+
+
+@pytest.mark.parametrize("now", ["48", "mean=0.5/0.5/0.5,std=0.5/0.5/0.5", "channels=1"])
+def test_a_resumed_run_cannot_change_what_its_images_are(now):
+    began(image_size="64,crop=0.9")
+    with pytest.raises(UsageError, match="images as the model has seen them"):
+        recall(["image_size"], image_size=now)

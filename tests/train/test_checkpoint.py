@@ -26,6 +26,7 @@ from hybridpar.train.checkpoint import (
     save_checkpoint,
 )
 from hybridpar.train.checkpoint_files import (
+    latest_checkpoint,
     list_checkpoints,
     prune_checkpoints,
 )
@@ -302,3 +303,30 @@ def test_a_really_full_disk_leaves_the_last_checkpoint(tmp_path):
         assert "No space left on device" in caught.value.what
         assert [path.name for path in disk.iterdir()] == ["step-1"]
         assert load_checkpoint(disk).step == 1
+
+
+def test_a_half_written_one_never_counts(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def crash(*arguments):
+        raise KeyboardInterrupt  # as good as kill -9: nothing is cleaned up
+
+    for place in ("_write", "_publish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, place, crash)
+            with pytest.raises(KeyboardInterrupt):
+                save(tmp_path, 2)
+        assert (tmp_path / "step-2.partial").is_dir()
+        assert latest_checkpoint(tmp_path).name == "step-1"
+    save(tmp_path, 2)
+    assert latest_checkpoint(tmp_path).name == "step-2"
+
+
+def test_pruning_takes_away_what_crashes_left_and_nothing_of_the_users(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-7.partial").mkdir()
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step-by-step.txt").write_text("mine")
+    prune_checkpoints(tmp_path, list_checkpoints(tmp_path)[-1:])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-1", "step-by-step.txt"]

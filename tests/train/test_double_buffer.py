@@ -9,7 +9,7 @@ from hybridpar.errors import UsageError
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import images
 from tests.ranks import RankError, run_ranks
-from tests.train.test_engine import make_trainer, normless, state_of
+from tests.train.test_engine import blocks, make_trainer, normless, state_of
 from tests.train.training import close, config, delayed_oracle, make_net, same, share, train_rank, weights
 
 STEPS = 5
@@ -135,3 +135,18 @@ def test_stages_are_late_as_the_uncut_model_is(form, options, placed):
             assert [one[1] for one in also_said] == pytest.approx([one[1] for one in said], rel=1e-6)
             for name, tensor in uncut.items():
                 close([cut[name]], [tensor], rtol=0.0 if exact else 1e-6, atol=0.0 if exact else 1e-6)
+
+
+def test_uneven_shares_and_micro_batches():
+    options = {"sync": "allreduce:late=delay", "micro_batches": 2}
+    for cut in ([8, 4], [0, 12]):
+        close(run(options, cut=cut)[1]["weights"], delayed_oracle(STEPS))
+
+
+def test_a_bad_step_of_stages_costs_its_gradient_and_the_one_that_waited():
+    options = {"sync": "allreduce:late=delay", "compress": "onebit"}
+    ranks = run_ranks(_over_stages, 4, 2, 2, options, blocks, 3, 7, shared_memory=False)
+    for state, said in ranks:
+        assert [skipped for *_, skipped in said] == [False] * 3 + [True, True] + [False] * 2
+        assert all(one.isfinite().all() for one in state.values())
+        assert same(list(state.values()), list(ranks[0][0].values()))

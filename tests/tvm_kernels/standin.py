@@ -97,7 +97,7 @@ def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fi
         "layout": layout,
         "device": cpu_fingerprint(),
         "threads": 1,
-        "versions": versions(),
+        "versions": versions(fields.get("device", cpu_fingerprint())),
         "parameters": {"tile": 2},
         "ms": 1.0,
         "stock_ms": 2.0,

@@ -104,7 +104,9 @@ class Tile:
 
 
 def default(shape: ConvShape, direction: Direction, layout: Layout) -> dict[str, int]:
-    """What was the best most often on an H200 (`benchmarks/gpu/results/convolutions.csv`)."""
+    """What was the best most often on an H200 (`benchmarks/gpu/results/convolutions.csv`), of kernels with these tiles
+    that were written out by hand.
+    """
     is_sum, last = direction is Direction.WEIGHT_GRADIENT, layout is Layout.CHANNELS_LAST
     numbers = {
         (True, False): (2, 8, 4, 2, 2, 7, 4),
