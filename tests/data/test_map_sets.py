@@ -353,22 +353,3 @@ def test_caltech101_has_30_training_images_of_each_class(caltech):
     data = load_dataset(DataConfig(data="caltech101", data_root=root))
     assert torch.bincount(data.train.labels).tolist() == [30, 30, 2]
     assert torch.bincount(data.test.labels).tolist() == [4, 2, 1]
-
-
-def test_caltech101_is_split_as_documented(caltech):
-    root, directory = caltech
-    data = load_dataset(DataConfig(data="caltech101", data_root=root))
-    assert data.class_names == ("Faces", "accordion", "yin_yang")
-    assert data.ignored == ("1 directory that is not read (BACKGROUND_Google/)",)
-    assert torch.bincount(data.train.labels).tolist() == [30, 30, 30]
-    assert torch.bincount(data.test.labels).tolist() == [4, 2, 1]
-    samples = {
-        (source.dataset.path(index), int(source.labels[index]))
-        for source in (data.train, data.test)
-        for index in range(len(source))
-    }
-    theirs = torchvision.datasets.Caltech101(root)
-    assert samples == {
-        (directory / theirs.categories[label] / f"image_{number:04d}.jpg", label)
-        for number, label in zip(theirs.index, theirs.y, strict=True)
-    }

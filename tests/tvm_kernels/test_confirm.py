@@ -112,7 +112,7 @@ def test_who_wants_no_kernels_or_all_of_them_gets_nothing_confirmed(mode: str, m
 
 def test_without_tvm_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it began"))
-    monkeypatch.setattr(confirm, "versions", lambda: {"tvm": "none"})
+    monkeypatch.setattr(confirm, "versions", lambda _: {"tvm": "none"})
     assert confirm_kernels({WEIGHT: 1}, Database()) == ""
 
 
