@@ -210,7 +210,7 @@ class ClusterSpec(_Part):
     def _each_host(self) -> list[Hosts]:
         """Every host by itself, in an order that does not depend on the file's."""
         hosts = [host for host in self.hosts for _ in range(host.count)]
-        return sorted(hosts, key=lambda one: (-one.devices, one.kind, -(one.memory or 0), one.name))
+        return sorted(hosts, key=lambda host: (-host.devices, host.kind, -(host.memory or 0), host.name))
 
 
 def read_cluster_file(path: Path) -> ClusterSpec:

@@ -149,14 +149,14 @@ def record_failure(error: BaseException, *, debug: bool) -> bool:
 
     It must be written before the worker leaves its peers, who are to find it when they notice.
     """
-    place = os.environ.get(VERDICT_VARIABLE)
-    if place is None or isinstance(error, (SyncError, LaunchError, KeyboardInterrupt)):
+    path = os.environ.get(VERDICT_VARIABLE)
+    if path is None or isinstance(error, (SyncError, LaunchError, KeyboardInterrupt)):
         return False
     code = error.exit_code if isinstance(error, HybridparError) else 1
-    aside = f"{place}.{os.getpid()}"
+    aside = f"{path}.{os.getpid()}"
     try:
         Path(aside).write_text(json.dumps({"text": error_text(error, debug), "code": code}), encoding="utf-8")
-        os.link(aside, place)  # the first verdict stands
+        os.link(aside, path)  # the first verdict stands
     except FileExistsError:
         pass
     except OSError:
@@ -168,8 +168,8 @@ def record_failure(error: BaseException, *, debug: bool) -> bool:
 
 def failure_recorded() -> bool:
     """Whether another worker of this job has left a verdict."""
-    place = os.environ.get(VERDICT_VARIABLE)
-    return place is not None and Path(place).exists()
+    path = os.environ.get(VERDICT_VARIABLE)
+    return path is not None and Path(path).exists()
 
 
 def report_verdict(verdict: Path) -> int:

@@ -81,8 +81,8 @@ def read_hosts(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        told = getattr(error, "strerror", None) or "it is no text"
-        raise UsageError(f"--hosts {path}: {told}", fix="Name a file with a host per line.") from error
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--hosts {path}: {reason}", fix="Name a file with a host per line.") from error
     hosts = []
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].split():
@@ -90,7 +90,7 @@ def read_hosts(path: Path) -> list[Host]:
     if not hosts:
         raise UsageError(f"--hosts {path} names no host", fix="Write one per line, such as `gpu-a slots=4`.")
     addresses = [host.address for host in hosts]
-    twice = next((one for one in addresses if addresses.count(one) > 1), None)
+    twice = next((address for address in addresses if addresses.count(address) > 1), None)
     if twice is not None:
         raise UsageError(
             f"--hosts {path} names {twice} twice", "A host has one line.", "Say with slots=N how many workers it runs."

@@ -133,8 +133,8 @@ class Programs:
             if all(code == 0 for code in codes):
                 return self._logs[0].with_suffix(".answer").read_text(encoding="utf-8")
             if time.monotonic() > self._deadline:
-                said = _last_line(self._logs[codes.index(None)], 0)
-                last = f"; it last said: {said}" if said else ""
+                last_line = _last_line(self._logs[codes.index(None)], 0)
+                last = f"; it last said: {last_line}" if last_line else ""
                 raise LaunchError(f"{self._what} took more than {self._timeout:g} s{last}", fix=_FIX)
             time.sleep(0.02)
 

@@ -130,7 +130,7 @@ def _cgroup_directories(controller: str, proc: Path) -> list[Path]:
             paths["cgroup2"] = path
         elif controller in controllers.split(","):
             paths["cgroup"] = path
-    found = []
+    groups = []
     for line in mounts:
         # ID PARENT MAJOR:MINOR ROOT MOUNT-POINT OPTIONS [TAGS...] - TYPE SOURCE SUPER-OPTIONS
         place, _, kind = line.partition(" - ")
@@ -142,8 +142,8 @@ def _cgroup_directories(controller: str, proc: Path) -> list[Path]:
         # outside of that subtree is not to be seen; the mount's top is then the nearest that is.
         inside = os.path.relpath(paths[filesystem], root)
         steps = [] if inside.startswith("..") else [step for step in Path(inside).parts if step != "."]
-        found += [Path(top, *steps[:depth]) for depth in range(len(steps) + 1)]
-    return found
+        groups += [Path(top, *steps[:depth]) for depth in range(len(steps) + 1)]
+    return groups
 
 
 def physical_cores(cores: Sequence[int], system: Path = Path("/sys/devices/system/cpu")) -> list[list[int]]:
@@ -242,7 +242,7 @@ def _threads_of_torchrun(parent: Path | None = None) -> bool:
         started_with = ((parent or Path(f"/proc/{os.getppid()}")) / "environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return not any(one.startswith(b"OMP_NUM_THREADS=") for one in started_with)
+    return not any(variable.startswith(b"OMP_NUM_THREADS=") for variable in started_with)
 
 
 def describe(environment: Mapping[str, str] | None = None) -> str:
@@ -287,5 +287,5 @@ def affinity(rank: int, workers: int, cores: Sequence[int]) -> set[int] | None:
     shares = physical_cores(cores)
     if workers > len(shares):
         shares = [[core] for share in shares for core in share]
-    first, end = (len(shares) * place // workers for place in (rank, rank + 1))
+    first, end = (len(shares) * at // workers for at in (rank, rank + 1))
     return {core for share in shares[first:end] for core in share}

@@ -47,6 +47,6 @@ def repeat_until_steady(
     """Repeat a measurement until its results agree."""
     end = clock() + seconds
     results = [measure()]
-    while not (found := noise(results)) <= limit and len(results) < most and clock() < end:
+    while not (spread := noise(results)) <= limit and len(results) < most and clock() < end:
         results.append(measure())
-    return results, found
+    return results, spread

@@ -163,7 +163,7 @@ class BorderTable:
                     rollback.restore()
                 if stage.index in self._recomputed | self._offloaded:
                     stays = leaves if stage.index in self._recomputed or not stage.outputs else [*leaves, *result]
-                    storages = {storage_of(one): one.untyped_storage() for one in stays}
+                    storages = {storage_of(tensor): tensor.untyped_storage() for tensor in stays}
                     saved = sum(storage.nbytes() for storage in storages.values())
                 facts.saved_bytes.append(saved)
                 named = dict(zip((border.name for border in stage.inputs), leaves, strict=True))
@@ -186,18 +186,18 @@ class BorderTable:
 def _leaves_behind(tensors: Iterable[Any], leaves: Mapping[str, Tensor]) -> set[str]:
     """Names of the leaves that a backward pass from some tensors would come to."""
     roots = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
-    found = {name for name, leaf in leaves.items() if any(root is leaf for root in roots)}
+    reached = {name for name, leaf in leaves.items() if any(root is leaf for root in roots)}
     names = {id(leaf): name for name, leaf in leaves.items()}
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if (name := names.get(id(getattr(node, "variable", None)))) is not None:
-            found.add(name)
-        after = {one for one, _ in node.next_functions if one is not None} - seen
+            reached.add(name)
+        after = {function for function, _ in node.next_functions if function is not None} - seen
         seen |= after
         waiting += after
-    return found
+    return reached
 
 
 def _require_known_gradient(stage: int, border: Any, tensor: Tensor) -> None:
@@ -211,17 +211,17 @@ def _require_known_gradient(stage: int, border: Any, tensor: Tensor) -> None:
 
 def _call(forward: Callable[..., Any], leaves: Sequence[Tensor], module: nn.Module) -> tuple[Any, int]:
     """The result of a stage, and the bytes it would keep for its backward pass."""
-    own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    module_storages = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
     sizes: dict[int, int] = {}
-    kept = []  # so that no other storage gets the place of one
+    holding = []  # so that no other storage gets the place of one
     # What enters may be a view, for instance one micro-batch of a whole batch: only its own part counts.
     entering = {storage_of(leaf): leaf.nbytes for leaf in leaves}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if (number := storage_of(tensor)) not in own:
+        if (number := storage_of(tensor)) not in module_storages:
             sizes[number] = entering.get(number, storage.nbytes())
-            kept.append(storage)
+            holding.append(storage)
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

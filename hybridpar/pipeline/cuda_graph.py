@@ -56,7 +56,7 @@ class _Shape:
 
     @classmethod
     def of(cls, micro_batches: MicroBatches, samples: int, global_samples: float) -> _Shape:
-        facts = ((tuple(one.shape), one.stride(), one.dtype) for pair in micro_batches for one in pair)
+        facts = ((tuple(tensor.shape), tensor.stride(), tensor.dtype) for pair in micro_batches for tensor in pair)
         return cls(tuple(facts), samples, global_samples)
 
 
@@ -80,8 +80,8 @@ class StepGraph:
         self._set_rates = set_rates
         self._lanes = lanes
         self._optimizers = optimizers
-        self._modules = list(dict.fromkeys(one for module in modules for one in module.modules()))
-        self._parameters = list(dict.fromkeys(one for module in modules for one in module.parameters()))
+        self._modules = list(dict.fromkeys(part for module in modules for part in module.modules()))
+        self._parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
         self._warm_ups = warm_ups
         self._stream = cuda.Stream(lanes.device)
         self._flags = torch.zeros(2, dtype=torch.float64, device=lanes.device)
@@ -199,10 +199,10 @@ class StepGraph:
                 yield
             finally:
                 cuda.set_sync_debug_mode(before)
-        waits = [one for one in caught if "synchronizing CUDA operation" in str(one.message)]
-        for one in caught:
-            if one not in waits and "Synchronization debug mode" not in str(one.message):
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+        for warning in caught:
+            if warning not in waits and "Synchronization debug mode" not in str(warning.message):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if waits:
             self._stop_trying(f"the host waits for the device in {waits[0].filename}, line {waits[0].lineno}")
 
@@ -236,7 +236,7 @@ class StepGraph:
             if collecting:
                 gc.enable()
         self._graph = graph
-        self._gradients = [(one, one.grad) for one in self._parameters if one.grad is not None]
+        self._gradients = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         self._away = False
         return True
 

@@ -127,10 +127,10 @@ class PipelineEngine:
     ) -> None:
         options, lanes, layout = self.options, self._lanes, self._layout
         replicas = self.world if self.grid is None else self.grid.replica_world
-        mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
+        local = [index for index in range(layout.stages) if layout.home(index) == self.position]
         if options.own_only and replicas.size > 1:
             with replicas.named_errors("broadcasting the initial stages"):
-                for index in mine:
+                for index in local:
                     broadcast_state(module_of(self._all_stages[index]), 0, replicas)
         synced = options.sync.sync_batch_norm and replicas.size > 1
         sharded = options.sync.shard_optimizer and replicas.size > 1
@@ -146,7 +146,7 @@ class PipelineEngine:
         # A part of a job cannot be divided further.
         if options.sync.uses_nodes and self.world.size == self.world.job_size > 1:
             self._nodes = NodeWorlds.open(self.world, options.layout.columns, sum_lanes)
-        self.forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
+        self.forwards = [self._forward(stage, stage.index in local) for stage in self._all_stages]
         self.borders = BorderTable(
             *(self._all_stages, self.forwards, options.recompute, options.offload),
             *(loss, options.compile, self._context),
@@ -154,7 +154,7 @@ class PipelineEngine:
         )
         compute: dict[int, Lane] = {
             lane: lanes.caller if self.is_whole else lanes.open(f"compute {lane}", threads=options.threads)
-            for lane in sorted({layout.lane_of[index] for index in mine})
+            for lane in sorted({layout.lane_of[index] for index in local})
         }
         # Lanes run beside each other, so each adds its BatchNorm moments on a group of its own.
         spare = replicas.lane_groups[sum_lanes:]
@@ -166,9 +166,9 @@ class PipelineEngine:
         # A whole model draws from torch's generators, as in any loop.
         first = self.replica * self.micro_batches
         keys = None if self.is_whole else RandomKeys(options.seed, lanes.device, first, options.compile)
-        for index in mine:
+        for index in local:
             stage, lane = self._all_stages[index], compute[layout.lane_of[index]]
-            if apart and self.grid is not None and index != mine[0]:
+            if apart and self.grid is not None and index != local[0]:
                 replicas = self.grid.world_of(index)
                 sync_lanes = (
                     open_sync_lanes(replicas, lanes, name=f"sync of stage {index}") if replicas.size > 1 else []
@@ -231,8 +231,8 @@ class PipelineEngine:
         """What each parameter is sent as, of all stages; empty where gradients are added as they are. A collective."""
         self.wait()  # the step under way uses the same process group
         reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
-        mine = ChainMap(*(reducer.bytes_by_parameter() for reducer in reducers))
-        parts: list[Any] = self.world.gather(dict(mine))
+        sent = ChainMap(*(reducer.bytes_by_parameter() for reducer in reducers))
+        parts: list[Any] = self.world.gather(dict(sent))
         return layer_bytes(self.model, ChainMap(*parts))
 
     def collect(self) -> None:
@@ -253,8 +253,8 @@ class PipelineEngine:
     def _share_extra_states(self, modules: Iterable[nn.Module]) -> None:
         """Give every worker the extra states of these modules of this worker; a collective."""
         if self.world.size > 1 and extra_states(self.model):
-            mine = {name: state for module in modules for name, state in extra_states(module).items()}
-            every: list[Any] = self.world.gather(mine)
+            local_states = {name: state for module in modules for name, state in extra_states(module).items()}
+            every: list[Any] = self.world.gather(local_states)
             for states in every:
                 load_values(self.model, states)
 
@@ -271,21 +271,21 @@ class PipelineEngine:
             {
                 id(tensor)
                 for stage in self._all_stages
-                if (stage.index in self.stages) == mine
+                if (stage.index in self.stages) == is_local
                 for tensor in chain(module_of(stage).parameters(), module_of(stage).buffers())
             }
-            for mine in (True, False)
+            for is_local in (True, False)
         )
         made: dict[int, Tensor] = {}
         for _, held, key in places(self.model):
             if id(value := held[key]) in others - own:
                 held[key] = made.setdefault(id(value), like_tensor(value, value.detach().to("meta")))
 
-    def gather_on_main(self, mine: Any) -> list[Any] | None:
+    def gather_on_main(self, value: Any) -> list[Any] | None:
         """Something of every position, on rank 0; None elsewhere. A collective."""
         if self.grid is None:
-            return [mine]
-        return self.world.gather_on_main(mine, self.options.layout.ranks[0])
+            return [value]
+        return self.world.gather_on_main(value, self.options.layout.ranks[0])
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs to add in the same order: the orders of buckets. A collective."""
@@ -365,11 +365,11 @@ class PipelineEngine:
                     received = grid.receivers[home].receive([parts[name] for name in needed])
                     values.update(zip(needed, received, strict=True))
 
-    def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
+    def _forward(self, stage: StageModule, is_local: bool) -> Callable[..., Any]:
         module: Any = module_of(stage)
         if self.is_whole:
             return torch.compile(module) if self.options.compile else module
-        compiled = self.options.compile and mine
+        compiled = self.options.compile and is_local
         if count := key_random_operations(module.graph, module, compiled=compiled):
             module.recompile()
             self.random_stages[stage.index] = count

@@ -219,7 +219,9 @@ class LocalStage:
                 squares, unwritten = unwritten.materialise(), None
             named = self.module.named_parameters()
             clip_each(
-                [one for name, one in named if name not in options.not_clipped], options.clip_mode, options.clip_norm
+                [parameter for name, parameter in named if name not in options.not_clipped],
+                options.clip_mode,
+                options.clip_norm,
             )
         return unwritten, squares
 

@@ -60,8 +60,8 @@ class RandomKeys:
     @contextmanager
     def of(self, step: int, micro_batch: int) -> Iterator[None]:
         """Inside, random operations of stages on this thread belong to a micro-batch of a step."""
-        own = self.device.type == "cpu" and not self.compiled
-        _local.key = (self.device, f"{self.seed}:{step}:{self.first + micro_batch}", own)
+        separate = self.device.type == "cpu" and not self.compiled
+        _local.key = (self.device, f"{self.seed}:{step}:{self.first + micro_batch}", separate)
         _local.leave = None
         try:
             yield
@@ -88,7 +88,7 @@ def numbers_of_its_own(device: torch.device, compiled: bool = False) -> Iterator
 
 def key_random_operations(graph: fx.Graph, modules: nn.Module, *, compiled: bool = False) -> int:
     """Surround every random operation of a graph by calls that seed it by its name; the caller recompiles."""
-    enter, leave = (torch.compiler.disable(one) if compiled else one for one in (enter_random, leave_random))  # type: ignore[no-untyped-call]
+    enter, leave = (torch.compiler.disable(hook) if compiled else hook for hook in (enter_random, leave_random))  # type: ignore[no-untyped-call]
     count = 0
     for node in list(graph.nodes):
         if not _is_random(node, modules):
@@ -109,11 +109,11 @@ def enter_random(name: str) -> None:
     key = getattr(_local, "key", None)
     if key is None:
         return
-    device, text, own = key
+    device, text, separate = key
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return  # only dropout of rate 0 is captured, see `check_capturable`
     seed = zlib.crc32(f"{text}:{name}".encode())
-    if own:
+    if separate:
         mode = _OwnGenerator(seed)
         mode.__enter__()  # type: ignore[no-untyped-call]
         _local.leave = partial(mode.__exit__, None, None, None)
@@ -265,9 +265,9 @@ class StageRun:
         #: What pools the statistics of BatchNorm, where something does.
         self.batch_norm: BatchNormPool | None = None
         self._flights: dict[int, _Flight] = {}
-        norms = {one for one in self.module.modules() if isinstance(one, _BatchNorm)}
-        statistics = {id(buffer) for one in norms for buffer in one._buffers.values() if buffer is not None}
-        others = [one._buffers for one in self.module.modules() if one not in norms]
+        norms = {module for module in self.module.modules() if isinstance(module, _BatchNorm)}
+        statistics = {id(buffer) for norm in norms for buffer in norm._buffers.values() if buffer is not None}
+        others = [module._buffers for module in self.module.modules() if module not in norms]
         #: Buffers that autograd may save for a backward pass; statistics of BatchNorm it does not.
         self.buffers = [held for held in others if statistics.isdisjoint(map(id, held.values()))]
         # Writing through `.data` leaves no mark on a tensor, so what the trace saw counts as changed in every pass.
@@ -325,7 +325,7 @@ class StageRun:
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         if parks:
             stays = (*leaves.values(), *tree_leaves(flight.target), *self.module.parameters(), *self.module.buffers())
-            flight.parked = Parked(one for one in stays if isinstance(one, Tensor))
+            flight.parked = Parked(value for value in stays if isinstance(value, Tensor))
         if self._recompute:
             # Pooled statistics are not read.
             flight.seen = held_state(self.module, () if self.batch_norm is None else self.batch_norm.layers)

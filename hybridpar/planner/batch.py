@@ -71,12 +71,12 @@ def choose_batch(parts: int, most: int, need: Callable[[int], Need], rate: Calla
         rates[batch] = rate(batch)
         if rates[batch] < (1 + GAIN) * rates[batch // 2]:
             break
-    chosen = min(one for one in rates if rates[one] >= (1 - GAIN) * max(rates.values()))
+    chosen = min(batch for batch in rates if rates[batch] >= (1 - GAIN) * max(rates.values()))
     reasons = [
-        f"{one:,} would be {abs(change):.0%} {'slower' if change < 0 else 'faster'}"
-        for one in (chosen // 2, 2 * chosen)
-        if one in rates
-        for change in [rates[one] / rates[chosen] - 1]
+        f"{batch:,} would be {abs(change):.0%} {'slower' if change < 0 else 'faster'}"
+        for batch in (chosen // 2, 2 * chosen)
+        if batch in rates
+        for change in [rates[batch] / rates[chosen] - 1]
     ]
     return BatchChoice(chosen, ", ".join([*reasons, *([end] if chosen == batch else [])]))
 

@@ -215,7 +215,10 @@ def _coded_ms(layer: Parameter, codec: Codec, rate: CodecRate, workers: int, ms_
 def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
     """Parameters of a stage in the buckets that its first step cuts: from the last one to the first."""
     order = list(parameters)[::-1]
-    return [[order[index] for index in bucket] for bucket in cut_buckets([4 * one.count for one in order], limit)]
+    return [
+        [order[index] for index in bucket]
+        for bucket in cut_buckets([4 * parameter.count for parameter in order], limit)
+    ]
 
 
 def bucket_cost(

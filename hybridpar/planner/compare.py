@@ -25,27 +25,27 @@ _SIZE_CAUSES = {
 
 def prediction_warnings(plan: Plan, ran: StepFigures, load: float = 0.0) -> list[str]:
     """What missed its prediction by more than `APART`, each with the likely cause; empty where nothing did."""
-    predicted, told = plan.predicted, []
+    predicted, differences = plan.predicted, []
     if predicted is not None and predicted.step_ms and ran.step_ms is not None:
         missed = ran.step_ms / predicted.step_ms - 1
         if abs(missed) > APART:
-            told.append(
+            differences.append(
                 f"a step took {ran.step_ms:,.1f} ms, {100 * missed:+.0f} % off the {predicted.step_ms:,.1f} ms that "
                 f"were predicted: {_cause(predicted, ran, load)}"
             )
     for name, what in (("bytes_sent_per_step", "a worker sent"), ("memory_bytes", "a worker needed")):
-        wanted, found = getattr(predicted, name, None), getattr(ran, name)
-        if not wanted or found is None:
+        wanted, measured = getattr(predicted, name, None), getattr(ran, name)
+        if not wanted or measured is None:
             continue
-        if abs(found - wanted) < UNCOUNTED[name] or (name == "memory_bytes" and found < wanted):
+        if abs(measured - wanted) < UNCOUNTED[name] or (name == "memory_bytes" and measured < wanted):
             continue  # nor is it a failure where less was needed than was feared
-        missed = found / wanted - 1
+        missed = measured / wanted - 1
         if abs(missed) > APART:
-            told.append(
-                f"{what} {found / 1e6:,.1f} MB, {100 * missed:+.0f} % off the {wanted / 1e6:,.1f} MB that were "
+            differences.append(
+                f"{what} {measured / 1e6:,.1f} MB, {100 * missed:+.0f} % off the {wanted / 1e6:,.1f} MB that were "
                 f"predicted: {_SIZE_CAUSES[name]}"
             )
-    return told
+    return differences
 
 
 def _cause(predicted: StepFigures, ran: StepFigures, load: float) -> str:

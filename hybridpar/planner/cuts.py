@@ -100,7 +100,7 @@ class StageFigures:
     @cached_property
     def parameter_bytes(self) -> tuple[int, ...]:
         """Of every stage's parameters, in float32."""
-        return tuple(4 * sum(one.count for one in own) for own in self.parameters)
+        return tuple(4 * sum(parameter.count for parameter in parameters) for parameters in self.parameters)
 
 
 class CutLibrary:

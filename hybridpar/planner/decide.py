@@ -151,18 +151,18 @@ def decide_plan(
     inputs, way = measure_inputs(model, question, world, open_trial=open_trial, announce=announce, progress=progress)
     options = question.options
     compute = compute_of_way(options, way)
-    found: list[tuple[Answer, list[Outcome]]] = []
+    answers: list[tuple[Answer, list[Outcome]]] = []
 
     def predict() -> list[str]:
         """The plans that are worth a few steps."""
         announce("planning: predicting the ways to divide the work")
         answer = find_plan(inputs)
-        outcomes = [one for one in finalists(answer, FINALISTS) if one.score <= NEAR * answer.chosen.score]
+        outcomes = [outcome for outcome in finalists(answer, FINALISTS) if outcome.score <= NEAR * answer.chosen.score]
         # A few steps do not show what an outer loop takes, and a model that is not held whole takes none.
         if answer.chosen.candidate.codec.every > 1 or is_deferred(model):
             outcomes = [answer.chosen]
-        found.append((answer, outcomes))
-        return [plan_of(answer, one, compute).to_json() for one in outcomes]
+        answers.append((answer, outcomes))
+        return [plan_of(answer, outcome, compute).to_json() for outcome in outcomes]
 
     texts = world.from_main(predict, long=True)
     plans = [parse_plan(json.loads(text)) for text in texts]
@@ -182,7 +182,7 @@ def decide_plan(
     decisions: list[Decision] = []
 
     def decide() -> tuple[str, tuple[str, ...]]:
-        answer, outcomes = found[0]
+        answer, outcomes = answers[0]
         run = [outcomes[index] for index in timed_plans]
         result = verified(run, [times[index] for index in timed_plans]) if run else None
         outcome = answer.chosen if result is None else result.chosen
@@ -280,7 +280,7 @@ def said(
     lines += [f"         {line}" for line in proof_lines(choice.codecs.values())]
     if fewer := _fewer_workers(answer, inputs):
         lines.append(f"         {fewer}")
-    return (*lines, *(f"         {one}" for one in caveats(inputs)))
+    return (*lines, *(f"         {caveat}" for caveat in caveats(inputs)))
 
 
 def _worth_lines(way: Way) -> list[str]:
@@ -294,9 +294,9 @@ def _worth_lines(way: Way) -> list[str]:
 
 def _kind(outcome: Outcome) -> tuple[object, ...]:
     """What tells ways to divide the work apart; cuts, placements and schedules are details of it."""
-    one = outcome.candidate
-    layout = one.layout
-    return layout.stages, layout.replicas, one.micro_batches, one.codec
+    candidate = outcome.candidate
+    layout = candidate.layout
+    return layout.stages, layout.replicas, candidate.micro_batches, candidate.codec
 
 
 def _ms(time: float) -> str:

@@ -54,9 +54,9 @@ def memory_of(inputs: PlannerInputs, micro_batches: int = 1, held: int = 0) -> C
         space = Space(replace(inputs, batch=batch), workers)
         codec = space.codec_choices[-1 if inputs.fixed.codecs is not None and workers > 1 else 0]
         layout = Layout.repeated([(0, 0)], workers)
-        whole = space.cut(layout)
-        assert whole is not None
-        candidate = Candidate(layout, micro_batches, whole, "accumulate", codec, sharded=shards and workers > 1)
+        cut = space.cut(layout)
+        assert cut is not None
+        candidate = Candidate(layout, micro_batches, cut, "accumulate", codec, sharded=shards and workers > 1)
         outcome = Evaluator(space).outcome(candidate)
         return Need(outcome.memory_bytes, outcome.limit_bytes - held)
 

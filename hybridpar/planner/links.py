@@ -251,8 +251,8 @@ def _time(work: _Work | None, sent: float, world: World, seconds: float) -> tupl
     # Of a small message's time only the least is latency for sure: threads that wake up late do so once per message,
     # and while a large one is under way they are awake.
     moving = max(large - min(small), 0.5 * large)
-    mine = None if work is None else (statistics.median(small), sent * size / moving)
-    answers: list[tuple[float, float]] = [answer for answer in world.gather(mine) if answer is not None]  # type: ignore[misc]
+    local = None if work is None else (statistics.median(small), sent * size / moving)
+    answers: list[tuple[float, float]] = [answer for answer in world.gather(local) if answer is not None]  # type: ignore[misc]
     return max(latency for latency, _ in answers), min(speed for _, speed in answers)
 
 

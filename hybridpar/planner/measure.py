@@ -93,11 +93,12 @@ def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
     """The trained parameters of a model, each with the first unit that uses it."""
     home: dict[int, int] = {}
     for index, nodes in enumerate(units.nodes):
-        for one in (one for node in nodes for one in state_of(units.traced, node)):
-            home.setdefault(id(one), index)
+        for node in nodes:
+            for state in state_of(units.traced, node):
+                home.setdefault(id(state), index)
     # A parameter that no unit uses has no gradient to exchange.
     return tuple(
-        Parameter(name, tuple(one.shape), home[id(one)])
-        for name, one in units.model.named_parameters()
-        if one.requires_grad and id(one) in home
+        Parameter(name, tuple(parameter.shape), home[id(parameter)])
+        for name, parameter in units.model.named_parameters()
+        if parameter.requires_grad and id(parameter) in home
     )

@@ -50,19 +50,19 @@ def device_bytes(
     divided, kind = inputs.optimizer_copies - inputs.averages, inputs.by_worker[0][1].kind
     lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
     again, added, working, weights = ([0] * layout.lanes for _ in range(4))
-    whole = figures.model_bytes
+    model_bytes = figures.model_bytes
     holds_all = (inputs.whole_model or not job.is_equal) and layout.workers > 1
     if holds_all or layout.workers == 1:
-        lasting, whole = [inputs.profile.model_bytes] * layout.workers, (0,) * job.stages
+        lasting, model_bytes = [inputs.profile.model_bytes] * layout.workers, (0,) * job.stages
     for stage, size in enumerate(figures.parameter_bytes):
         home, lane = layout.home(stage), layout.lane_of[stage]
         state[home] += divided * owned[stage]
         # From one step to the next.
-        lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec.order > 0)) * size
+        lasting[home] += model_bytes[stage] + (1 + inputs.averages + (candidate.codec.order > 0)) * size
         if kind != "cpu" or hosts > 1 or candidate.codec.order:  # else workers add them where they share memory
             buckets[home] += gradients[stage] - size  # until they are summed
         working[lane] = max(working[lane], figures.largest_bytes[stage])
-        weights[lane] = max(weights[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
+        weights[lane] = max(weights[lane], *(4 * parameter.count for parameter in figures.parameters[stage]), 0)
         if count > 1:
             added[lane] = weights[lane]
         # One pass's leave while the next one computes, and others come back.
@@ -78,8 +78,8 @@ def device_bytes(
         held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
         lasting[home] += added[lane] + copies * weights[lane]
     needs = [
-        kept + mine + max(size + copied, handed)
-        for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
+        weights_held + state_held + max(size + copied, handed)
+        for weights_held, state_held, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
     ]
     if kind == "cpu":
         beside = PROCESS_BYTES + _shared_bytes(inputs, job.replicas, layout, figures, hosts)
@@ -97,8 +97,10 @@ def _shared_bytes(inputs: PlannerInputs, replicas: int, layout: Layout, figures:
     Between hosts each lane has memory in which a bucket arrives.
     """
     if hosts > 1:
-        buckets = [bucket for own in figures.parameters for bucket in stage_buckets(own, inputs.bucket_bytes)]
-        sizes = sorted((4 * sum(one.count for one in bucket) for bucket in buckets), reverse=True)
+        buckets = [
+            bucket for parameters in figures.parameters for bucket in stage_buckets(parameters, inputs.bucket_bytes)
+        ]
+        sizes = sorted((4 * sum(parameter.count for parameter in bucket) for bucket in buckets), reverse=True)
         return sum(sizes[: inputs.sync_lanes]) if replicas > 1 else 0
     return 2 * CHUNK_BYTES if layout.workers > 1 else 0
 
@@ -112,9 +114,9 @@ def _gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, bu
     sizes = []
     for parameters in figures.parameters:
         buckets = stage_buckets(parameters, bucket_bytes) if replicas > 1 else []
-        copied = [4 * sum(one.count for one in bucket) for bucket in buckets if len(bucket) > 1]
+        copied = [4 * sum(parameter.count for parameter in bucket) for bucket in buckets if len(bucket) > 1]
         waiting = sum(copied) if micro_batches > 1 else max(copied, default=0)
-        sizes.append(4 * sum(one.count for one in parameters) + waiting)
+        sizes.append(4 * sum(parameter.count for parameter in parameters) + waiting)
     return tuple(sizes)
 
 

@@ -104,28 +104,28 @@ def plan_run(
         input=tuple(sample_shape) if sample_shape is not None else None,
     )
     plan = plan or _read_own_plan(config, world)
-    found: _Found = None, ()
+    choice: _Found = None, ()
     if plan is None and config.chooses:
         from hybridpar.planner.choice import other_types
 
         if why := other_types(model):
-            config, found = replace(config, compress="none"), (None, (f"auto     none: {why}",))
+            config, choice = replace(config, compress="none"), (None, (f"auto     none: {why}",))
     if plan is not None:
-        found = _follow_given(model, config, world, plan, decided, name, sample_shape)
+        choice = _follow_given(model, config, world, plan, decided, name, sample_shape)
     elif not config.searches:
         pass
     elif stored is not None:
-        kept, problem = world.from_main(lambda: _stored_plan(stored))
-        if kept is not None:
-            found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
+        stored_text, problem = world.from_main(lambda: _stored_plan(stored))
+        if stored_text is not None:
+            choice = _follow_stored(model, config, world, parse_plan(json.loads(stored_text)), decided)
         elif problem:
-            found = _unplanned(f"that of the run cannot be read, so its options decide: {problem}")
+            choice = _unplanned(f"that of the run cannot be read, so its options decide: {problem}")
     elif open_trial is None:
-        found = _unplanned("no worker holds all of the model to measure it") if insists else found
+        choice = _unplanned("no worker holds all of the model to measure it") if insists else choice
     elif why := _not_worth(sample_shape, steps):
-        found = _unplanned(why) if insists else found
+        choice = _unplanned(why) if insists else choice
     elif option := not_modelled(config):
-        found = _unplanned(f"no prediction knows {option}")
+        choice = _unplanned(f"no prediction knows {option}")
     else:
         from hybridpar.models.random_state import same_random
         from hybridpar.planner.decide import decide_plan
@@ -136,12 +136,12 @@ def plan_run(
         with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
             try:
                 decision = decide_plan(model, world, question, open_trial, announce)
-                found = decision.plan, (*found[1], *decision.lines)
+                choice = decision.plan, (*choice[1], *decision.lines)
             except SyncError:
                 raise
             except HybridparError as error:
-                found = None, (*found[1], *_unplanned(error.what)[1])
-    followed, lines = found
+                choice = None, (*choice[1], *_unplanned(error.what)[1])
+    followed, lines = choice
     resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
     _require_effect(config, named, world.size, resolved.layout)
     if is_auto(resolved.sync.codec):  # there was nothing to search with
@@ -191,7 +191,7 @@ def plan_loop(
         asked = replace(config, replicas=replicas, batch_size=samples)
         # Between two exchanges of an outer loop the workers' models differ, which a script would have to know.
         decided |= {"stages", "replicas", "micro_batches", "sync"}
-    found = plan_run(
+    planned = plan_run(
         model,
         asked,
         world,
@@ -203,9 +203,9 @@ def plan_loop(
         plan=plan,
         open_trial=None if is_deferred(model) else open_trial,
     )
-    for line in found.lines if world.is_main else ():
+    for line in planned.lines if world.is_main else ():
         _log.info(line)
-    return found
+    return planned
 
 
 def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
@@ -218,8 +218,8 @@ def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
         plan = read_plan(config.plan_file)
     except HybridparError as error:
         problem = error
-    mine = "unreadable" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
-    everyone = [str(answer) for answer in world.gather(mine)]
+    fingerprint_here = "unreadable" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+    everyone = [str(answer) for answer in world.gather(fingerprint_here)]
     if problem is not None:
         raise problem
     if len(set(everyone)) > 1:
@@ -257,13 +257,13 @@ def _follow_given(
     if plan.inputs is not None:
         check_made_for(plan, measure_cluster(world))
     followed = _as_followed(config, plan, decided, world.size)
-    told = _expected(followed)
+    note = _expected(followed)
     if followed.inputs is not None and followed.is_edited:
-        followed, told = _unpredicted(followed), ", which was edited: what was predicted does not hold"
+        followed, note = _unpredicted(followed), ", which was edited: what was predicted does not hold"
     if followed.inputs is not None and (other := _made_for_other(config, followed, sample_shape)):
-        followed, told = _unpredicted(followed), f", which was made for {other}: its prediction does not hold here"
-    place = f"from {config.plan_file}" if config.plan_file is not None else "as given"
-    return followed, (f"plan     {place}{told}",)
+        followed, note = _unpredicted(followed), f", which was made for {other}: its prediction does not hold here"
+    origin = f"from {config.plan_file}" if config.plan_file is not None else "as given"
+    return followed, (f"plan     {origin}{note}",)
 
 
 def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int] | None) -> str:
@@ -271,15 +271,17 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
     from hybridpar.planner.inputs import inputs_of_plan
 
     inputs = inputs_of_plan(plan)
-    told = []
+    differences = []
     if inputs.batch != config.samples_per_step:
-        told.append(f"a batch of {inputs.batch}, not {config.samples_per_step}")
+        differences.append(f"a batch of {inputs.batch}, not {config.samples_per_step}")
     if sample_shape is not None and plan.model.input and tuple(plan.model.input) != tuple(sample_shape):
         shapes = ("x".join(map(str, shape)) for shape in (plan.model.input, sample_shape))
-        told.append("samples of {}, not {}".format(*shapes))
+        differences.append("samples of {}, not {}".format(*shapes))
     if inputs.optimizer_copies != state_copies(config):
-        told.append(f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {state_copies(config)}")
-    return ", ".join(told)
+        differences.append(
+            f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {state_copies(config)}"
+        )
+    return ", ".join(differences)
 
 
 def _unpredicted(plan: Plan) -> Plan:
@@ -303,12 +305,12 @@ def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Pl
     return followed, (f"plan     as the run began with, not searched for again{_expected(followed)}",)
 
 
-def _stored_plan(place: Path) -> tuple[str | None, str]:
+def _stored_plan(path: Path) -> tuple[str | None, str]:
     """A run's plan, where it was laid out by one; and why it cannot be read, where it is there."""
     try:
-        plan = read_plan(place)
+        plan = read_plan(path)
     except HybridparError as error:
-        return None, error.what if place.exists() else ""
+        return None, error.what if path.exists() else ""
     return plan.to_json() if plan.checksum is not None and plan.placement is not None else None, ""
 
 

@@ -254,19 +254,19 @@ def _measure_units(job: _Job, way: Way | None, progress: Progress | None) -> Mod
         options = replace(options, **way.options)  # type: ignore[arg-type]
     memory_format = "channels_last" if options.uses_channels_last else "contiguous"
     kernels = "tuned" if options.uses_kernels else "stock"
-    found: list[ModelProfile] = []
+    profiles: list[ModelProfile] = []
 
     def profile() -> None:
         copy = twin_of(job.model)
         examples = [set_way(copy, job.example(size), memory_format, kernels) for size in job.sizes]
         threads = way.threads if way is not None else None
         with autocast(options.amp, job.world.device), intra_op_threads(threads):
-            found.append(profile_model(copy, examples, name=asked.name, passes=PASSES, progress=progress))
+            profiles.append(profile_model(copy, examples, name=asked.name, passes=PASSES, progress=progress))
 
     def measure() -> ModelProfile:
         job.announce("planning: measuring the layers of the model")
         job.world.on_all_patiently(as_problem(profile))
-        of_main: ModelProfile = job.world.gather(found[0] if job.world.is_main else None)[0]  # type: ignore[assignment]
+        of_main: ModelProfile = job.world.gather(profiles[0] if job.world.is_main else None)[0]  # type: ignore[assignment]
         return of_main
 
     chosen = {"memory_format": memory_format, "kernels": kernels, "threads": None if way is None else way.threads}
@@ -277,11 +277,11 @@ def _measure_units(job: _Job, way: Way | None, progress: Progress | None) -> Mod
 
 def with_rest(profile: ModelProfile, way: Way) -> ModelProfile:
     """The profile with what a step takes besides its units, and as fast as the way that was chosen makes all of it."""
-    mine = way.eager_ms * way.step_ms[0] / max(way.step_ms)
+    step_ms = way.eager_ms * way.step_ms[0] / max(way.step_ms)
     factor = max(way.step_ms) / way.eager_ms
-    rest = factor * max(0.0, mine - profile.step_ms)
+    rest = factor * max(0.0, step_ms - profile.step_ms)
     # Units run one by one; together, as in a model that is compiled, they may be faster.
-    return replace(profile.scaled(factor * min(1.0, mine / profile.step_ms)), update_ms=rest)
+    return replace(profile.scaled(factor * min(1.0, step_ms / profile.step_ms)), update_ms=rest)
 
 
 def _measure_links(job: _Job, way: Way | None) -> ClusterSpec:
@@ -321,7 +321,7 @@ def _key(job: _Job) -> dict[str, object]:
     asked, world = job.asked, job.world
     return {
         "model": model_fingerprint(job.model),
-        "trained": [name for name, one in job.model.named_parameters() if one.requires_grad],
+        "trained": [name for name, parameter in job.model.named_parameters() if parameter.requires_grad],
         "name": asked.name,
         "sample": list(asked.sample_shape),
         "batch": asked.options.samples_per_step,
@@ -334,7 +334,7 @@ def _key(job: _Job) -> dict[str, object]:
 
 def _exchange_seconds(model: nn.Module, world: World) -> float:
     """About how long all gradients take between the workers as they are, by a small part of them; a collective."""
-    size = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    size = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     if world.size == 1 or not size:
         return 0.0
     message = torch.zeros(min(size, _PROBE_BYTES) // 4, device=world.device)
@@ -349,20 +349,22 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
     A small pass takes longer than the line through two larger ones says, or less.
     """
     fixed, batch = asked.fixed, asked.options.samples_per_step
-    whole = max(2, -(-batch // workers))
+    largest = max(2, -(-batch // workers))
     if fixed.micro_batches is not None:
-        counts = [fixed.replicas] if fixed.replicas else [one for one in range(1, workers + 1) if workers % one == 0]
+        counts = (
+            [fixed.replicas] if fixed.replicas else [count for count in range(1, workers + 1) if workers % count == 0]
+        )
         sizes = {max(2, -(-batch // (count * fixed.micro_batches))) for count in counts}
         return sorted({min(sizes), max(sizes)})
     if most is None and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
-        return [whole]  # they normalise over a micro-batch, so its size stays
-    whole = whole if most is None else min(whole, most)
-    return sorted({max(2, whole // 16), max(2, whole // 4), whole})
+        return [largest]  # they normalise over a micro-batch, so its size stays
+    largest = largest if most is None else min(largest, most)
+    return sorted({max(2, largest // 16), max(2, largest // 4), largest})
 
 
 def _fitting(model: nn.Module, asked: Question, world: World, samples: int) -> int:
     """So many samples of a micro-batch, or half as often as it takes until a step of them fits into memory."""
-    device, weights = world.device, sum(one.nbytes for one in model.parameters())
+    device, weights = world.device, sum(parameter.nbytes for parameter in model.parameters())
     held = held_bytes(device)
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else usable_memory() // world.size
     bound = _AT_MOST * (4 * samples * math.prod(asked.sample_shape) + weights // 100)

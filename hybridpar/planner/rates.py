@@ -53,9 +53,9 @@ class _Alone(Group):
         """Leave the tensor as it is, as if the others had sent zeros."""
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        mine = split(inp, in_sizes)[self.rank]
+        part = split(inp, in_sizes)[self.rank]
         for piece in split(out, out_sizes):
-            piece.copy_(mine)
+            piece.copy_(part)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         out.view(self.size, -1).copy_(inp.expand(self.size, -1))
@@ -157,10 +157,10 @@ def _measure_together(text: str, shapes: Sequence[tuple[int, ...]], workers: int
     """The mean of what all workers measure at the same time; a collective."""
     world.barrier()
     try:
-        mine = measure_codec(parse_codec(text), shapes, workers, world.device)
+        local_rate = measure_codec(parse_codec(text), shapes, workers, world.device)
     except HybridparError:  # it cannot run here
-        mine = CodecRate(())
-    rates: list[CodecRate] = world.gather(mine)  # type: ignore[assignment]
+        local_rate = CodecRate(())
+    rates: list[CodecRate] = world.gather(local_rate)  # type: ignore[assignment]
     if not all(rate.tried for rate in rates):
         return CodecRate(())
     rows = []

@@ -147,11 +147,11 @@ def resolve_sync(config: TrainConfig, plan: Plan | None, decided: Collection[str
     )
     if plan is None or plan.sync is None:
         return asked
-    own = {"policy": "compress", "outer": "sync", "lanes": "sync", "bucket_bytes": "sync"}
-    own |= {name: name for name in ("batch_norm", "shard_optimizer")}
+    option_of = {"policy": "compress", "outer": "sync", "lanes": "sync", "bucket_bytes": "sync"}
+    option_of |= {name: name for name in ("batch_norm", "shard_optimizer")}
     if config.compress.strip() == plan.sync.codec:  # the same in other words
-        del own["policy"]
-    wins = [field for field, option in own.items() if option in decided]
+        del option_of["policy"]
+    wins = [field for field, option in option_of.items() if option in decided]
     return plan.sync.model_copy(update={field: getattr(asked, field) for field in wins})
 
 
@@ -179,18 +179,18 @@ def _layout(config: TrainConfig, workers: int, plan: Plan | None, decided: Colle
             )
         stages = count
     if layout is None and plan is not None and plan.placement is not None and kind in (None, plan.layout.kind):
-        said = plan.layout
+        planned = plan.layout
         if plan.inputs is not None and "replicas" not in decided:
-            replicas = said.replicas
-        if replicas in (None, said.replicas) and (said.workers == workers or not said.is_equal):
-            layout = said
-        elif stages > 1 and not said.is_usual:
+            replicas = planned.replicas
+        if replicas in (None, planned.replicas) and (planned.workers == workers or not planned.is_equal):
+            layout = planned
+        elif stages > 1 and not planned.is_usual:
             raise UsageError(
-                f"the plan places its stages on {said.workers} worker(s), and here are {workers}",
+                f"the plan places its stages on {planned.workers} worker(s), and here are {workers}",
                 "Only stages that are dealt out to workers in a usual way can be dealt out to others.",
-                f"Start {said.workers} workers, or plan again for these.",
+                f"Start {planned.workers} workers, or plan again for these.",
             )
-        kind = said.kind
+        kind = planned.kind
     if layout is not None:
         if layout.workers != workers:
             raise UsageError(

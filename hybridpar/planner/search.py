@@ -108,7 +108,9 @@ def _outcomes(evaluator: Evaluator, candidates: Iterable[Candidate]) -> Iterator
 
 def _too_little_memory(outcomes: Sequence[Outcome]) -> PlanError:
     """The error that says how much is missing."""
-    nearest = min(outcomes, key=lambda one: (one.memory_bytes - one.limit_bytes, one.candidate.simplicity))
+    nearest = min(
+        outcomes, key=lambda outcome: (outcome.memory_bytes - outcome.limit_bytes, outcome.candidate.simplicity)
+    )
     need, have, candidate = nearest.memory_bytes, nearest.limit_bytes, nearest.candidate
     layout = candidate.layout
     return PlanError(
@@ -125,11 +127,11 @@ def _nothing_left(space: Space) -> PlanError:
     """The error that says what is decided, as together that leaves nothing."""
     fixed = space.inputs.fixed
     apart = ("codecs", "every_step", "exchanged", "staged", "equal")
-    said = {name: value for name, value in vars(fixed).items() if name not in apart}
-    told = [f"{name} {value}" for name, value in said.items() if value is not None]
-    told += ["several replicas"] * fixed.exchanged + ["several stages"] * fixed.staged
+    limits = {name: value for name, value in vars(fixed).items() if name not in apart}
+    words = [f"{name} {value}" for name, value in limits.items() if value is not None]
+    words += ["several replicas"] * fixed.exchanged + ["several stages"] * fixed.staged
     return PlanError(
-        f"what is decided leaves no plan for {space.workers} worker(s): {', '.join(told) or 'nothing'}",
+        f"what is decided leaves no plan for {space.workers} worker(s): {', '.join(words) or 'nothing'}",
         "Stages x replicas use all workers that are asked for, and stages are units of the model.",
         "Leave more of it to the search.",
     )

@@ -246,7 +246,7 @@ def _is_decided_layout(fixed: Fixed, layout: Layout, count: int) -> bool:
         (fixed.placement if layout.stages > 1 else None, layout.kind),
     )
     acts = (layout.replicas > 1 or not fixed.exchanged) and (layout.stages > 1 or not fixed.staged)
-    return acts and all(value is None or value == found for value, found in decided)
+    return acts and all(value is None or value == value_here for value, value_here in decided)
 
 
 # Speeds are throughputs: over that of the device of the profile.
@@ -287,13 +287,14 @@ def stage_devices(inputs: PlannerInputs, layout: Layout) -> tuple[StageDevice, .
     if len(set(kinds)) == 1:
         return ()
     slowest, smallest = (min(column) for column in zip(*kinds, strict=True))
-    own = [kinds[layout.home(stage)] for stage in range(layout.stages)]
+    stage_kinds = [kinds[layout.home(stage)] for stage in range(layout.stages)]
     return tuple(
-        StageDevice(speed / slowest, memory / smallest if math.isfinite(smallest) else 1.0) for speed, memory in own
+        StageDevice(speed / slowest, memory / smallest if math.isfinite(smallest) else 1.0)
+        for speed, memory in stage_kinds
     )
 
 
 def stage_speeds(inputs: PlannerInputs, layout: Layout) -> tuple[float, ...]:
     """For every stage the speed of its device over that of the fastest one; all 1 where they are alike."""
-    speeds = [one.speed for one in stage_devices(inputs, layout)] or [1.0] * layout.stages
+    speeds = [device.speed for device in stage_devices(inputs, layout)] or [1.0] * layout.stages
     return tuple(speed / max(speeds) for speed in speeds)

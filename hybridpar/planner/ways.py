@@ -298,18 +298,18 @@ class _Contest:
     def _in_turns(self, rival: Trial, threads: int | None) -> tuple[float, tuple[float, ...]]:
         """Time of the rival's step over that of the best so far, and the rival's times on every worker."""
         assert self._best is not None
-        ours, theirs = [], []
+        best_times, rival_times = [], []
         first = self._warm_up(rival, threads)
         if max(first) > HOPELESS_AT_FIRST * max(self.times):
             return max(first) / max(self.times), first
         for turn in range(TURNS):
-            theirs.append(timed(rival.step, self._world, threads))
-            ours.append(timed(self._best.step, self._world, self.threads))
-            best, other = (min(map(max, times)) for times in (ours, theirs))
+            rival_times.append(timed(rival.step, self._world, threads))
+            best_times.append(timed(self._best.step, self._world, self.threads))
+            best, other = (min(map(max, times)) for times in (best_times, rival_times))
             if other > HOPELESS * best or (turn + 1) * (best + other) > ENOUGH_MS:
                 break
-        self._note(min((self.times, *ours), key=max))
-        return other / best, min(theirs, key=max)
+        self._note(min((self.times, *best_times), key=max))
+        return other / best, min(rival_times, key=max)
 
     def _note(self, times: tuple[float, ...]) -> None:
         """Take note of what a step takes in the best way so far, of every worker."""

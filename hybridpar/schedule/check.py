@@ -59,13 +59,13 @@ def _require_complete(schedule: Schedule, layout: Layout) -> None:
     counts = Counter(action for row in schedule.rows for action in row)
     for stage in range(layout.stages):
         for index in range(schedule.micro_batches):
-            found = tuple(kind for kind in _PASSES for _ in range(counts[Action(stage, kind, index)]))
-            if found != _PASSES:
+            passes = tuple(kind for kind in _PASSES for _ in range(counts[Action(stage, kind, index)]))
+            if passes != _PASSES:
                 raise failure(
                     schedule,
                     layout,
-                    f"stage {stage} does {' '.join(found) or 'nothing'} for micro-batch {index}",
-                    Action(stage, found[-1], index) if found else None,
+                    f"stage {stage} does {' '.join(passes) or 'nothing'} for micro-batch {index}",
+                    Action(stage, passes[-1], index) if passes else None,
                     "A stage does F and B of every micro-batch, each once.",
                     "Add what is missing, and take out what is too much.",
                 )

@@ -29,13 +29,13 @@ def draw_schedule(
     for lane, row in enumerate(schedule.rows):
         starts = list(map(int, run.starts[lane]))
         cells: list[str] = []
-        for place, action in enumerate(row):
+        for position, action in enumerate(row):
             text = str(action) if several else f"{action.kind.value}{action.index}"
-            if place < len(starts):
-                cells += ["."] * (starts[place] - len(cells))
+            if position < len(starts):
+                cells += ["."] * (starts[position] - len(cells))
             if action == mark:
                 marked = marked or (lane, len(cells))
-            if place < len(starts):
+            if position < len(starts):
                 cells += [text, "-" * len(text)] if action.kind is Kind.BACKWARD else [text]
             else:
                 cells.append(f"{text}?")

@@ -43,14 +43,14 @@ def best_division(costs: Sequence[WorkCost], samples: float) -> list[float]:
     Returns:
         Samples of each worker, not rounded.
     """
-    speed = whole = 0.0
+    speed = fixed_samples = 0.0
     longest = float("inf")
     for cost in sorted(costs):
         if cost.fixed_ms >= longest:
             break
         speed += 1 / cost.sample_ms
-        whole += cost.fixed_ms / cost.sample_ms
-        longest = (samples + whole) / speed
+        fixed_samples += cost.fixed_ms / cost.sample_ms
+        longest = (samples + fixed_samples) / speed
     return [max(0.0, longest - cost.fixed_ms) / cost.sample_ms for cost in costs]
 
 

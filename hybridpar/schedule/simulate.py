@@ -68,7 +68,7 @@ class _Run:
         self.loop = EventLoop()
         self.spans: list[Span] = []
         self.actions = [action for actions in program.workers for action in actions]
-        number = {action: place for place, action in enumerate(self.actions)}
+        number = {action: index for index, action in enumerate(self.actions)}
         self._control_ms = costs.control_ms
         #: For every action how many others it waits for; -1 once it has started.
         self._waits = [0] * len(self.actions)
@@ -78,9 +78,9 @@ class _Run:
         #: What runs as one: both ends of a transfer, and the decision of all workers.
         self._together: dict[int, list[int]] = {}
         self._make_queues(program, costs.sync_lanes)
-        for action, place in number.items():
-            self._connect(program, costs, number, action, place)
-        decisions = [place for action, place in number.items() if action.kind is Kind.DECIDE]
+        for action, index in number.items():
+            self._connect(program, costs, number, action, index)
+        decisions = [index for action, index in number.items() if action.kind is Kind.DECIDE]
         self._together |= dict.fromkeys(decisions, decisions)
         for queue in range(len(self.queues)):
             self._try(queue)
@@ -90,47 +90,47 @@ class _Run:
         self._queue_of: list[int] = []
         self._key_of: list[tuple[str, int, int]] = []
         known: dict[tuple[str, int, int], int] = {}
-        for place, action in enumerate(self.actions):
+        for index, action in enumerate(self.actions):
             kind, worker, lane = program.queue_of(action)
             key = (kind, worker, lane % sync_lanes if kind == "sync" else lane)
             queue = known.setdefault(key, len(self.queues))
             if queue == len(self.queues):
                 self.queues.append([])
-            self.queues[queue].append(place)
+            self.queues[queue].append(index)
             self._queue_of.append(queue)
             self._key_of.append(key)
         for actions in self.queues:
             actions.reverse()  # the head is at the end, where it is taken off in no time
 
-    def _connect(self, program: Program, costs: Costs, number: dict[Action, int], action: Action, place: int) -> None:
+    def _connect(self, program: Program, costs: Costs, number: dict[Action, int], action: Action, index: int) -> None:
         """Note what an action waits for. Something that is not in the program never comes, and the run stops short."""
         if action.kind in RECEIVES:
             # A receive does not come after its send: they are the two ends of one transfer.
             (send,) = program.needs[action]
             if send in number:
-                self._together |= dict.fromkeys(both := [number[send], place], both)
+                self._together |= dict.fromkeys(both := [number[send], index], both)
             return
         for need in program.needs[action]:
-            self._waits[place] += 1
+            self._waits[index] += 1
             if need not in number:
                 continue
             ready = costs.buckets[action.stage][action.index or 0].ready if action.kind is Kind.SYNC else 1.0
             if ready < 1:
-                self._marks.setdefault(number[need], []).append((ready, place))
+                self._marks.setdefault(number[need], []).append((ready, index))
             else:
-                self._after[number[need]].append(place)
+                self._after[number[need]].append(index)
 
     def _try(self, queue: int) -> None:
         """Start what is at the head of a queue, if all that it waits for is there, and all that it runs with."""
         if not self.queues[queue]:
             return
-        place = self.queues[queue][-1]
-        action, together = self.actions[place], self._together.get(place, (place,))
+        index = self.queues[queue][-1]
+        action, together = self.actions[index], self._together.get(index, (index,))
         if not all(map(self._can_start, together)):
             return
         marks: list[tuple[float, int]] = []
         if action.kind in COMPUTE or action.kind is Kind.STEP:
-            marks = sorted(self._marks.get(place, ()))
+            marks = sorted(self._marks.get(index, ()))
             phases = self.machine.compute(action, [mark for mark, _ in marks])
         elif action.kind is Kind.SYNC:
             phases = self.machine.sync(action)
@@ -144,39 +144,39 @@ class _Run:
             phases = [Phase(0.0)]
         self._start(together, phases, [bucket for _, bucket in marks])
 
-    def _can_start(self, place: int) -> bool:
-        queue = self.queues[self._queue_of[place]]
-        return bool(queue) and queue[-1] == place and not self._waits[place]
+    def _can_start(self, index: int) -> bool:
+        queue = self.queues[self._queue_of[index]]
+        return bool(queue) and queue[-1] == index and not self._waits[index]
 
-    def _start(self, places: Sequence[int], phases: list[Phase], ready: Sequence[int]) -> None:
+    def _start(self, indices: Sequence[int], phases: list[Phase], ready: Sequence[int]) -> None:
         """Run actions as one; after phase i the bucket `ready[i]` is ready."""
         start = self.loop.now
-        for one in places:
-            self._waits[one] = -1
+        for index in indices:
+            self._waits[index] = -1
 
         def on_phase(ended: int) -> None:
             if ended < len(ready):
                 self._release(ready[ended])
             if ended == len(phases) - 1:
-                self._finish(places, start)
+                self._finish(indices, start)
 
         self.loop.start(Job(phases, on_phase))
 
-    def _finish(self, places: Sequence[int], start: float) -> None:
-        for place in places:
-            queue, (kind, worker, lane) = self._queue_of[place], self._key_of[place]
+    def _finish(self, indices: Sequence[int], start: float) -> None:
+        for index in indices:
+            queue, (kind, worker, lane) = self._queue_of[index], self._key_of[index]
             self.queues[queue].pop()
-            self.spans.append(Span(worker, kind, lane, self.actions[place], start, self.loop.now))
-        for place in places:
-            for after in self._after[place]:
+            self.spans.append(Span(worker, kind, lane, self.actions[index], start, self.loop.now))
+        for index in indices:
+            for after in self._after[index]:
                 self._release(after)
-            self._try(self._queue_of[place])
+            self._try(self._queue_of[index])
 
-    def _release(self, place: int) -> None:
+    def _release(self, index: int) -> None:
         """One of the things that an action waits for is there."""
-        self._waits[place] -= 1
-        if not self._waits[place]:
-            self._try(self._queue_of[place])
+        self._waits[index] -= 1
+        if not self._waits[index]:
+            self._try(self._queue_of[index])
 
 
 def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:

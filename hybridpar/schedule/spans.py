@@ -136,9 +136,9 @@ def joint_bubble(workers: Iterable[Computed]) -> float:
     The bubble of a step as the literature has it: (p - 1) / (m + p - 1) for p equal stages and m micro-batches (GPipe,
     Huang et al. 2019, section 2.3).
     """
-    parts = [one for one in workers if one.lanes]
+    parts = [worker for worker in workers if worker.lanes]
     if not parts:
         return 0.0
     length = 1e3 * (max(one.end for one in parts) - min(one.begin for one in parts))
-    lanes = sum(one.lanes for one in parts)
-    return min(1.0, max(0.0, 1 - sum(one.busy_ms for one in parts) / (lanes * length))) if length > 0 else 0.0
+    lanes = sum(worker.lanes for worker in parts)
+    return min(1.0, max(0.0, 1 - sum(worker.busy_ms for worker in parts) / (lanes * length))) if length > 0 else 0.0

@@ -141,8 +141,8 @@ def make_all(name: str, request: ScheduleRequest, edges: tuple[Edge, ...] | None
     made = []
     for index in request.layout.kinds:
         layout = request.layout.replica(index, edges)
-        own = name if request.layout.is_equal else order_of_replica(name, layout)
-        made.append(make(own, replace(request, layout=layout)))
+        order = name if request.layout.is_equal else order_of_replica(name, layout)
+        made.append(make(order, replace(request, layout=layout)))
     return tuple(made)
 
 
@@ -177,12 +177,12 @@ def one_stage_per_lane(name: str, layout: Layout, instead: str) -> list[int]:
     Raises:
         ScheduleError: Some lane has another number of stages than one.
     """
-    found = [layout.stages_on(lane) for lane in range(layout.lanes)]
-    for lane, stages in enumerate(found):
+    stages_of = [layout.stages_on(lane) for lane in range(layout.lanes)]
+    for lane, stages in enumerate(stages_of):
         if len(stages) != 1:
             raise ScheduleError(
                 f"lane {lane} has {len(stages)} stages {stages}, and {name!r} is asked for",
                 f"{name!r} orders one stage per lane.",
                 f"Use `{instead}` for lanes with several stages, or give every lane one stage.",
             )
-    return [stage for (stage,) in found]
+    return [stage for (stage,) in stages_of]

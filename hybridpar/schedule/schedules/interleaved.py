@@ -29,10 +29,10 @@ def interleaved(request: ScheduleRequest) -> Schedule:
     rows = []
     for lane in range(lanes):
         stages = range(lane, layout.stages, lanes)
-        ahead = (chunks - 1) * max(len(one) for one in rounds) + 2 * (lanes - 1 - lane)
-        forward = [Action(stage, Kind.FORWARD, index) for one in rounds for stage in stages for index in one]
+        ahead = (chunks - 1) * max(len(indices) for indices in rounds) + 2 * (lanes - 1 - lane)
+        forward = [Action(stage, Kind.FORWARD, index) for indices in rounds for stage in stages for index in indices]
         backward = [
-            Action(stage, Kind.BACKWARD, index) for one in rounds for stage in reversed(stages) for index in one
+            Action(stage, Kind.BACKWARD, index) for indices in rounds for stage in reversed(stages) for index in indices
         ]
         rows.append(in_turns(forward, backward, ahead))
     return Schedule("interleaved", tuple(rows), count)

@@ -47,7 +47,9 @@ class ListScheduler:
         self._events: list[tuple[float, int, Action, bool]] = []
         self._pushed = 0
         #: The time of one micro-batch on the slowest lane.
-        self.period_ms = max(sum(self._ms(stage, kind) for kind in _KINDS for stage in own) for own in self._stages_of)
+        self.period_ms = max(
+            sum(self._ms(stage, kind) for kind in _KINDS for stage in stages) for stages in self._stages_of
+        )
         #: For every kind and stage the time of the longest path from its start to the end of the micro-batch.
         self.path_ms = self._longest_paths()
 
