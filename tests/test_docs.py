@@ -78,7 +78,7 @@ def words_of(command: list[str], program: str) -> list[str] | None:
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    assert {block.kind for block in ALL_BLOCKS} <= {"python", "bash", "toml"}
+    assert {block.kind for block in ALL_BLOCKS} <= {"python", "bash", "toml", "diff"}
     assert any(block.runs and block.kind == "bash" for block in ALL_BLOCKS)
     for block in ALL_BLOCKS:
         assert re.fullmatch(r"|not run: .+|run with: .+", block.note), f"{block.place}: {block.note!r}"
@@ -94,7 +94,7 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for registry in (CODECS, DATA_SETS, LOGGERS, SCHEDULES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
     for block in blocks(document):
-        if not block.runs or block.kind == "toml":
+        if not block.runs or block.kind in ("toml", "diff"):
             continue
         if block.kind == "python":
             exec(compile(block.code, block.place, "exec"), {"__name__": "__main__"})
@@ -182,7 +182,7 @@ def first_cells(document: str) -> str:
 
 @pytest.mark.parametrize(
     ("names", "document"),
-    [(set(CODECS), "docs/compress.md"), (set(SCHEDULES), "docs/pipeline.md")],
+    [(set(CODECS), "docs/compress.md"), (set(SCHEDULES), "docs/parallel.md")],
     ids=["codecs", "schedules"],
 )
 def test_every_codec_and_schedule_is_described(names: set[str], document: str) -> None:
