@@ -196,7 +196,7 @@ def _short(values: NDArray[np.float64]) -> list[float | None]:
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def step_on_lanes(timeline: Timeline, unit: str = "ms") -> Figure:
+def step_on_lanes(timeline: Timeline) -> Figure:
     """The step of median length, what was predicted above what was measured: a row per lane, and a box per action.
 
     Numbers are micro-batches.
@@ -207,25 +207,25 @@ def step_on_lanes(timeline: Timeline, unit: str = "ms") -> Figure:
     figure = make_subplots(len(panels), 1, shared_xaxes=True, **grid)
     named: set[str] = set()
     for row, (_, length, lanes) in enumerate(panels, start=1):
-        for bar in _boxes(lanes, unit):
+        for bar in _boxes(lanes):
             figure.add_trace(bar.update(showlegend=bar.name not in named), row, 1)
             named.add(bar.name)
         figure.add_vline(length, line={"dash": "dash", "color": "#57606a"}, row=row, col=1)
         ticks = {"tickvals": [*range(len(lanes))], "ticktext": [lane.name for lane in lanes]}
         figure.update_yaxes(range=[len(lanes) - 0.5, -0.5], showgrid=False, fixedrange=True, **ticks, row=row, col=1)
-    figure.update_xaxes(title=unit, row=len(panels))
+    figure.update_xaxes(title="ms", row=len(panels))
     height = 120 + 100 * len(panels) + 25 * sum(heights)
     return figure.update_layout(template="plotly_white", barmode="overlay", height=height)
 
 
-def _boxes(lanes: Sequence[Lane], unit: str) -> Iterator[Bar]:
+def _boxes(lanes: Sequence[Lane]) -> Iterator[Bar]:
     """A trace for each kind of action."""
     boxes: dict[tuple[str, str], list[tuple[Any, ...]]] = {}
     for y, lane in enumerate(lanes):
         width = 0.9 if lane.queue == "compute" else 0.5
         for span in lane.spans:
             text = str(span.action.index) if span.action.kind in COMPUTE else ""
-            times = f"{span.duration_ms:.4g} {unit}, from {span.start_ms:.4g} to {span.end_ms:.4g}"
+            times = f"{span.duration_ms:.4g} ms, from {span.start_ms:.4g} to {span.end_ms:.4g}"
             box = (round(span.start_ms, 4), round(span.duration_ms, 4), y, width, text)
             kind = _KINDS.get(span.action.kind, _OTHER_KIND)
             boxes.setdefault(kind, []).append((*box, f"{describe_action(span.action)}: {times}"))

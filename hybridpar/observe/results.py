@@ -97,11 +97,9 @@ class TestResult:
         table = []
         for index in range(BINS):
             inside = bins == index
-            images = int(inside.sum())
-            confidence = float(known[inside].mean()) if images else None
-            accuracy = float(right[inside].mean()) if images else None
-            row = (float(edges[index]), float(edges[index + 1]), images, confidence, accuracy)
-            table.append(dict(zip(("above", "up_to", "images", "confidence", "accuracy"), row, strict=True)))
+            row = {"above": float(edges[index]), "up_to": float(edges[index + 1]), "images": int(inside.sum())}
+            means = [float(values[inside].mean()) if row["images"] else None for values in (known, right)]
+            table.append({**row, "confidence": means[0], "accuracy": means[1]})
         return table
 
     @property
