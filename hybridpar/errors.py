@@ -131,7 +131,7 @@ def shortened(value: object, most: int = 200) -> str:
 
 def counted(number: int, noun: str) -> str:
     """A number with its noun: `1 worker`, `2 micro-batches`."""
-    plural = "es" if noun.endswith(("ch", "s")) else "s"
+    plural = "es" if noun.endswith(("batch", "s")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 

@@ -107,19 +107,19 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
     """The curves of all runs, with one legend entry per run, on axes that are zoomed together; None without any."""
     points, tested = max(200, _MOST_POINTS // len(tables)), {row.chart for row in EPOCH_FIGURES}
     titles = dict.fromkeys(row.chart for row in (*STEP_FIGURES, *EPOCH_FIGURES) if row.chart)
-    drawn = {
-        title: runs
+    charts = {
+        title: [(run, *pair) for run, table in enumerate(tables) for pair in _traces(title, table, points)]
         for title in sorted(titles, key=lambda title: title not in tested)
-        if any(runs := [list(_traces(title, table, points)) for table in tables])
     }
-    if not drawn:
+    charts = {title: traces for title, traces in charts.items() if traces}
+    if not charts:
         return None
-    spacing = 0.3 / len(drawn)
-    figure = make_subplots(len(drawn), 1, shared_xaxes=True, subplot_titles=[*drawn], vertical_spacing=spacing)
+    spacing = 0.3 / len(charts)
+    figure = make_subplots(len(charts), 1, shared_xaxes=True, subplot_titles=[*charts], vertical_spacing=spacing)
     seconds: list[list[float | None]] = []
     named: set[int] = set()
-    for row, runs in enumerate(drawn.values(), start=1):
-        for run, (trace, times) in ((run, pair) for run, pairs in enumerate(runs) for pair in pairs):
+    for row, traces in enumerate(charts.values(), start=1):
+        for run, trace, times in traces:
             trace.name = ", ".join(filter(None, (html.escape(names[run]), trace.name)))
             trace.update(legendgroup=str(run), showlegend=run not in named)
             trace.marker.color = trace.line.color = _RUN_COLOURS[run % len(_RUN_COLOURS)]
@@ -127,16 +127,17 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
             named.add(run)
             seconds.append(times)
             figure.add_trace(trace, row, 1)
-    steps = [trace.x for trace in figure.data]
-    buttons: list[tuple[str, list[Any]]] = [
-        ("by step", [{"x": steps}]),
-        ("by training time in seconds", [{"x": seconds}]),
+    buttons = [
+        {"label": label, "method": "update", "args": args}
+        for label, args in (
+            ("by step", [{"x": [trace.x for trace in figure.data]}]),
+            ("by training time in seconds", [{"x": seconds}]),
+            *((f"{scale} loss", [{}, {"yaxis.type": scale}]) for scale in ("linear", "log")),
+        )
     ]
-    buttons += [(f"{scale} loss", [{}, {"yaxis.type": scale}]) for scale in ("linear", "log")]
-    above: dict[str, Any] = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
-    drawn_buttons = [{"label": label, "method": "update", "args": args} for label, args in buttons]
-    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": drawn_buttons, **above}
-    layout = {"template": "plotly_white", "height": 120 + 250 * len(drawn), "updatemenus": [menu]}
+    above = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
+    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": buttons, **above}
+    layout = {"template": "plotly_white", "height": 120 + 250 * len(charts), "updatemenus": [menu]}
     return figure.update_layout(**layout, hovermode="x unified", hoverlabel={"namelength": -1})
 
 

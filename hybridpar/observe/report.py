@@ -43,9 +43,10 @@ def report_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     alone = step_without_data_ms(summary) if predicted[STEP_ALONE.name] is not None else None
     for row in LISTED_FIGURES:
         value = alone if row is STEP_ALONE else summary[row.name]
-        if value is None or value == row.usual:
+        expected = predicted[row.name]
+        if value is None or (value == row.usual and not expected):
             continue
-        text, expected = row.text(value), predicted[row.name]
+        text = row.text(value)
         if row.name in STEP_PARTS and summary["step_ms_median"]:
             text = f"{text:<10}{value / summary['step_ms_median']:>4.0%}"
         if expected is not None:
