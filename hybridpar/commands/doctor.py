@@ -159,8 +159,8 @@ def check_software() -> tuple[list[Finding], int]:
             version = importlib.metadata.version(package)
             findings.append(Finding(package, "ok", f"{version}, {purpose}"))
         except importlib.metadata.PackageNotFoundError:
-            status = "warning" if package == "scikit-learn" else "absent"
-            findings.append(Finding(package, status, f"for {purpose}", f"python -m pip install {package}"))
+            finding = Finding(package, "absent", f"for {purpose}", f"python -m pip install {package}")
+            findings.append(finding._replace(status="warning") if package == "scikit-learn" else finding)
     return findings, gpus
 
 
