@@ -11,7 +11,7 @@ import torch
 
 from hybridpar.cli import main
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands.tune import TuneRequest
+from hybridpar.commands.tune.request import TuneRequest
 from hybridpar.commands.tune.tuning import find_work, run_tune
 from hybridpar.config import TrainConfig
 from hybridpar.errors import KernelError

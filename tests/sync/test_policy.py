@@ -210,7 +210,7 @@ def test_all_layers_are_in_the_table_and_their_sum_in_the_line(tmp_path):
         for name, one in model.named_parameters()
     }
     (line,) = wire_format_lines(WireFormat(read_policy("onebit"), layer_bytes(model, known)), tmp_path)
-    assert line == "codec    onebit: 3.8 MB of a worker and step become 132.8 kB; each layer is in compress.csv"
+    assert line == "codec    onebit: 3.9 MB of a worker and step become 132.8 kB; each layer is in compress.csv"
     rows = list(csv.DictReader(io.StringIO((tmp_path / "compress.csv").read_text())))
     assert [row["layer"] for row in rows] == list(known)
     assert rows[0]["codec"] == "onebit:decay=0.95,warmup=1000"

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.commands.plan import PlanRequest
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import read_cluster_file

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands.tune import TuneRequest, parse_seconds
+from hybridpar.commands.tune.request import TuneRequest, parse_seconds
 from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.machine.devices import default_workers

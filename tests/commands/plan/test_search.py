@@ -14,7 +14,7 @@ import pytest
 
 from hybridpar.cli import main
 from hybridpar.comm.world import World
-from hybridpar.commands.plan import PlanRequest
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_plan
 from hybridpar.commands.show import run_show
 from hybridpar.errors import HybridparError
