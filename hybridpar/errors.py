@@ -129,6 +129,12 @@ def shortened(value: object, most: int = 200) -> str:
     return f"{text[: most - tail - 3]}...{text[len(text) - tail :]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 worker`, `2 micro-batches`."""
+    plural = "es" if noun.endswith(("batch", "s")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 def nearest(name: str, choices: Iterable[str], most: int = 3) -> str:
     """A sentence that names the valid choices closest to a wrong name."""
     valid = sorted(choices)

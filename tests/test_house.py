@@ -47,7 +47,7 @@ WITHOUT_TORCH = (
         "machine.devices",
         "observe",
         "plan",
-        "run.report_page",
+        "run.runs",
     ),
     "schedule",
 )

@@ -6,12 +6,11 @@ modules are imported to list the commands, which must not take the seconds that 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -114,25 +113,6 @@ def load_commands(name: str = "") -> None:
     modules = [module.name for module in pkgutil.iter_modules(__path__)]
     for module in [name] if name in modules else modules:
         importlib.import_module(f"{__name__}.{module}")
-
-
-@contextlib.contextmanager
-def progress_bar(shown: bool = True) -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
-    """A bar in the terminal; gives what names the work at hand, and what says how much is done of how much."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)  # what is printed is the result alone
-    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task("", total=None)
-
-        def announce(text: str) -> None:
-            bar.update(task, description=text)
-
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield announce, advance
 
 
 def named_options(arguments: Sequence[str], options: type) -> frozenset[str]:

@@ -19,6 +19,7 @@ from hybridpar.commands import register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
 from hybridpar.errors import RunDirectoryError, check
+from hybridpar.formats.output_files import replace_file
 from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, note_orderly_end, prepare_worker
 from hybridpar.spec import AT_LEAST_1, check_rules
 
@@ -61,7 +62,7 @@ class TrainedModel(TrainedOptions):
 
 
 def import_torch(trained: Trained) -> None:
-    """Set up this process for the model, and import torch."""
+    """Set up this process for a model, and import torch."""
     prepare_worker(trained.config.tune_process)
     with leaving_at_once():
         import_torchvision()
@@ -76,11 +77,6 @@ def facts_of(trained: Trained) -> dict[str, Any]:
         "step": trained.step,
         "weights": trained.weights or trained.source,
     }
-
-
-def say(text: str) -> None:
-    """Print beside what is printed for programs."""
-    print(text, file=sys.stderr)
 
 
 class Evaluate(TrainedModel):
@@ -137,33 +133,25 @@ def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
 
 
 def _report(command: Evaluate, trained: Trained, result: TestResult) -> None:
+    """Print the result, and write what --output asks for."""
     text = json.dumps({**facts_of(trained), **result.plain()}, indent=None if command.json else 2)
     aside = sys.stderr if command.json else sys.stdout
     print(f"model     {trained}\ndata      {trained.config.data}", file=aside)
     print(text if command.json else result.text(), flush=True)
     if command.output is not None:
+        figures, picture = (command.output / name for name in _FILES)
         try:
-            files = _write(command.output, trained, result, text)
+            replace_file(figures, [text.encode(), b"\n"])
+            print(f"written   {figures}", file=aside)
+            counts = result.confusion if len(result.classes) <= _MOST_DRAWN else None
+            if counts is not None and importlib.util.find_spec("plotly") is None:
+                print(f"{picture.name} needs plotly: pip install 'hybridpar[report]'", file=sys.stderr)
+            elif counts is not None:
+                from hybridpar.observe.page import confusion_matrix, element, write_page
+
+                matrix = confusion_matrix(counts, result.classes)
+                write_page(picture, f"{trained.name} on {trained.config.data}", [element("pre", result.text()), matrix])
+                print(f"written   {picture}", file=aside)
         except RunDirectoryError as error:
             raise RunDirectoryError(error.what, fix="Name a folder that you can write with --output.") from error
-        print("\n".join(f"written   {file}" for file in files), file=aside)
     note_orderly_end()
-
-
-def _write(folder: Path, trained: Trained, result: TestResult, text: str) -> list[Path]:
-    """Write figures and picture; returns the files."""
-    from hybridpar.formats.output_files import replace_file
-
-    written = [folder / "evaluation.json"]
-    replace_file(written[0], [text.encode(), b"\n"])
-    if result.confusion is None or len(result.classes) > _MOST_DRAWN:
-        return written
-    if importlib.util.find_spec("plotly") is None:
-        say("confusion.html needs plotly: pip install 'hybridpar[report]'")
-        return written
-    from hybridpar.observe.page import confusion_matrix, element, write_page
-
-    matrix = confusion_matrix(result.confusion, result.classes)
-    title = f"{trained.name} on {trained.config.data}"
-    write_page(folder / "confusion.html", title, [element("pre", result.text()), matrix])
-    return [*written, folder / "confusion.html"]

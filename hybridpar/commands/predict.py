@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.commands.evaluate import TrainedModel, import_torch, say
+from hybridpar.commands.evaluate import TrainedModel, import_torch
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, cannot_write, check
 from hybridpar.formats.output_files import check_writable, written_aside
 from hybridpar.spec import AT_LEAST_1
+
+if TYPE_CHECKING:
+    from hybridpar.run.evaluate import Prediction
 
 
 class Predict(TrainedModel):
@@ -60,25 +65,42 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
     trained = command.find()
     import_torch(trained)
     from hybridpar.data.file_sets import find_images
-    from hybridpar.observe.progress import counting
-    from hybridpar.run.predict import Predictor, Rows
+    from hybridpar.observe.progress import progress_bar
+    from hybridpar.run.evaluate import Predictor
 
     files = find_images(command.files)
     predictor = Predictor(trained, command.image_size)
     top = min(command.top, len(predictor.facts.class_names))
-    say(f"model     {predictor.trained}")
+    print(f"model     {predictor.trained}", file=sys.stderr)
     done = 0
-    with _opened(command.output) as stream, counting("images", len(files)) as count:
-        rows = Rows(stream, command.format, top)
+    with _opened(command.output) as stream, progress_bar("images", len(files)) as show:
+        if command.format == "csv":
+            numbers = ["", *(f"_{number}" for number in range(2, top + 1))]
+            head = ["file", *(f"{key}{number}" for number in numbers for key in ("class", "probability"))]
+            csv.writer(stream, lineterminator="\n").writerow(head)
         for predictions in predictor(files, top):
-            rows.write(predictions)
+            _write(stream, command.format, predictions)
             done += len(predictions)
-            count(len(predictions))
+            show(advance=len(predictions))
     skipped = len(files) - done
     text = f"images    {done:,} classified"
     text += f", {skipped:,} cannot be read and {'is' if skipped == 1 else 'are'} left out" if skipped else ""
-    say(text + (f"; written to {command.output}" if command.output is not None else ""))
+    print(text + (f"; written to {command.output}" if command.output is not None else ""), file=sys.stderr)
     return 1 if skipped else 0
+
+
+def _write(stream: IO[str], form: Literal["csv", "jsonl"], predictions: Sequence[Prediction]) -> None:
+    """Write a row for each."""
+    for file, best in predictions:
+        # Seven digits: what a float32 has.
+        classes = [(name, float(f"{value:.7g}")) for name, value in best]
+        if form == "csv":
+            row = [file, *(cell for pair in classes for cell in pair)]
+            csv.writer(stream, lineterminator="\n").writerow(row)
+        else:
+            named = [{"class": name, "probability": value} for name, value in classes]
+            stream.write(json.dumps({"file": str(file), "predictions": named}) + "\n")
+    stream.flush()
 
 
 @contextlib.contextmanager

@@ -1,17 +1,29 @@
-"""`hybridpar report`: writes one HTML page about one or several runs."""
+"""`hybridpar report`: writes one HTML page about one or several runs, also of runs that still train.
+
+Damaged files leave out what they do not tell, with a line that says so.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.errors import not_installed
+from hybridpar.errors import UsageError, check, not_installed
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+    from hybridpar.run.runs import PastRun
+
+#: Actions of a step that a page shows.
+_MOST_BOXES = 4_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +44,67 @@ def run_report(command: Report, _: Sequence[str]) -> int:
     if importlib.util.find_spec("plotly") is None:
         raise not_installed("the report page needs plotly", "report")
     from hybridpar.observe.page import check_page_file, write_page
-    from hybridpar.run.report_page import page_parts, read_runs
 
     check_page_file("--output", command.output)
     runs = read_runs(command.runs)
     write_page(command.output, next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs", page_parts(runs))
     print(f"report written to {command.output}")
     return 0
+
+
+def read_runs(directories: Sequence[Path]) -> dict[str, PastRun]:
+    """The runs by their names on the page; what is no run, or none at all, is refused."""
+    from hybridpar.run.runs import names_of, read_run
+
+    check(bool(directories), "no run is named", fix="Name a run directory, for instance runs/resnet18-digits.")
+    unique = {directory.resolve() for directory in directories}
+    check(len(unique) == len(directories), "a run is named twice", fix="Name each run once.")
+    return {name: read_run(directory) for name, directory in zip(names_of(directories), directories, strict=True)}
+
+
+def page_parts(runs: dict[str, PastRun]) -> Iterator[str | Figure]:
+    """The page below its title: what compares runs, then each of them."""
+    from rich.console import Console
+
+    from hybridpar.observe.page import curves, element, table
+    from hybridpar.observe.report import print_report
+    from hybridpar.run.runs import comparison_rows, differing_options, option_rows
+
+    caption = "Results, then the options that differ" if len(runs) > 1 else "Results"
+    yield table([["", *runs], *comparison_rows([*runs.values()])], caption)
+    if (figure := curves([*runs], [run.table for run in runs.values()])) is not None:
+        yield figure
+    for name, run in runs.items():
+        yield element("h2", name)
+        if run.summary is None:
+            yield element("p", f"There is no report yet: {run.table.last_step:,} steps are recorded so far.")
+        else:
+            text = io.StringIO()
+            print_report(run.summary, console=Console(file=text, width=120))
+            yield element("pre", text.getvalue().strip("\n"))
+            if run.summary["prediction_warning"]:
+                yield element("strong", run.summary["prediction_warning"])
+        if run.options.get("timeline"):
+            yield from _timeline(run, Path(str(run.options["timeline"])))
+        rows = [["directory", str(run.directory)], *option_rows(differing_options([{}, run.options]))]
+        yield table(rows, "Options that are not by default: the default, then that of the run")
+
+
+def _timeline(run: PastRun, path: Path) -> Iterator[str | Figure]:
+    """The step of median length that `--timeline` recorded."""
+    from hybridpar.observe.page import element, step_on_lanes
+    from hybridpar.observe.timeline import read_timeline
+
+    try:
+        timeline = read_timeline(path if path.exists() else run.directory / path.name)
+    except UsageError as error:
+        yield element("strong", f"There is no timeline to show: {error.what}.")
+        return
+    boxes = sum(len(row.spans.spans) for row in timeline.rows) // len(timeline.steps)
+    if boxes > _MOST_BOXES:
+        text = f"A step has {boxes:,} actions, too many for this page: open {path} in ui.perfetto.dev."
+        yield element("strong", text)
+        return
+    yield element("h3", "A step on its lanes")
+    yield element("pre", "\n".join(timeline.lines()))
+    yield step_on_lanes(timeline)

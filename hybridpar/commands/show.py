@@ -1,7 +1,7 @@
-"""`hybridpar show`: prints a run, a plan, a timeline or a schedule, and draws it.
+"""`hybridpar show`: prints a run, a plan or a timeline, and draws it.
 
-The argument is the directory of a run, or a file that is recognised by its content: a plan, a trace that `--timeline`
-wrote, or a schedule in the CSV format of torch.distributed.pipelining.
+The argument is the directory of a run, or a file that is recognised by its content: a plan, or a trace that
+`--timeline` wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.errors import PlanError, ScheduleError, check, not_installed
+from hybridpar.errors import PlanError, check, counted, not_installed
 from hybridpar.formats.file_reader import read_json
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from hybridpar.observe.timeline import Timeline
     from hybridpar.plan import Plan
-    from hybridpar.schedule.actions import Schedule
-    from hybridpar.schedule.layout import Layout
 
 #: Most rules of a codec policy that are shown.
 _MOST_RULES = 12
@@ -32,16 +30,15 @@ _MOST_RULES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """Print a run, a plan, a timeline or a schedule, and draw it."""
+    """Print a run, a plan or a timeline, and draw it."""
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """A run directory, a plan of `hybridpar plan` or of a run, a trace of `hybridpar train --timeline`, or a schedule
-    as CSV."""
+    """A run directory, a plan of `hybridpar plan` or of a run, or a trace of `hybridpar train --timeline`."""
     draw: Path | None = None
     """Draw it into this .html file, a page with zoom; of a plan, the schedule with its predicted times."""
 
 
-@register_command("show", "Print a run, a plan, a timeline or a schedule, and draw it.", Show)
+@register_command("show", "Print a run, a plan or a timeline, and draw it.", Show)
 def _run(command: Show, _: Sequence[str]) -> int:
     return run_show(command.file, command.draw)
 
@@ -58,20 +55,14 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
         from hybridpar.observe.page import check_page_file
 
         check_page_file("--draw", draw)
-    shown: Plan | Timeline | None
-    if path.is_dir():
-        shown = _show_run(path, console)
-    elif path.suffix == ".csv":
-        shown = _show_schedule(path, console)
-    else:
-        shown = _show_json(path, console)
+    shown = _show_run(path, console) if path.is_dir() else _show_file(path, console)
     if draw is not None and shown is not None:
         from hybridpar.observe.page import step_on_lanes, write_page
         from hybridpar.plan import Plan
         from hybridpar.run.plan_step import timeline_of_plan
 
         timeline = timeline_of_plan(shown) if isinstance(shown, Plan) else shown
-        write_page(draw, path.name, [step_on_lanes(timeline, "slots" if path.suffix == ".csv" else "ms")])
+        write_page(draw, path.name, [step_on_lanes(timeline)])
         console.print(f"drawn in {draw}", soft_wrap=True)
     return 0
 
@@ -101,86 +92,41 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
     return plan
 
 
-def _show_json(path: Path, console: Console) -> Plan | Timeline:
+def _show_file(path: Path, console: Console) -> Plan | Timeline:
     """A plan or a trace."""
     from hybridpar.observe.timeline import timeline_of
     from hybridpar.partition.table import print_partition
-    from hybridpar.plan import parse_plan, read_plan
+    from hybridpar.plan import parse_plan
 
-    why = "Plans and traces are JSON; a schedule's name ends in .csv."
-    data = read_json(path, "the file", PlanError, "Name such a file.", why=why)
+    data = read_json(path, "the file", PlanError, "Name a run directory, a plan, or a trace of --timeline.")
     if isinstance(data, dict) and "traceEvents" in data:
         timeline = timeline_of(data, str(path))
         for line in timeline.lines():
             console.print(line, highlight=False)
         return timeline
-    # A file is read by the plan's own reader, which has limits; a pipe cannot be read twice.
-    plan = read_plan(path) if path.is_file() else parse_plan(data, str(path))
+    plan = parse_plan(data, str(path))
     print_partition(plan, console)
     for line in plan_lines(plan):
         console.print(line, highlight=False, soft_wrap=True)
     return plan
 
 
-def _show_schedule(path: Path, console: Console) -> Timeline:
-    from hybridpar.run.plan_step import simulated
-    from hybridpar.schedule.actions import read_schedule
-    from hybridpar.schedule.check import check
-    from hybridpar.schedule.costs import Costs
-    from hybridpar.schedule.picture import draw_schedule
-
-    schedule = read_schedule(path, path.stem)
-    layout = _layout_of(schedule)
-    proof = check(schedule, layout)
-    # In unit time: what a pass takes is not in the file.
-    costs = Costs((1.0,) * layout.stages, (2.0,) * layout.stages)
-    timeline = simulated(schedule, layout, costs, {"schedule": schedule.name})
-    size = f"{layout.stages} stages on {layout.lanes} lanes, {schedule.micro_batches} micro-batches"
-    bubble = timeline.bubble(timeline.at(0, predicted=True))
-    for line in (
-        f"{schedule.name}: {size}",
-        draw_schedule(schedule, layout, width=console.width),
-        "",
-        f"{proof.slots} slots (F takes 1, B takes 2), bubble {100 * bubble:.1f} %",
-        f"most micro-batches held, by stage: {' '.join(str(count) for count in proof.peak_in_flight)}",
-        "checked: every pass is there once, and no order of events can deadlock",
-    ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return timeline
-
-
-def _layout_of(schedule: Schedule) -> Layout:
-    """The layout that a schedule's rows imply: a worker per lane, and every stage hands on to the next."""
-    from hybridpar.schedule.layout import Layout
-
-    places = {(action.stage, lane) for lane, row in enumerate(schedule.rows) for action in row}
-    stages = sorted(stage for stage, _ in places)
-    if stages != list(range(len(stages))):
-        raise ScheduleError(
-            f"the stages on the lanes of {schedule.name!r} are {' '.join(map(str, stages))}",
-            "Stages are numbered from 0 without gaps, and all actions of a stage are in the row of one lane.",
-            "Move its actions to one row, or number the stages anew.",
-        )
-    return Layout.repeated((lane, 0) for _, lane in sorted(places))
-
-
 def plan_lines(plan: Plan) -> Iterator[str]:
     """What a plan says besides its partition: how micro-batches flow, and what was predicted."""
     from hybridpar.observe.records import PREDICTED_FIGURES
-    from hybridpar.observe.text import UNITS
 
     stages = len(plan.partition.stages)
-    flow = f"plan      {stages} stage(s), {plan.layout.replicas} replica(s)"
+    flow = f"plan      {counted(stages, 'stage')}, {counted(plan.layout.replicas, 'replica')}"
     if (pipeline := plan.pipeline) is not None and stages > 1:
-        flow += f", {pipeline.micro_batches} micro-batches, {pipeline.schedule}"
-        for named, what in ((pipeline.recompute, "computed again"), (pipeline.offload, "in the host's memory")):
-            flow += f", stages {' '.join(map(str, named))} {what}" if named else ""
+        flow += f", {counted(pipeline.micro_batches, 'micro-batch')}, {pipeline.schedule}"
+        for saving, what in ((pipeline.recompute, "computed again"), (pipeline.offload, "in the host's memory")):
+            flow += f", stages {' '.join(map(str, saving))} {what}" if saving else ""
     yield flow
     if plan.sync is not None and any(rule.codec != "none" for rule in plan.sync.policy):
-        rules = [f"{rule.pattern[:36]:36} as {rule.codec[:28]}" for rule in plan.sync.policy[:_MOST_RULES]]
-        yield from (f"gradients {rule}".rstrip() for rule in rules)
+        for rule in plan.sync.policy[:_MOST_RULES]:
+            yield f"gradients {rule.pattern[:36]:36} as {rule.codec[:28]}".rstrip()
         if len(plan.sync.policy) > _MOST_RULES:
             yield f"          and {len(plan.sync.policy) - _MOST_RULES} more rules"
     for row in PREDICTED_FIGURES:
         if (value := getattr(plan.predicted, row.name, None)) is not None:
-            yield f"predicted {UNITS[row.unit](value):>9}  {row.predicted}"
+            yield f"predicted {row.text(value):>9}  {row.title}"

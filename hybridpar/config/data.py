@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 from annotated_types import Ge
 
-from hybridpar.errors import UsageError, check
+from hybridpar.errors import UsageError, check, counted
 from hybridpar.spec import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -150,7 +150,7 @@ class Images(Options):
         check(self.channels in (1, 3, 4), f"--image-size: channels={self.channels}", "It must be 1, 3 or 4.")
         for key, values in (("mean", self.mean), ("std", self.std)):
             fits = values is None or len(values) == self.channels
-            why = f"It needs one for each of {self.channels} channel{'' if self.channels == 1 else 's'}."
+            why = f"It needs one for each of {counted(self.channels, 'channel')}."
             check(fits, f"--image-size: {key} has {len(values or ())} numbers", why)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import tyro
 
-from hybridpar.errors import UsageError, check
+from hybridpar.errors import UsageError, check, counted
 from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, Options, between, read_choice
 
 #: Outer steps from which on a run is long enough for much outer momentum; with fewer it overshoots.
@@ -172,7 +172,7 @@ class SoftSync(AsyncServers):
         """N of `softsync:N`."""
         if self.split > workers:
             raise UsageError(
-                f"--sync softsync:{self.split} with {workers} worker{'' if workers == 1 else 's'}",
+                f"--sync softsync:{self.split} with {counted(workers, 'worker')}",
                 f"N of softsync:N is a whole number from 1 to the number of workers, here 1 to {workers}.",
                 f"softsync:1 waits for as many gradients as there are workers, softsync:{workers} for one.",
             )

@@ -39,7 +39,7 @@ from hybridpar.data.augment import (
 )
 from hybridpar.data.labels import divided, labels_of
 from hybridpar.data.sampling import COPY, AugmentKey, Draw, IntArray, bounded, counter_hash
-from hybridpar.errors import DataError, check
+from hybridpar.errors import DataError, check, counted
 from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
@@ -582,9 +582,9 @@ def describe_data(data: ImageData) -> str:
     channels, height, width = data.sample_shape
     size = f"{height}x{width}"
     if channels != 3:
-        size += f", {channels} channel{'' if channels == 1 else 's'}"
+        size += f", {counted(channels, 'channel')}"
     if data.test_size not in (None, height):
         size += f", tested at {data.test_size}x{data.test_size}"
     images = f"{len(data.train):,} training and {len(data.test):,} test images"
-    text = f"{data.name}, {images}, {data.classes:,} class{'' if data.classes == 1 else 'es'}, {size}"
+    text = f"{data.name}, {images}, {counted(data.classes, 'class')}, {size}"
     return f"{text}; ignored: {', '.join(data.ignored)}" if data.ignored else text

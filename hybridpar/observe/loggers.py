@@ -50,10 +50,8 @@ class LoggedRun:
 
     def recall(self, name: str) -> str | None:
         """The id that a tool gave the run when it began; None for a new run."""
-        try:
-            return None if self.resumed_from is None else (self.directory / f"{name}.id").read_text("utf-8").strip()
-        except OSError:
-            return None
+        file = self.directory / f"{name}.id"
+        return file.read_text("utf-8").strip() if self.resumed_from is not None and file.exists() else None
 
     def remember(self, name: str, given: str) -> None:
         """Keep the id that a tool gave the run, by which a resumed run goes on there."""
@@ -130,20 +128,16 @@ def logger_names(log: Iterable[str]) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(name.strip() for text in log for name in text.split(",") if name.strip()))
     if not names:
-        return ("tensorboard",) if _is_installed("tensorboard") else ()
+        return ("tensorboard",) if importlib.util.find_spec("tensorboard") is not None else ()
     if names == ("none",):
         return ()
     if "none" in names:
         raise UsageError(f"--log {','.join(names)}", "`none` stands for no logger.", "Leave it out, or the others.")
     for name in names:
         kind = LOGGERS.get(name)
-        if not _is_installed(kind.package):
+        if importlib.util.find_spec(kind.package) is None:
             raise not_installed(f"--log {name} needs {kind.package}", kind.extra)
     return names
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 class Loggers:
@@ -179,11 +173,16 @@ class Loggers:
 
     def close(self, ending: Ending, seconds: float = CLOSE_SECONDS) -> bool:
         """Send what is left and end all, for a limited time each. False where a tool is still at it."""
+
+        def end(name: str, logger: Logger) -> None:
+            with self._guarded(name):
+                logger.close(ending)
+
         self._send()
         in_time = True
         for name, logger in list(self._open.items()):
             # A tool may upload for as long as there is no network; only its own thread is held up by that.
-            thread = Thread(target=self._close, args=(name, logger, ending), name=f"log {name}", daemon=True)
+            thread = Thread(target=end, args=(name, logger), name=f"log {name}", daemon=True)
             thread.start()
             thread.join(seconds)
             if thread.is_alive():
@@ -191,10 +190,6 @@ class Loggers:
                 self._say(f"warning: the logger {name} did not end in time; it may lack the last records")
         self._open.clear()
         return in_time
-
-    def _close(self, name: str, logger: Logger, ending: Ending) -> None:
-        with self._guarded(name):
-            logger.close(ending)
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
@@ -226,23 +221,23 @@ class TensorBoardLogger(Logger):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._open, self._event, self._session = EventFileWriter, event_pb2.Event, event_pb2.SessionLog
-        self._summary = summary_pb2.Summary
+        self._open, self._events, self._summaries = EventFileWriter, event_pb2, summary_pb2
         self._writer: Any = None
 
     def start(self, run: LoggedRun) -> str | None:
         """Open a file. TensorBoard hides older events of the directory from here on: these steps are run again."""
         self._writer = self._open(str(run.directory / "tensorboard"), max_queue_size=1000, flush_secs=10)
-        began = self._session(status=self._session.START)
-        self._writer.add_event(self._event(wall_time=time.time(), step=(run.resumed_from or 0) + 1, session_log=began))
+        began, step = self._events.SessionLog(status=self._events.SessionLog.START), (run.resumed_from or 0) + 1
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=began))
         return None
 
     def write(self, lines: Sequence[Line]) -> None:
         """Write an event for each line."""
         for line in lines:
-            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in line.figures.items()]
-            summary = self._summary(value=values)
-            self._writer.add_event(self._event(wall_time=line.seconds, step=line.step, summary=summary))
+            summary = self._summaries.Summary()
+            for name, value in line.figures.items():
+                summary.value.add(tag=name, simple_value=value)
+            self._writer.add_event(self._events.Event(wall_time=line.seconds, step=line.step, summary=summary))
 
     def close(self, ending: Ending) -> None:
         """Flush and close the file."""

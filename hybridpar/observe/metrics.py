@@ -1,18 +1,17 @@
 """Reads and writes `metrics.jsonl`: one JSON object per step, in order, each step once.
 
 Every line goes to the operating system at once (a few microseconds), so a crash of the process loses none; a crash of
-the machine may cut the last line, which readers skip. A resumed run first takes away the lines of steps that it will
-run again. Numbers that JSON does not know (NaN, infinities) are null.
+the machine or a full disk may cut the last line, which readers skip. A resumed run first takes away the lines of steps
+that it will run again. Numbers that JSON does not know (NaN, infinities) are null.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ from numpy.typing import NDArray
 
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.formats.output_files import replace_file, run_directory_error
-from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, Figure, StepRecord
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, StepRecord
 
 #: Name of the file in the run directory.
 METRICS_FILE = "metrics.jsonl"
 
 #: Units of columns that are written with all digits. Others are times, to the microsecond: finer digits are noise.
-_EXACT = {"loss", "rate", "norm"}
+_EXACT = {"loss", "rate", "norm", "accuracy"}
 
 
 class MetricsWriter:
@@ -48,37 +47,30 @@ class MetricsWriter:
                 replace_file(self.path, lines)  # the old file stays until the new one is whole
             # Unbuffered: a line is either with the operating system or has raised.
             self._file = open(self.path, "ab" if goes_on else "wb", buffering=0)  # noqa: SIM115
-            self._size = self._file.seek(0, 2)
         except OSError as error:
             raise run_directory_error(self.path, error) from error
 
-    def write_step(self, record: StepRecord) -> None:
-        """Append a step."""
-        row = {figure.name: _json_value(figure, getattr(record, figure.name)) for figure in STEP_FIGURES}
-        if record.residual_norms is not None:
+    def write(self, record: StepRecord | EpochRecord) -> None:
+        """Append a step, or the end of an epoch as a line with `"event": "epoch"`."""
+        row: dict[str, Any] = {}
+        if isinstance(record, EpochRecord):
+            row = {"event": "epoch", "epoch": record.epoch, "step": record.step}
+        for figure in EPOCH_FIGURES if row else STEP_FIGURES:
+            value = _finite(getattr(record, figure.name))
+            row[figure.name] = round(value, 3) if isinstance(value, float) and figure.unit not in _EXACT else value
+        if isinstance(record, StepRecord) and record.residual_norms is not None:
             row["residual_norms"] = {name: _finite(float(f"{x:.6g}")) for name, x in record.residual_norms.items()}
-        self._write(row)
+        self._write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
-    def write_epoch(self, record: EpochRecord) -> None:
-        """Append the end of an epoch, as a line with `"event": "epoch"`."""
-        row = {key: _finite(value) for key, value in asdict(record).items()}
-        if record.ema_test_accuracy is None:
-            row = {key: value for key, value in row.items() if not key.startswith("ema_")}
-        self._write({"event": "epoch"} | row)
-
-    def _write(self, row: Mapping[str, object]) -> None:
+    def _write(self, line: bytes) -> None:
         if self._failed:
             return
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             rest = memoryview(line)
             while rest:  # a nearly full disk takes a part first
                 rest = rest[self._file.write(rest) :]
-            self._size += len(line)
         except OSError as error:
             self._failed = True
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._size)  # no half line stays behind
             raise run_directory_error(self.path, error) from error
 
     def close(self) -> None:
@@ -130,27 +122,17 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     for _, row in _rows(path) if path.exists() else ():
         if "event" not in row:
             for name, column in columns.items():
-                value = row.get(name)
-                column.append(float(value) if isinstance(value, int | float) else math.nan)
+                column.append(_number(row.get(name)))
         elif row["event"] == "epoch" and isinstance(row.get("epoch"), int):
-            epochs[row["step"]] = _epoch(row)
+            figures: dict[str, Any] = {figure.name: _finite(_number(row.get(figure.name))) for figure in EPOCH_FIGURES}
+            figures |= {name: math.nan for name in ("train_loss", "seconds") if figures[name] is None}
+            epochs[row["step"]] = EpochRecord(epoch=row["epoch"], step=row["step"], **figures)
     tables = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
-    for values in tables.values():
-        values[~np.isfinite(values)] = math.nan  # JSON has no infinity, so we never wrote one
     # np.unique keeps the first of equal values, so the reversed order keeps the line written last.
     _, from_end = np.unique(tables["step"][::-1], return_index=True)
     index = len(tables["step"]) - 1 - from_end
     steps = {name: values[index] for name, values in tables.items()}
     return MetricsTable(steps, tuple(epochs[step] for step in sorted(epochs)))
-
-
-def _epoch(row: Mapping[str, Any]) -> EpochRecord:
-    values: dict[str, Any] = {}
-    for figure in EPOCH_FIGURES:
-        value = row.get(figure.name)
-        values[figure.name] = float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-    values |= {name: math.nan for name in ("train_loss", "seconds") if values[name] is None}
-    return EpochRecord(epoch=row["epoch"], step=row["step"], **values)
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -165,12 +147,11 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 yield line, row
 
 
+def _number(value: Any) -> float:
+    """A number of the file; NaN for what is none, and for infinities, which are never written."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
 def _finite(value: Any) -> Any:
     """The value, but None for NaN and infinities, which JSON does not know."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _json_value(figure: Figure, value: Any) -> Any:
-    """A figure of a step as it is written."""
-    value = _finite(value)
-    return round(value, 3) if isinstance(value, float) and figure.unit not in _EXACT else value

@@ -107,19 +107,19 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
     """The curves of all runs, with one legend entry per run, on axes that are zoomed together; None without any."""
     points, tested = max(200, _MOST_POINTS // len(tables)), {row.chart for row in EPOCH_FIGURES}
     titles = dict.fromkeys(row.chart for row in (*STEP_FIGURES, *EPOCH_FIGURES) if row.chart)
-    drawn = {
-        title: runs
+    charts = {
+        title: [(run, *pair) for run, table in enumerate(tables) for pair in _traces(title, table, points)]
         for title in sorted(titles, key=lambda title: title not in tested)
-        if any(runs := [list(_traces(title, table, points)) for table in tables])
     }
-    if not drawn:
+    charts = {title: traces for title, traces in charts.items() if traces}
+    if not charts:
         return None
-    spacing = 0.3 / len(drawn)
-    figure = make_subplots(len(drawn), 1, shared_xaxes=True, subplot_titles=[*drawn], vertical_spacing=spacing)
+    spacing = 0.3 / len(charts)
+    figure = make_subplots(len(charts), 1, shared_xaxes=True, subplot_titles=[*charts], vertical_spacing=spacing)
     seconds: list[list[float | None]] = []
     named: set[int] = set()
-    for row, runs in enumerate(drawn.values(), start=1):
-        for run, (trace, times) in ((run, pair) for run, pairs in enumerate(runs) for pair in pairs):
+    for row, traces in enumerate(charts.values(), start=1):
+        for run, trace, times in traces:
             trace.name = ", ".join(filter(None, (html.escape(names[run]), trace.name)))
             trace.update(legendgroup=str(run), showlegend=run not in named)
             trace.marker.color = trace.line.color = _RUN_COLOURS[run % len(_RUN_COLOURS)]
@@ -127,16 +127,17 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
             named.add(run)
             seconds.append(times)
             figure.add_trace(trace, row, 1)
-    steps = [trace.x for trace in figure.data]
-    buttons: list[tuple[str, list[Any]]] = [
-        ("by step", [{"x": steps}]),
-        ("by training time in seconds", [{"x": seconds}]),
+    buttons = [
+        {"label": label, "method": "update", "args": args}
+        for label, args in (
+            ("by step", [{"x": [trace.x for trace in figure.data]}]),
+            ("by training time in seconds", [{"x": seconds}]),
+            *((f"{scale} loss", [{}, {"yaxis.type": scale}]) for scale in ("linear", "log")),
+        )
     ]
-    buttons += [(f"{scale} loss", [{}, {"yaxis.type": scale}]) for scale in ("linear", "log")]
-    above: dict[str, Any] = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
-    drawn_buttons = [{"label": label, "method": "update", "args": args} for label, args in buttons]
-    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": drawn_buttons, **above}
-    layout = {"template": "plotly_white", "height": 120 + 250 * len(drawn), "updatemenus": [menu]}
+    above = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
+    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": buttons, **above}
+    layout = {"template": "plotly_white", "height": 120 + 250 * len(charts), "updatemenus": [menu]}
     return figure.update_layout(**layout, hovermode="x unified", hoverlabel={"namelength": -1})
 
 
@@ -196,7 +197,7 @@ def _short(values: NDArray[np.float64]) -> list[float | None]:
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def step_on_lanes(timeline: Timeline, unit: str = "ms") -> Figure:
+def step_on_lanes(timeline: Timeline) -> Figure:
     """The step of median length, what was predicted above what was measured: a row per lane, and a box per action.
 
     Numbers are micro-batches.
@@ -207,25 +208,25 @@ def step_on_lanes(timeline: Timeline, unit: str = "ms") -> Figure:
     figure = make_subplots(len(panels), 1, shared_xaxes=True, **grid)
     named: set[str] = set()
     for row, (_, length, lanes) in enumerate(panels, start=1):
-        for bar in _boxes(lanes, unit):
+        for bar in _boxes(lanes):
             figure.add_trace(bar.update(showlegend=bar.name not in named), row, 1)
             named.add(bar.name)
         figure.add_vline(length, line={"dash": "dash", "color": "#57606a"}, row=row, col=1)
         ticks = {"tickvals": [*range(len(lanes))], "ticktext": [lane.name for lane in lanes]}
         figure.update_yaxes(range=[len(lanes) - 0.5, -0.5], showgrid=False, fixedrange=True, **ticks, row=row, col=1)
-    figure.update_xaxes(title=unit, row=len(panels))
+    figure.update_xaxes(title="ms", row=len(panels))
     height = 120 + 100 * len(panels) + 25 * sum(heights)
     return figure.update_layout(template="plotly_white", barmode="overlay", height=height)
 
 
-def _boxes(lanes: Sequence[Lane], unit: str) -> Iterator[Bar]:
+def _boxes(lanes: Sequence[Lane]) -> Iterator[Bar]:
     """A trace for each kind of action."""
     boxes: dict[tuple[str, str], list[tuple[Any, ...]]] = {}
     for y, lane in enumerate(lanes):
         width = 0.9 if lane.queue == "compute" else 0.5
         for span in lane.spans:
             text = str(span.action.index) if span.action.kind in COMPUTE else ""
-            times = f"{span.duration_ms:.4g} {unit}, from {span.start_ms:.4g} to {span.end_ms:.4g}"
+            times = f"{span.duration_ms:.4g} ms, from {span.start_ms:.4g} to {span.end_ms:.4g}"
             box = (round(span.start_ms, 4), round(span.duration_ms, 4), y, width, text)
             kind = _KINDS.get(span.action.kind, _OTHER_KIND)
             boxes.setdefault(kind, []).append((*box, f"{describe_action(span.action)}: {times}"))

@@ -13,14 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
-from hybridpar.observe.text import counted, format_accuracy, format_bytes, format_duration, format_rate
+from hybridpar.errors import counted
+from hybridpar.observe.records import EPOCH_FIGURES, EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
 
 #: Seconds between two paints of the bar, and between two lines within an epoch.
 _PAINT_SECONDS, _LINE_SECONDS = 0.25, 10.0
@@ -57,9 +59,8 @@ class Progress:
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Show what is about to be trained."""
         self._epochs, self.steps_total = info.epochs, info.steps_total
-        lines = [f"{label:8} {text}" for label, text in describe_run(info)]
         resumed = [f"resumed after step {done:,}"] if done else []
-        for line in (*lines, *info.notes, *resumed):
+        for line in (*start_lines(info), *info.notes, *resumed):
             self.message(line)
         self._shown = self._clock()
 
@@ -89,7 +90,12 @@ class Progress:
         """Show the end of an epoch."""
         if record.test_accuracy is not None:
             self._accuracy = record.test_accuracy
-        self.message(epoch_line(record, self._epochs))
+        parts = [f"epoch {record.epoch + 1}/{self._epochs} done"]
+        for row in EPOCH_FIGURES:
+            value = getattr(record, row.name)
+            if row.title and value is not None and not math.isnan(value):  # NaN: only its test was left to do
+                parts.append(f"{row.title} {row.text(value)}")
+        self.message("  ".join([*parts, format_duration(record.seconds)]))
         self._shown = self._clock()
 
     def message(self, text: str) -> None:
@@ -176,11 +182,6 @@ class LiveProgress(Progress):
         """Show a line that the next one takes the place of."""
         self._paint(Text(f"{text} ...", style="dim"))
 
-    def epoch(self, record: EpochRecord) -> None:
-        """Print a line about the epoch above the bar."""
-        super().epoch(record)
-        self.show()
-
     def message(self, text: str) -> None:
         """Print a line above the bar."""
         style = "yellow" if text.startswith("warning") else ""
@@ -217,44 +218,30 @@ def open_progress(console: Console | None = None) -> Progress:
 
 
 @contextmanager
-def counting(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
-    """Show on a terminal how much of some work is done; yields the function that is told of more."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+def progress_bar(text: str = "", total: int | None = None, *, shown: bool = True) -> Iterator[Callable[..., None]]:
+    """A bar for some work that is no training, on a terminal alone, beside what is printed as the result.
+
+    Yields the function that changes it, by the arguments of rich's `Progress.update`: `advance=`, `completed=`,
+    `total=`, `description=`.
+    """
     from rich.progress import Progress as Bar
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    disabled = not (shown and sys.stderr.isatty())
-    with Bar(*columns, console=Console(stderr=True), transient=True, disable=disabled) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+    with Bar(console=Console(stderr=True), transient=True, disable=not (shown and sys.stderr.isatty())) as bar:
+        yield partial(bar.update, bar.add_task(text, total=total))
 
 
-def describe_run(info: RunInfo) -> list[tuple[str, str]]:
-    """The start screen as label and text, without the notes."""
+def start_lines(info: RunInfo) -> list[str]:
+    """What is about to be trained, without the notes."""
     epochs = f"{counted(info.epochs, 'epoch')} of {info.steps_per_epoch:,}"
     if info.steps_total != info.epochs * info.steps_per_epoch:
         epochs = f"{info.steps_per_epoch:,} per epoch"
     each = f", on {info.replicas} replicas" if info.replicas > 1 else ""
     chosen = f" (auto: {info.batch_line})" if info.batch_line else ""
     return [
-        ("model", f"{info.model}, {info.parameters:,} parameters"),
-        ("data", info.data_line or info.data),
-        ("workers", f"{info.workers} on {info.device}"),
-        ("batch", f"{info.batch_size:,} samples per step{each}{chosen}"),
-        ("steps", f"{info.steps_total:,} ({epochs})"),
-        ("run dir", str(info.run_dir)),
+        f"model    {info.model}, {info.parameters:,} parameters",
+        f"data     {info.data_line or info.data}",
+        f"workers  {info.workers} on {info.device}",
+        f"batch    {info.batch_size:,} samples per step{each}{chosen}",
+        f"steps    {info.steps_total:,} ({epochs})",
+        f"run dir  {info.run_dir}",
     ]
-
-
-def epoch_line(record: EpochRecord, epochs: int) -> str:
-    """One line about an epoch that ended."""
-    parts = [f"epoch {record.epoch + 1}/{epochs} done"]
-    if not math.isnan(record.train_loss):  # of a resumed run that had only the test of the epoch left to do
-        parts.append(f"train loss {record.train_loss:.4f}")
-    if record.test_loss is not None:
-        parts.append(f"test loss {record.test_loss:.4f}")
-    if record.test_accuracy is not None:
-        parts.append(f"test accuracy {format_accuracy(record.test_accuracy)}")
-    if record.ema_test_accuracy is not None:
-        parts.append(f"of the average {format_accuracy(record.ema_test_accuracy)}")
-    return "  ".join([*parts, format_duration(record.seconds)])

@@ -15,6 +15,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hybridpar.observe.text import UNITS
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -24,14 +26,14 @@ class Figure:
         name: Field of a record and column of `metrics.jsonl`, or key of `summary.json`.
         unit: What it is measured in, one of `hybridpar.observe.text.UNITS`.
         summary: The key under which the steps of a run make one figure of the summary.
-        reduce: How they do: `median`, `mean` or `sum`.
+        reduce: How they do: `median`, `mean`, `sum`, or `part`: the part of a step's time that it takes.
         workers: Whether each worker reduces its steps, and the summary has the mean of that.
-        part: What it is called as a part of the time of a step.
         log: Whether loggers get it.
         chart: Title of its chart on the report page.
         curve: What its curve is called there, beside others.
-        title: What it is called where runs are listed or compared.
-        predicted: What it is called where a prediction stands beside it.
+        title: What it is called at the end of an epoch, at the end of a run, and where runs are compared.
+        usual: The value with which nothing is said of it there.
+        predicted: Whether plans predict it, so that the prediction stands beside it.
     """
 
     name: str
@@ -39,12 +41,16 @@ class Figure:
     summary: str = ""
     reduce: str = ""
     workers: bool = False
-    part: str = ""
     log: bool = False
     chart: str = ""
     curve: str = ""
     title: str = ""
-    predicted: str = ""
+    usual: Any = None
+    predicted: bool = False
+
+    def text(self, value: Any) -> str:
+        """A value as it is shown."""
+        return UNITS[self.unit](value)
 
 
 def _figure(unit: str, default: Any = MISSING, *, init: bool = True, **row: Any) -> Any:
@@ -97,9 +103,11 @@ class StepRecord:
     step_ms: float = _figure(
         "ms", log=True, chart="Time of a step (ms)", summary="step_ms_median", reduce="median", title="step"
     )
-    compute_ms: float = _figure("ms", log=True, part="compute")
-    exposed_sync_ms: float = _figure("ms", log=True, part="exposed sync")
-    data_ms: float = _figure("ms", log=True, part="waiting for data")
+    compute_ms: float = _figure("ms", log=True, summary="compute_ms", reduce="part", title="compute", predicted=True)
+    exposed_sync_ms: float = _figure(
+        "ms", log=True, summary="exposed_sync_ms", reduce="part", title="exposed sync", usual=0, predicted=True
+    )
+    data_ms: float = _figure("ms", log=True, summary="data_ms", reduce="part", title="waiting for data")
     bytes_sent: int = _figure(
         "bytes",
         log=True,
@@ -107,23 +115,26 @@ class StepRecord:
         summary="bytes_sent_per_step",
         reduce="mean",
         title="sent per step",
-        predicted="sent",
+        usual=0,
+        predicted=True,
     )
-    skipped: bool = _figure("flag", summary="skipped_steps", reduce="sum")
+    skipped: bool = _figure("flag", summary="skipped_steps", reduce="sum", title="skipped steps", usual=0)
     grad_norm: float | None = _figure("norm", log=True, chart="Gradient norm")
     bytes_before: int | None = _figure("bytes", None)
     bytes_after: int | None = _figure("bytes", None)
-    encode_ms: float | None = _figure("ms", None, workers=True, summary="encode_ms", reduce="median")
-    wire_ms: float | None = _figure("ms", None, workers=True, summary="wire_ms", reduce="median")
-    decode_ms: float | None = _figure("ms", None, workers=True, summary="decode_ms", reduce="median")
-    sync_ms: float | None = _figure("ms", None, workers=True, summary="sync_ms", reduce="median")
+    encode_ms: float | None = _figure("ms", None, workers=True, summary="encode_ms", reduce="median", title="encoding")
+    wire_ms: float | None = _figure("ms", None, workers=True, summary="wire_ms", reduce="median", title="on the wire")
+    decode_ms: float | None = _figure("ms", None, workers=True, summary="decode_ms", reduce="median", title="decoding")
+    sync_ms: float | None = _figure("ms", None, workers=True, summary="sync_ms", reduce="median", title="any sync")
     hidden_share: float | None = _figure("part", None)
     residual_norm: float | None = _figure("norm", None, log=True, chart="Residual norm: not sent yet")
     residual_norms: Mapping[str, float] | None = None
     staleness: float | None = _figure("updates", None, log=True, chart="Staleness (updates)")
     most_stale: int | None = _figure("updates", None)
-    queued: float | None = _figure("gradients", None, summary="queued", reduce="median")
-    bytes_pulled: int | None = _figure("bytes", None, workers=True, summary="bytes_pulled_per_step", reduce="median")
+    queued: float | None = _figure("gradients", None, summary="queued", reduce="median", title="queued")
+    bytes_pulled: int | None = _figure(
+        "bytes", None, workers=True, summary="bytes_pulled_per_step", reduce="median", title="pulled per step"
+    )
 
     def __post_init__(self) -> None:
         rate = 1000 * self.samples / self.step_ms if 0 < self.step_ms < math.inf else math.nan
@@ -147,11 +158,13 @@ class EpochRecord:
 
     epoch: int
     step: int
-    test_accuracy: float | None = _figure("accuracy", log=True, chart="Test accuracy (%)")
-    test_loss: float | None = _figure("loss", log=True, chart="Loss", curve="test")
-    train_loss: float = _figure("loss", log=True)
+    test_accuracy: float | None = _figure("accuracy", log=True, chart="Test accuracy (%)", title="test accuracy")
+    test_loss: float | None = _figure("loss", log=True, chart="Loss", curve="test", title="test loss")
+    train_loss: float = _figure("loss", log=True, title="train loss")
     seconds: float = _figure("s")
-    ema_test_accuracy: float | None = _figure("accuracy", None, log=True, chart="Test accuracy (%)", curve="EMA")
+    ema_test_accuracy: float | None = _figure(
+        "accuracy", None, log=True, chart="Test accuracy (%)", curve="EMA", title="of the average"
+    )
     ema_test_loss: float | None = _figure("loss", None, log=True, chart="Loss", curve="test, EMA")
 
 
@@ -161,51 +174,58 @@ def _rows_of(record: Any) -> tuple[Figure, ...]:
 
 STEP_FIGURES, EPOCH_FIGURES = _rows_of(StepRecord), _rows_of(EpochRecord)
 
-#: What is known of a run as a whole, beside what its steps come to; docs/contracts.md says what each means.
-_OF_THE_RUN = (
-    *(Figure(name, "text") for name in ("model", "data", "device", "schedule", "sync", "codec", "shares")),
-    *(Figure(name, "count") for name in ("workers", "stages", "replicas", "micro_batches", "servers", "seed")),
-    *(Figure(name, "count") for name in ("batch_size", "final_batch_size", "epochs", "resumed_from")),
-    *(Figure(name, "object") for name in ("best", "staleness", "kernels", "versions")),
+#: What a run and its tests came to; docs/contracts.md says what each means.
+_RESULTS = (
+    *(Figure(name, "text") for name in ("model", "data", "device", "prediction_warning")),
+    *(Figure(name, "count") for name in ("workers", "replicas", "servers", "batch_size", "final_batch_size")),
+    *(Figure(name, "count") for name in ("epochs", "seed")),
+    *(Figure(name, "object") for name in ("versions",)),
     Figure("exit", "text", title="state"),
     Figure("steps", "count", title="steps"),
+    Figure("resumed_from", "count", title="resumed from step"),
+    Figure("train_seconds", "s", title="trained for"),
     Figure("test_accuracy", "accuracy", title="test accuracy"),
     Figure("best_test_accuracy", "accuracy", title="best test accuracy"),
     Figure("ema_test_accuracy", "accuracy", title="of the average"),
     Figure("test_loss", "loss", title="test loss"),
     Figure("train_loss", "loss", title="train loss"),
-    Figure("train_seconds", "s", title="trained for"),
-    Figure("step_ms_mean", "ms"),
-    Figure("compute_ms", "ms", title="compute", predicted="compute"),
-    Figure("exposed_sync_ms", "ms", title="exposed sync", predicted="exposed sync"),
-    Figure("data_ms", "ms", title="waiting for data"),
-    Figure("bubble", "part", predicted="bubble"),
-    Figure("overlap", "part"),
-    Figure("peak_saved_bytes", "bytes", predicted="kept for backward"),
-    Figure("memory_bytes", "bytes", title="memory", predicted="memory"),
-    Figure("prediction_warning", "text"),
-    Figure("compression_ratio", "ratio"),
+    Figure("best", "checkpoint", title="best checkpoint"),
 )
-
 _OF_STEPS = tuple(
     replace(row, name=row.summary, unit="count" if row.reduce == "sum" else row.unit)
     for row in STEP_FIGURES
     if row.summary
 )
-#: What is predicted of a step, and measured.
-PREDICTED_FIGURES = (
-    Figure("step_ms", "ms", predicted="step, without data"),
-    *(row for row in (*_OF_THE_RUN, *_OF_STEPS) if row.predicted),
+#: How it was laid out, and what that took.
+_LAYOUT = (
+    Figure("step_ms_mean", "ms"),
+    Figure("memory_bytes", "bytes", title="memory", predicted=True),
+    Figure("stages", "count", title="stages", usual=1),
+    Figure("micro_batches", "count", title="micro-batches", usual=1),
+    Figure("schedule", "text", title="schedule", usual="accumulate"),
+    Figure("bubble", "part", title="bubble", predicted=True),
+    Figure("overlap", "part", title="sums hidden"),
+    Figure("peak_saved_bytes", "bytes", title="kept for backward", predicted=True),
+    Figure("shares", "text", title="shares", usual="equal"),
+    Figure("sync", "text", title="sync", usual="allreduce"),
+    Figure("staleness", "ages", title="staleness"),
+    Figure("codec", "text", title="gradients sent as", usual="none"),
+    Figure("compression_ratio", "ratio", title="bytes saved", usual=1),
+    Figure("kernels", "kernels", title="kernels"),
 )
+#: A step without waiting for data, as it is predicted; the summary has its measured parts.
+STEP_ALONE = Figure("step_ms", "ms", title="step, without data", predicted=True)
+#: What is predicted of a step, and measured.
+PREDICTED_FIGURES = (STEP_ALONE, *(row for row in (*_OF_STEPS, *_LAYOUT) if row.predicted))
 #: The keys of `summary.json`.
 SUMMARY_FIGURES = (
-    *(*_OF_THE_RUN, *_OF_STEPS),
+    *(*_RESULTS, *_OF_STEPS, *_LAYOUT),
     *(Figure(f"predicted_{row.name}", row.unit) for row in PREDICTED_FIGURES),
 )
-#: What is shown of runs that are listed or compared.
-LISTED_FIGURES = tuple(row for row in SUMMARY_FIGURES if row.title)
-#: Parts of the time of a step: their names, and what they are called.
-STEP_PARTS = {row.name: row.part for row in STEP_FIGURES if row.part}
+#: What is shown at the end of a run, and of runs that are compared.
+LISTED_FIGURES = tuple(row for row in (*_RESULTS, STEP_ALONE, *_OF_STEPS, *_LAYOUT) if row.title)
+#: The parts of the time of a step.
+STEP_PARTS = tuple(row.name for row in STEP_FIGURES if row.reduce == "part")
 
 
 @dataclass(frozen=True, slots=True)

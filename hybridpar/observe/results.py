@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -97,11 +98,9 @@ class TestResult:
         table = []
         for index in range(BINS):
             inside = bins == index
-            images = int(inside.sum())
-            confidence = float(known[inside].mean()) if images else None
-            accuracy = float(right[inside].mean()) if images else None
-            row = (float(edges[index]), float(edges[index + 1]), images, confidence, accuracy)
-            table.append(dict(zip(("above", "up_to", "images", "confidence", "accuracy"), row, strict=True)))
+            row = {"above": float(edges[index]), "up_to": float(edges[index + 1]), "images": int(inside.sum())}
+            means = [float(values[inside].mean()) if row["images"] else None for values in (known, right)]
+            table.append({**row, "confidence": means[0], "accuracy": means[1]})
         return table
 
     @property
@@ -151,9 +150,5 @@ class TestResult:
         if self.targets is None or self.predictions is None:
             return []
         wrong = self.targets != self.predictions
-        pairs, counts = np.unique(self.targets[wrong] * len(self.classes) + self.predictions[wrong], return_counts=True)
-        order = np.argsort(-counts, kind="stable")[:most]
-        return [
-            (self.classes[pair // len(self.classes)], self.classes[pair % len(self.classes)], count)
-            for pair, count in zip(pairs[order].tolist(), counts[order].tolist(), strict=True)
-        ]
+        pairs = Counter(zip(self.targets[wrong].tolist(), self.predictions[wrong].tolist(), strict=True))
+        return [(self.classes[true], self.classes[taken], count) for (true, taken), count in pairs.most_common(most)]

@@ -48,7 +48,7 @@ def summarize(
     of_steps = {
         row.summary: reduced(row, steps[row.name] if row.reduce == "sum" else steps[row.name][steady])
         for row in STEP_FIGURES
-        if row.summary
+        if row.summary and row.reduce != "part"
     }
     parts = np.stack([steps[key][steady] for key in STEP_PARTS], axis=1)
     sent = float(np.nansum(steps["bytes_after"]))

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
+
+from rich.filesize import decimal
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as `3.2 s`, `52 s`, `12:03` or `26:00:05`."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    rounded = round(seconds)
-    if rounded < 60:
-        return f"{rounded} s"
-    minutes, rest = divmod(rounded, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Seconds as `3.2 s`, `0:12:03` or `1 day, 2:00:05`."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with three significant digits in decimal units: `640 B`, `12.3 MB`, `1.20 GB`."""
-    units = ("B", "kB", "MB", "GB", "TB", "PB")
-    exponent = 0
-    while count >= 999.5 and exponent < len(units) - 1:
-        count /= 1000
-        exponent += 1
-    if exponent == 0:
-        return f"{count:.0f} B"
-    digits = 2 if count < 9.995 else 1 if count < 99.95 else 0
-    return f"{count:.{digits}f} {units[exponent]}"
+    """Bytes in decimal units: `640 bytes`, `12.3 MB`."""
+    return decimal(round(count))
 
 
 def format_rate(per_second: float) -> str:
@@ -39,6 +27,17 @@ def format_rate(per_second: float) -> str:
 def format_accuracy(fraction: float) -> str:
     """A fraction as a percentage with two decimals, as papers give it."""
     return f"{100 * fraction:.2f}%"
+
+
+def _format_ages(ages: Mapping[str, Any]) -> str:
+    """How late gradients were."""
+    return f"mean {ages['mean']:.2f}, largest {ages['most']}"
+
+
+def _format_kernels(kernels: Mapping[str, Any]) -> str:
+    """Operations on kernels, and the time that they save."""
+    text = f"{kernels['tuned']} of {kernels['tuned'] + kernels['stock']} operations"
+    return text if kernels["saved_ms"] is None else f"{text}, {kernels['saved_ms']:.2f} ms a step less than torch"
 
 
 #: How figures are shown, by their unit; figures of other units are not shown alone.
@@ -52,9 +51,9 @@ UNITS: dict[str, Callable[[Any], str]] = {
     "accuracy": format_accuracy,
     "part": "{:.0%}".format,
     "loss": "{:.4f}".format,
+    "ratio": "{:.1f}x".format,
+    "gradients": "{:.1f} gradients".format,
+    "ages": _format_ages,
+    "kernels": _format_kernels,
+    "checkpoint": "{0[checkpoint]}, by {0[metric]}".format,
 }
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: `1 worker`, `2 micro-batches`."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('batch') else 's'}"

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from hybridpar.errors import UsageError, shortened
+from hybridpar.errors import UsageError, counted, shortened
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.formats.output_files import replace_file
-from hybridpar.observe.text import counted
 from hybridpar.schedule.actions import Action, Kind
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans, joint_bubble
@@ -26,7 +25,7 @@ from hybridpar.schedule.spans import Span, StepSpans, joint_bubble
 QUEUES = ("steps", "compute", "send", "receive", "sync", "control", "copy")
 
 #: What `otherData` calls the writer, by which our traces are told from those of others.
-_WRITER = "hybridpar timeline 2"
+_WRITER = "hybridpar timeline 3"
 
 #: Words for an action, where they are not its text.
 _WORDS = {
@@ -83,8 +82,8 @@ class Timeline:
     Attributes:
         rows: In any order.
         layout: Where stages run.
-        facts: What the run was, as plain values to be shown: `model`, `stages`, `micro_batches`, `schedule`,
-            `clocks` (how the clocks were aligned), `prediction` (where it comes from), and of a plan the `whole` step.
+        facts: What the run was, as plain values to be shown: `model`, `micro_batches`, `schedule`, `clocks` (how the
+            clocks were aligned), `prediction` (where it comes from), and of a plan the `whole` step.
     """
 
     rows: tuple[TimelineRow, ...]
@@ -126,8 +125,14 @@ class Timeline:
             for span in row.spans.spans:
                 spans.setdefault((QUEUES.index(span.queue), span.lane), []).append(span.shifted(shift))
             for queue, lane in sorted(spans):
-                name = f"worker {row.worker} {describe_queue(QUEUES[queue], lane, self.layout, row.worker)}"
+                name = f"worker {row.worker} {self.queue_name(QUEUES[queue], lane, row.worker)}"
                 yield Lane(QUEUES[queue], name, spans[queue, lane])
+
+    def queue_name(self, queue: str, lane: int, worker: int) -> str:
+        """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`."""
+        if queue in ("send", "receive"):
+            return f"{queue} {'to' if queue == 'send' else 'from'} worker {self.layout.peer(worker, lane)}"
+        return queue if queue == "steps" else f"{queue} lane {lane}"
 
     def lines(self) -> Iterator[str]:
         """What ran, and the figures of every worker in the step of median length."""
@@ -141,9 +146,9 @@ class Timeline:
         for title, rows in self.panels():
             yield from ("", title)
             for row in rows:
-                spans, computed = row.spans, row.spans.computed
-                busy, exposed = f"{computed.busy_ms:9,.1f} ms of passes", f"{spans.exposed_sync_ms:,.1f} ms"
-                yield f"worker {row.worker}  {busy} on {computed.lanes} lane(s), {exposed} of sums exposed"
+                computed, exposed = row.spans.computed, row.spans.exposed_sync_ms
+                busy = f"{computed.busy_ms:9,.1f} ms of passes on {counted(computed.lanes, 'lane')}"
+                yield f"worker {row.worker}  {busy}, {exposed:,.1f} ms of sums exposed"
 
 
 def begin_of(rows: Sequence[TimelineRow]) -> float:
@@ -180,13 +185,6 @@ def describe_action(action: Action) -> str:
     return _WORDS.get(action.kind, "{kind}{index} stage {stage}").format(**action._asdict())
 
 
-def describe_queue(queue: str, lane: int, layout: Layout, worker: int = 0) -> str:
-    """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`."""
-    if queue in ("send", "receive"):
-        return f"{queue} {'to' if queue == 'send' else 'from'} worker {layout.peer(worker, lane)}"
-    return queue if queue == "steps" else f"{queue} lane {lane}"
-
-
 # ---------------------------------------------------------------------------------------------------------- the file
 
 
@@ -213,22 +211,18 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
         for name, queue, lane, start, stop in boxes:
             # Unique in the whole file: Perfetto takes them for ids of the operating system.
             thread = (process * len(QUEUES) + QUEUES.index(queue)) * 10_000 + lane
-            names[process, thread] = describe_queue(queue, lane, timeline.layout, row.worker)
-            begin = _microseconds(start)
+            names[process, thread] = timeline.queue_name(queue, lane, row.worker)
+            begin, until = (round(1e6 * seconds, 3) for seconds in (start, stop))
             event = {"ph": "X", "name": name, "cat": queue, "pid": process, "tid": thread, "ts": begin}
             # The length is of rounded ends: what follows directly must not overlap.
-            events.append(event | {"dur": round(_microseconds(stop) - begin, 3), "args": {"step": row.step}})
+            events.append(event | {"dur": round(until - begin, 3), "args": {"step": row.step}})
     for (process, thread), name in names.items():
         meta, what = {"ph": "M", "pid": process, "tid": thread, "ts": 0}, "thread" if thread else "process"
         events.append(meta | {"name": f"{what}_name", "args": {"name": name}})
         events.append(meta | {"name": f"{what}_sort_index", "args": {"sort_index": thread or process}})
     rows = _ROWS.dump_python(timeline.rows, mode="json")
-    other = {**timeline.facts, "writer": _WRITER, "layout": list(timeline.layout.texts()), "rows": rows}
+    other = {"facts": timeline.facts, "writer": _WRITER, "layout": list(timeline.layout.texts()), "rows": rows}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -246,18 +240,11 @@ def timeline_of(data: Any, source: str = "the trace") -> Timeline:
             f"Its otherData.writer must be {_WRITER!r}.",
             "Name a file that `hybridpar train --timeline FILE` wrote; others can be opened in ui.perfetto.dev.",
         )
-    facts = {key: other[key] for key, kind in _FACTS.items() if isinstance(other.get(key), kind)}
     try:
-        timeline = Timeline(_ROWS.validate_python(other["rows"]), Layout.parse(other["layout"]), facts)
+        timeline = Timeline(_ROWS.validate_python(other["rows"]), Layout.parse(other["layout"]), other["facts"])
         json.dumps(trace_of(timeline), allow_nan=False)  # what cannot be shown fails here
-        list(timeline.panels())
-    except ValidationError as error:
-        what = " ".join(first_problem(error))
-        raise UsageError(f"{source} is damaged: {what}", fix="Write it again with --timeline.") from error
+        list(timeline.lines())
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{source} is damaged: {shortened(error)}", fix="Write it again with --timeline.") from error
+        problem = " ".join(first_problem(error)) if isinstance(error, ValidationError) else shortened(error)
+        raise UsageError(f"{source} is damaged: {problem}", fix="Write it again with --timeline.") from error
     return timeline
-
-
-#: Facts of a timeline, by their types.
-_FACTS = {"model": str, "schedule": str, "stages": int, "micro_batches": int, "clocks": str, "prediction": str}

@@ -304,17 +304,6 @@ def run_facts(directory: Path) -> dict[str, Any]:
     return facts
 
 
-def changed_options(began: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options of a `run.json` that are not as they are by default."""
-    usual = {field.name: _plain(field.default) for field in dataclasses.fields(TrainConfig)}
-    skipped = OPTIONS_OF_THE_COMMAND | {"model"}
-    return {
-        name: value
-        for name, value in began.items()
-        if name not in skipped and (usual[name] != value if name in usual else value not in (None, [], False))
-    }
-
-
 def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
     """The options that a run began with."""
     from pydantic import TypeAdapter, ValidationError

@@ -1,49 +1,59 @@
-"""`hybridpar evaluate` on one worker: tests a trained model on its share of the test set, and puts the shares together.
+"""A trained model at work: `hybridpar evaluate` on one worker, and `hybridpar predict`.
 
-Accuracy and loss are those of `hybridpar.train.results`, as in a run; what else a test tells is noted image by image
-and gathered on worker 0, so that nothing depends on the number of workers.
+A test gives each worker its share of the test set. Accuracy and loss are those of `hybridpar.train.results`, as in a
+run; what else a test tells is noted image by image and gathered on worker 0, so that nothing depends on the number of
+workers.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.replicate import broadcast_state
-from hybridpar.comm.world import World
+from hybridpar.comm.world import World, default_device
 from hybridpar.data import ImageData, TestBatches, load_dataset
+from hybridpar.data.file_sets import named_images
 from hybridpar.data.sources import ImageFacts
-from hybridpar.errors import CheckpointError, UsageError, shortened
+from hybridpar.errors import UsageError, shortened
 from hybridpar.machine.launch import record_failure
 from hybridpar.models import autocast
 from hybridpar.models.outputs import OutputLoss, main_output
-from hybridpar.observe.progress import counting
+from hybridpar.observe.progress import progress_bar
 from hybridpar.observe.results import TestResult
 from hybridpar.optim.losses import make_loss
 from hybridpar.run.directory import before_the_start
-from hybridpar.run.trained import Trained, build_trained, images_of_model, load_trained
+from hybridpar.run.trained import Trained, build_trained, image_facts, images_of_model, load_trained
 from hybridpar.run.worker import tune_worker
-from hybridpar.train.checkpoint_files import digest_of
 from hybridpar.train.results import Evaluation, evaluate
 
 #: How many classes the second accuracy looks at.
 _TOP = 5
 
+#: Fewer files are decoded by the calling process: loader processes would only have to be started.
+_FEW = 64
+
 
 def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
-    """Test a trained model as one of the workers of this job."""
+    """Test a trained model as one of the workers of this job; the result is on worker 0."""
     world = World.join(lanes=1, timeout=trained.config.timeout)
     try:
         tune_worker(trained.config, world)
         with before_the_start():
             config = images_of_model(trained)
             data = world.on_all(lambda: _by_name(load_dataset(config), ImageFacts.read(trained.images)))
-            trained, model = _load_on_all(trained, data.classes, config.uses_channels_last, world)
+            trained, model = world.on_all(lambda: _open(trained, data.classes, config.uses_channels_last, world))
+        # Autocast keeps a copy in its precision of each parameter that requires a gradient.
+        model.to(world.device).requires_grad_(False)
+        if world.size > 1:
+            broadcast_state(model, 0, world)
         batches = TestBatches(
             data,
             batch_size=max(2, config.samples_per_step // world.size),
@@ -55,17 +65,18 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
         )
         loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixing.is_on))
         notes = _Notes(data.classes, several=data.multi_label or config.loss == "bce")
-        with counting("images", batches.samples, shown=world.is_main) as count, autocast(config.amp, world.device):
+        with (
+            progress_bar("images", batches.samples, shown=world.is_main) as show,
+            autocast(config.amp, world.device),
+        ):
 
             def note(outputs: Any, targets: Tensor) -> None:
                 notes.add(outputs, targets)
-                count(len(targets))
+                show(advance=len(targets))
 
-            found = evaluate(model, loss.of_scores, batches, world, note)
+            evaluation = evaluate(model, loss.of_scores, batches, world, note)
         parts = world.gather_on_main(notes.tensors(), range(world.size))
-        if parts is None or not world.is_main:
-            return trained, None
-        return trained, _put_together(parts, data, found, batches.total)
+        return trained, None if parts is None else _put_together(parts, data, evaluation, batches.total)
     except BaseException as error:
         record_failure(error, debug=trained.config.debug)
         raise
@@ -73,61 +84,26 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
         world.close()
 
 
-def _load_on_all(trained: Trained, classes: int, channels_last: bool, world: World) -> tuple[Trained, nn.Module]:
-    """The model on the device of every worker, and on worker 0 where it was; a collective.
-
-    Worker 0 decides which checkpoint counts: a run that still trains may delete it meanwhile. Workers that see it read
-    it, too. If one does not, all are sent the weights.
-    """
-    first = world.on_all(lambda: load_trained(trained, classes, channels_last=channels_last) if world.is_main else None)
-    trained, mine = first or (trained, None)
-    checkpoint, digest = world.from_main(lambda: (trained.checkpoint, digest_of(trained.checkpoint)))
-
-    def find() -> nn.Module | None:
-        if not digest or digest_of(checkpoint) != digest:
-            return None
-        try:
-            found, same = load_trained(replace(trained, checkpoint=checkpoint), classes, channels_last=channels_last)
-        except CheckpointError:
-            return None
-        return same if found.checkpoint == checkpoint else None
-
-    mine = world.on_all(lambda: mine if world.is_main else find())
-    alike = all(world.gather(mine is not None))
-    model = world.on_all(lambda: build_trained(trained, classes, channels_last=channels_last) if mine is None else mine)
-    # Autocast keeps a copy in its precision of each parameter that requires a gradient.
-    model.to(world.device).requires_grad_(False)
-    if not alike:
-        broadcast_state(model, 0, world)
-    return trained, model
-
-
-def _put_together(parts: list[dict[str, Tensor]], data: ImageData, found: Evaluation, total: int) -> TestResult:
-    """The result, from what every worker noted of its share."""
-    noted: dict[str, Any] = {}
-    if data.multi_label:
-        right = torch.stack([part["right"] for part in parts]).sum(dim=0).numpy()
-        images = np.full(data.classes, found.samples)
-    else:
-        noted = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0] if name != "right"}
-        targets, predictions = noted["targets"], noted["predictions"]
-        right = np.bincount(targets[targets == predictions], minlength=data.classes)
-        images = np.bincount(targets, minlength=data.classes)
-    return TestResult(
-        tuple(map(str, data.class_names)),
-        *(found.accuracy, found.loss, found.samples, total - found.samples),
-        *(right, images),
-        **noted,
-    )
+def _open(trained: Trained, classes: int, channels_last: bool, world: World) -> tuple[Trained, nn.Module]:
+    """The model, with its weights on worker 0 alone: others need not see the checkpoint, which a run may delete."""
+    if world.is_main:
+        return load_trained(trained, classes, channels_last=channels_last)
+    return trained, build_trained(trained, classes, channels_last=channels_last)
 
 
 class _Notes:
-    """What is noted of each image of one worker's share."""
+    """What is noted of each image of one worker's share; of images with several classes how often each was right."""
 
     def __init__(self, classes: int, *, several: bool) -> None:
         self._several = several
         self._right = torch.zeros(classes, dtype=torch.int64)
-        self._parts: dict[str, list[Tensor]] = {"targets": [], "predictions": [], "confidences": [], "in_top5": []}
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._parts = {
+            "targets": [nothing],
+            "predictions": [nothing],
+            "confidences": [nothing.double()],
+            "in_top5": [nothing.bool()],
+        }
 
     def add(self, outputs: Any, targets: Tensor) -> None:
         """Note a batch."""
@@ -141,26 +117,44 @@ class _Notes:
                 f"The data have {len(self._right):,} classes, and each image needs a score for each.",
                 "Name the model and the data that the weights were trained with.",
             )
-        probabilities = scores.double().sigmoid() if self._several else scores.double().softmax(dim=1)
         predictions = scores.argmax(dim=1)
         best = scores.topk(min(_TOP, scores.shape[1]), dim=1).indices
         noted = {
             "targets": targets,
             "predictions": predictions,
-            "confidences": probabilities.gather(1, predictions[:, None])[:, 0],
+            "confidences": _probabilities(scores, self._several).gather(1, predictions[:, None])[:, 0],
             "in_top5": (best == targets[:, None]).any(dim=1) | (predictions == targets),
         }
         for name, values in noted.items():
             self._parts[name].append(values.cpu())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All notes, each image by image; and how often each class was right, where images may have several."""
-        empty = {"confidences": torch.float64, "in_top5": torch.bool}
-        parts = {
-            name: torch.cat([torch.empty(0, dtype=empty.get(name, torch.int64)), *values])
-            for name, values in self._parts.items()
-        }
-        return {**parts, "right": self._right}
+        """All notes, each image by image."""
+        return {"right": self._right, **{name: torch.cat(values) for name, values in self._parts.items()}}
+
+
+def _probabilities(scores: Tensor, several: bool) -> Tensor:
+    """In float64; where an image may have several classes each has one of its own."""
+    return scores.double().sigmoid() if several else scores.double().softmax(dim=1)
+
+
+def _put_together(parts: list[dict[str, Tensor]], data: ImageData, evaluation: Evaluation, total: int) -> TestResult:
+    """The result, from what every worker noted of its share."""
+    noted: dict[str, Any] = {}
+    if data.multi_label:
+        right = torch.stack([part["right"] for part in parts]).sum(dim=0).numpy()
+        images = np.full(data.classes, evaluation.samples)
+    else:
+        noted = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0] if name != "right"}
+        targets, predictions = noted["targets"], noted["predictions"]
+        right = np.bincount(targets[targets == predictions], minlength=data.classes)
+        images = np.bincount(targets, minlength=data.classes)
+    return TestResult(
+        tuple(map(str, data.class_names)),
+        *(evaluation.accuracy, evaluation.loss, evaluation.samples, total - evaluation.samples),
+        *(right, images),
+        **noted,
+    )
 
 
 def _by_name(data: ImageData, known: ImageFacts | None) -> ImageData:
@@ -182,3 +176,47 @@ def _by_name(data: ImageData, known: ImageFacts | None) -> ImageData:
     else:
         test.labels = numbers[test.labels]
     return replace(data, class_names=known.class_names, test=test)
+
+
+class Prediction(NamedTuple):
+    """The most probable classes of an image, with their probabilities, the most probable first."""
+
+    file: Path
+    classes: tuple[tuple[str, float], ...]
+
+
+class Predictor:
+    """A trained model that classifies image files, on a GPU where there is one."""
+
+    def __init__(self, trained: Trained, image_size: int | None = None) -> None:
+        with before_the_start():
+            self.facts: ImageFacts = image_facts(trained, image_size)
+            self._config = trained.config
+            classes, channels_last = len(self.facts.class_names), self._config.uses_channels_last
+            self.trained, model = load_trained(trained, classes, channels_last=channels_last)
+        self._device = default_device()
+        # Autocast keeps a copy in its precision of each parameter that requires a gradient.
+        self._model = model.to(self._device).requires_grad_(False)
+
+    def __call__(self, files: Sequence[Path], top: int = 1) -> Iterator[list[Prediction]]:
+        """Classify files. Those that cannot be read are left out, with a warning."""
+        workers = self._config.loader_workers
+        batches = TestBatches(
+            named_images(files, self.facts, self._config),
+            batch_size=self._config.samples_per_step,
+            rank=0,
+            workers=1,
+            loader_workers=0 if workers is None and len(files) < _FEW else workers,
+            device=self._device,
+            channels_last=self._config.uses_channels_last,
+        )
+        names, several = self.facts.class_names, self.facts.multi_label or self._config.loss == "bce"
+        for images, numbers in batches:
+            with torch.inference_mode(), autocast(self._config.amp, self._device):
+                scores = main_output(self._model(images))
+            best = _probabilities(scores, several).topk(min(top, len(names)))
+            rows = zip(numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+            yield [
+                Prediction(files[number], tuple(zip([names[index] for index in classes], values, strict=True)))
+                for number, classes, values in rows
+            ]

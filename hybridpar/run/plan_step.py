@@ -1,4 +1,4 @@
-"""A step as a plan or a schedule has it, simulated, as a timeline that can be drawn."""
+"""A step as a plan has it, simulated, as a timeline that can be drawn."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import Timeline, TimelineRow
 from hybridpar.plan import Plan
-from hybridpar.schedule.actions import Schedule
-from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.simulate import Simulation, simulate
@@ -16,19 +14,25 @@ from hybridpar.schedule.spans import StepSpans
 
 
 def timeline_of_plan(plan: Plan) -> Timeline:
-    """A step of a plan, for drawing."""
+    """A step of a plan, for drawing, without what takes no time."""
     step = step_of_plan(plan)
     if plan.pipeline is None or step is None:
         raise UsageError(
             "this plan does not say how micro-batches flow, so there is no schedule to draw",
             "A schedule is drawn from the sections placement and pipeline, and the times of all stages.",
-            "Draw the partition with `hybridpar plan MODEL --draw FILE`, or show the plan.json of a run with --stages.",
+            "Draw the plan.json of a run with --stages.",
         )
     facts: dict[str, Any] = {"model": plan.model.name, "schedule": plan.pipeline.schedule}
-    facts |= {"stages": len(plan.partition.stages), "micro_batches": plan.pipeline.micro_batches}
+    facts["micro_batches"] = plan.pipeline.micro_batches
     if plan.predicted is not None and plan.predicted.step_ms is not None:
         facts["whole"] = f"{plan.predicted.step_ms:,.1f} ms with exchange and update"
-    return _timeline(*step, facts)
+    simulation, layout = step
+    spans = [span for span in simulation.timeline if span.duration_ms > 0]
+    rows = [
+        TimelineRow(worker, 0, StepSpans(0.0, tuple(span for span in spans if span.worker == worker)), predicted=True)
+        for worker in sorted({span.worker for span in spans})
+    ]
+    return Timeline(tuple(rows), layout, facts)
 
 
 def step_of_plan(plan: Plan) -> tuple[Simulation, Layout] | None:
@@ -40,18 +44,3 @@ def step_of_plan(plan: Plan) -> tuple[Simulation, Layout] | None:
     pairs = zip(plan.orders(), layouts, strict=True)
     steps = [(simulate(lower(order, layout), costs), layout) for order, layout in pairs]
     return max(steps, key=lambda step: step[0].step_ms)
-
-
-def simulated(schedule: Schedule, layout: Layout, costs: Costs, facts: dict[str, Any]) -> Timeline:
-    """A step as it should run, without what takes no time."""
-    facts = {"stages": layout.stages, "micro_batches": schedule.micro_batches, **facts}
-    return _timeline(simulate(lower(schedule, layout), costs), layout, facts)
-
-
-def _timeline(step: Simulation, layout: Layout, facts: dict[str, Any]) -> Timeline:
-    spans = [span for span in step.timeline if span.duration_ms > 0]
-    rows = [
-        TimelineRow(worker, 0, StepSpans(0.0, tuple(span for span in spans if span.worker == worker)), predicted=True)
-        for worker in sorted({span.worker for span in spans})
-    ]
-    return Timeline(tuple(rows), layout, facts)

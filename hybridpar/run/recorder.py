@@ -31,21 +31,22 @@ class Recorder(Part):
         logged = LoggedRun(directory, run.info, options, resumed_from)
         self._loggers = Loggers(logger_names(run.config.log), logged, run.progress.message)
 
+    def _put(self, record: StepRecord | EpochRecord) -> None:
+        if self._writer is not None and self._loggers is not None:
+            self._writer.write(record)
+            self._loggers.put(record)
+
     def record(self, run: Run, record: StepRecord) -> None:
         """Show and write a step."""
         run.progress.step(record)
-        if self._writer is not None and self._loggers is not None:
-            self._writer.write_step(record)
-            self._loggers.put(record)
+        self._put(record)
         if record.skipped:
             run.progress.warn(f"step {record.step} {run.trainer.skipped}")
 
     def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
         """Show and write the end of an epoch."""
         run.progress.epoch(end)
-        if self._writer is not None and self._loggers is not None:
-            self._writer.write_epoch(end)
-            self._loggers.put(end)
+        self._put(end)
 
     def close(self, run: Run) -> None:
         """End the metrics, and the loggers, for a limited time."""

@@ -6,19 +6,24 @@ Everything is read from the files that runs leave, also from runs that still tra
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridpar.config import TrainConfig
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, UsageError, check
 from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.records import LISTED_FIGURES
 from hybridpar.observe.summary import read_summary, tests_of
-from hybridpar.observe.text import UNITS
-from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config, run_facts
+from hybridpar.run.directory import (
+    OPTIONS_OF_THE_COMMAND,
+    RUN_FILE,
+    plain_options,
+    read_facts,
+    recorded_config,
+    run_facts,
+)
 from hybridpar.run.state import checkpoints_of_best
 from hybridpar.train.checkpoint_files import list_checkpoints
 
@@ -48,11 +53,9 @@ class PastRun:
     @property
     def figures(self) -> dict[str, Any]:
         """What it came to, by the names of `LISTED_FIGURES`; without a summary, as far as the metrics say it."""
-        known = dict.fromkeys(row.name for row in LISTED_FIGURES)
-        if self.summary is not None:
-            known |= {name: self.summary[name] for name in known}
-        state = "no report" if self.summary is None else self.summary["exit"]
-        return known | {"exit": state, "steps": self.table.last_step, **tests_of(self.table)}
+        summary = self.summary or {"exit": "no report"}
+        known = {row.name: summary.get(row.name) for row in LISTED_FIGURES}
+        return known | {"steps": self.table.last_step, **tests_of(self.table)}
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -70,13 +73,12 @@ def read_run(directory: Path) -> PastRun:
 
 def find_runs(folders: Iterable[Path]) -> list[PastRun]:
     """The runs in some folders, or below them, by the time of their last step."""
-    directories: list[Path] = []
+    directories: dict[Path, Path] = {}
     for folder in folders:
-        if not folder.is_dir():
-            raise UsageError(f"there is no folder {folder}", fix="Name a folder of runs, or run directories.")
-        directories += [folder] if (folder / RUN_FILE).is_file() else [file.parent for file in folder.rglob(RUN_FILE)]
-    unique = {path.resolve(): path for path in directories}
-    runs = [read_run(path) for path in unique.values() if isinstance(read_facts(path).get("model"), str)]
+        check(folder.is_dir(), f"there is no folder {folder}", fix="Name a folder of runs, or run directories.")
+        inside = [folder] if (folder / RUN_FILE).is_file() else [file.parent for file in folder.rglob(RUN_FILE)]
+        directories |= {path.resolve(): path for path in inside}
+    runs = [read_run(path) for path in directories.values() if isinstance(read_facts(path).get("model"), str)]
     return sorted(runs, key=_last_change)
 
 
@@ -95,32 +97,27 @@ def names_of(directories: Sequence[Path]) -> list[str]:
 
 def differing_options(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The options in which runs differ."""
-    usual = vars(TrainConfig())
+    usual = plain_options(TrainConfig())
     names = dict.fromkeys(name for run in runs for name in run if name not in OPTIONS_OF_THE_COMMAND)
-    differing = {}
-    for name in names:
-        default = usual.get(name)
-        values = [run.get(name, list(default) if isinstance(default, tuple) else default) for run in runs]
-        if any(value != values[0] for value in values):
-            differing[name] = values
-    return differing
+    values = {name: [run.get(name, usual.get(name)) for run in runs] for name in names}
+    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
 
 
 def comparison_rows(runs: Sequence[PastRun]) -> list[list[str]]:
     """A table of runs side by side: their figures, then the options in which they differ."""
     rows, figures = [], [run.figures for run in runs]
     for row in LISTED_FIGURES:
-        values, text = [known[row.name] for known in figures], UNITS[row.unit]
-        if any(value is not None for value in values):
-            rows.append([row.title, *("-" if value is None else text(value) for value in values)])
-    return rows + option_rows(differing_options([run.options for run in runs]), several=True)
+        values = [known[row.name] for known in figures]
+        if any(value is not None and value != row.usual for value in values):
+            rows.append([row.title, *("-" if value is None else row.text(value) for value in values)])
+    return rows + option_rows(differing_options([run.options for run in runs]))
 
 
-def option_rows(options: Mapping[str, Any], *, several: bool = False) -> list[list[str]]:
-    """Options as they are given, each with its value, or with the values of several runs."""
+def option_rows(options: Mapping[str, Sequence[Any]]) -> list[list[str]]:
+    """Options as they are given, each with the values of all runs."""
     return [
-        [name if name == "model" else f"--{name.replace('_', '-')}", *map(_text, value if several else [value])]
-        for name, value in options.items()
+        [name if name == "model" else f"--{name.replace('_', '-')}", *map(_text, values)]
+        for name, values in options.items()
     ]
 
 
@@ -135,8 +132,6 @@ def prunable(run: PastRun, keep: int = 1) -> list[Path]:
 
     The best are those of the epochs that `--checkpoints` of the run ranks first, and the one that its summary names.
     """
-    if keep < 1:
-        raise UsageError(f"--keep is {keep}", "It must be at least 1: the last checkpoint is never deleted.")
     checkpoints = run.checkpoints
     try:
         rule = recorded_config(run.facts, run.directory).saving
@@ -151,8 +146,7 @@ def prunable(run: PastRun, keep: int = 1) -> list[Path]:
 def size_of(path: Path) -> int:
     """Bytes of a checkpoint's files, as far as a run that still trains has not deleted them meanwhile."""
     size = 0
-    for folder, _, files in os.walk(path):
-        for file in files:
-            with contextlib.suppress(FileNotFoundError):
-                size += os.stat(os.path.join(folder, file)).st_size
+    with contextlib.suppress(FileNotFoundError):
+        for file in path.rglob("*"):
+            size += file.stat().st_size if file.is_file() else 0
     return size

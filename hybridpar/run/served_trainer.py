@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World, default_device
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.errors import SyncError
+from hybridpar.errors import SyncError, counted
 from hybridpar.machine.launch import StopRequest
 from hybridpar.models.state import twin_of
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import StepRecord
-from hybridpar.observe.text import counted
 from hybridpar.optim.build import expand
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun

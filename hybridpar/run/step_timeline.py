@@ -6,7 +6,6 @@ Nothing here can end a run: what cannot be written is said at its end.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
@@ -14,9 +13,6 @@ from hybridpar.formats.output_files import check_writable
 from hybridpar.run.part import Part, Run
 from hybridpar.run.timings import Step, steps_to_show
 from hybridpar.schedule.spans import StepSpans
-
-if TYPE_CHECKING:
-    from hybridpar.comm.clocks import Recording
 
 
 def check_timeline(config: TrainConfig, devices: int = 1) -> None:
@@ -46,7 +42,9 @@ class StepTimeline(Part):
         self._path = run.config.timeline
         self._shown = steps_to_show(run.trainer.steps_done, run.total)
         if run.plan.is_staged:
-            run.clock.ahead = _gather(run, {}).ahead
+            from hybridpar.comm.clocks import gather_spans  # most runs have neither stages nor a timeline
+
+            run.clock.ahead = gather_spans(run.world, {}).ahead
 
     def step(self, run: Run, step: Step) -> None:
         """Take note of a step."""
@@ -68,39 +66,29 @@ class StepTimeline(Part):
         if not any(spans.spans for spans in self._recorded.values()):
             run.warnings.append("there is no timeline: in this way to train the passes of a step are not recorded")
             return
-        recording = _gather(run, self._recorded)
+        from hybridpar.comm.clocks import gather_spans
+
+        recording = gather_spans(run.world, self._recorded)
         if not run.world.is_main:
             return
         from hybridpar.observe.timeline import Timeline, add_prediction, write_timeline
         from hybridpar.run.plan_step import step_of_plan
 
-        plan, layout = run.plan, run.plan.layout
+        plan, layout, clocks = run.plan, run.plan.layout, recording.clocks
         planned = step_of_plan(plan) if plan.is_staged and layout.is_equal else None
-        spans = () if planned is None else planned[0].timeline
-        timeline = Timeline(add_prediction(recording.steps, spans, layout), layout, _facts(run, recording.clocks))
+        facts = {
+            "model": plan.model.name,
+            "micro_batches": plan.pipeline.micro_batches,
+            "schedule": plan.pipeline.schedule,
+            "clocks": "one for all workers" if clocks == 1 else f"{clocks}, aligned to about the time of a message",
+        }
+        if plan.is_staged:
+            facts["prediction"] = "the search of the plan" if plan.inputs else "times of the stages alone"
+        rows = add_prediction(recording.steps, () if planned is None else planned[0].timeline, layout)
         try:
-            write_timeline(path, timeline)
+            write_timeline(path, Timeline(rows, layout, facts))
         except RunDirectoryError as error:
             run.warnings.append(f"there is no timeline: {error.what}")
             return
         run.written.append(path)
         run.progress.message(f"timeline written to {path}; `hybridpar show {path}` prints it")
-
-
-def _gather(run: Run, recorded: dict[int, StepSpans]) -> Recording:
-    from hybridpar.comm.clocks import gather_spans  # most runs have neither stages nor a timeline
-
-    return gather_spans(run.world, recorded)
-
-
-def _facts(run: Run, clocks: int) -> dict[str, object]:
-    plan = run.plan
-    facts: dict[str, object] = {
-        "model": plan.model.name,
-        "micro_batches": plan.pipeline.micro_batches,
-        "schedule": plan.pipeline.schedule,
-        "clocks": "one for all workers" if clocks == 1 else f"{clocks}, aligned to about the time of a message",
-    }
-    if plan.is_staged:
-        facts["prediction"] = "the search of the plan" if plan.inputs else "times of the stages alone"
-    return facts

@@ -140,49 +140,6 @@ def measured_step(result: StepResult, data_ms: float, epoch: int, clock: StepClo
     return Step(result, record, spans)
 
 
-class Timings:
-    """This worker's own share of the figures that the summary takes over the workers."""
-
-    def __init__(self) -> None:
-        columns = (*STEP_PARTS, *(row.name for row in _OF_WORKERS), "bytes_before", "bytes_after", "sums_ms")
-        self._columns = {name: array("d") for name in columns}  # of each figure where it was measured
-        self._computed: list[Computed] = []
-
-    def add(self, record: StepRecord, spans: StepSpans | None = None) -> None:
-        """Take a step into account, with what ran in it where the model is cut into stages."""
-        for name, column in self._columns.items():
-            if (value := getattr(record, name, None)) is not None:
-                column.append(value)
-        if spans is not None and spans.spans:
-            self._columns["sums_ms"].append(spans.sync_ms)
-            self._computed.append(spans.computed)
-
-    @property
-    def _steady(self) -> dict[str, array[float]]:
-        """Without the first steps, where there are others."""
-        return {name: values[WARM_UP_STEPS:] or values for name, values in self._columns.items()}
-
-    def mean_step(self) -> dict[str, float]:
-        """What the summary says of steps that are not alike: means of their time and its parts."""
-        means = {name: statistics.fmean(values) for name in STEP_PARTS if (values := self._steady[name])}
-        return {key: round(value, 3) for key, value in {**means, "step_ms_mean": sum(means.values())}.items()}
-
-    def share(self, ahead: float = 0.0, peaks: Mapping[str, int | None] | None = None) -> Share:
-        """What the other workers are sent of it; `ahead` is how far this worker's clock is ahead of rank 0's."""
-        steady = self._steady
-        totals = {name: sum(self._columns[name]) for name in ("bytes_before", "bytes_after")}
-        totals |= {"sums_ms": sum(steady["sums_ms"])}
-        totals["exposed_ms"] = sum(steady["exposed_sync_ms"]) if steady["sums_ms"] else 0.0
-        computed = self._computed[WARM_UP_STEPS:] or self._computed
-        return Share(
-            {row.summary: reduced(row, steady[row.name]) for row in _OF_WORKERS},
-            totals,
-            dict(peaks or {}),
-            step_shares([*zip(*(steady[name] for name in STEP_PARTS), strict=True)]),
-            [step._replace(begin=step.begin - ahead, end=step.end - ahead) for step in computed],
-        )
-
-
 class Share(NamedTuple):
     """One worker's figures.
 
@@ -201,6 +158,47 @@ class Share(NamedTuple):
     computed: list[Computed]
 
 
+class Timings:
+    """This worker's own share of the figures that the summary takes over the workers."""
+
+    def __init__(self) -> None:
+        columns = (*STEP_PARTS, *(row.name for row in _OF_WORKERS), "bytes_before", "bytes_after", "sums_ms")
+        self._columns = {name: array("d") for name in columns}  # of each figure where it was measured
+        self._computed: list[Computed] = []
+
+    def add(self, record: StepRecord, spans: StepSpans | None = None) -> None:
+        """Take a step into account, with what ran in it where the model is cut into stages."""
+        for name, column in self._columns.items():
+            if (value := getattr(record, name, None)) is not None:
+                column.append(value)
+        if spans is not None and spans.spans:
+            self._columns["sums_ms"].append(spans.sync_ms)
+            self._computed.append(spans.computed)
+
+    def _steady(self, name: str) -> array[float]:
+        """A column without the first steps, where there are others."""
+        return self._columns[name][WARM_UP_STEPS:] or self._columns[name]
+
+    def mean_step(self) -> dict[str, float]:
+        """What the summary says of steps that are not alike: means of their time and its parts."""
+        means = {name: statistics.fmean(values) for name in STEP_PARTS if (values := self._steady(name))}
+        return {key: round(value, 3) for key, value in {**means, "step_ms_mean": sum(means.values())}.items()}
+
+    def share(self, ahead: float = 0.0, peaks: Mapping[str, int | None] | None = None) -> Share:
+        """What the other workers are sent of it; `ahead` is how far this worker's clock is ahead of rank 0's."""
+        totals = {name: sum(self._columns[name]) for name in ("bytes_before", "bytes_after")}
+        totals["sums_ms"] = sum(self._steady("sums_ms"))
+        totals["exposed_ms"] = sum(self._steady("exposed_sync_ms")) if totals["sums_ms"] else 0.0
+        computed = self._computed[WARM_UP_STEPS:] or self._computed
+        return Share(
+            {row.summary: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
+            totals,
+            dict(peaks or {}),
+            step_shares([*zip(*map(self._steady, STEP_PARTS), strict=True)]),
+            [step._replace(begin=step.begin - ahead, end=step.end - ahead) for step in computed],
+        )
+
+
 #: What `combine` tells of a run that was resumed, of which it knows a part.
 OF_ANY_PART = ("bubble", "overlap", "peak_saved_bytes", "memory_bytes")
 
@@ -215,11 +213,13 @@ def combine(
     for row in _OF_WORKERS:
         if values := [value for share in known if (value := share.means[row.summary]) is not None]:
             result[row.summary] = reduced(replace(row, reduce="mean"), values)
-    totals = {name: sum(share.totals[name] for share in known) for name in known[0].totals}
-    if totals["bytes_after"]:
-        result["compression_ratio"] = round(totals["bytes_before"] / totals["bytes_after"], 3)
-    if totals["sums_ms"] > 0:
-        result["overlap"] = round(max(0.0, 1 - totals["exposed_ms"] / totals["sums_ms"]), 4)
+    before, after, sums, exposed = (
+        sum(share.totals[name] for share in known) for name in ("bytes_before", "bytes_after", "sums_ms", "exposed_ms")
+    )
+    if after:
+        result["compression_ratio"] = round(before / after, 3)
+    if sums > 0:
+        result["overlap"] = round(max(0.0, 1 - exposed / sums), 4)
     there = [[shares[rank].computed for rank in ranks] for ranks in replicas if shares.keys() >= {*ranks}]
     if bubbles := [joint_bubble(step) for workers in there for step in zip(*workers, strict=False)]:
         result["bubble"] = round(statistics.mean(bubbles), 4)

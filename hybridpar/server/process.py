@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hybridpar.comm.handshake import job_token
 from hybridpar.comm.rendezvous import job_store
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
+from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, counted
 from hybridpar.machine.addresses import address_towards
 from hybridpar.machine.supervise import new_token
 from hybridpar.optim.build import expand
@@ -133,7 +133,7 @@ def find_process(config: TrainConfig) -> Process:
     servers = config.parameter_servers.servers
     if size <= servers:
         raise UsageError(
-            f"{size} process{'' if size == 1 else 'es'} and servers={servers}",
+            f"{counted(size, 'process')} and servers={servers}",
             "The last processes of a job are the servers; at least one more has to train.",
             "Start more processes, or say servers=0, with which every worker serves a stripe.",
         )

@@ -29,7 +29,7 @@ from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import Policy, agree_on_policy
 from hybridpar.config import TrainConfig
 from hybridpar.config.sync import Outer
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, counted
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
@@ -381,7 +381,7 @@ def check_length(config: TrainConfig, every: int, total: int | None) -> None:
         return
     given = f"--sync {config.sync}"
     raise UsageError(
-        f"{given} in a run of {total} step{'' if total == 1 else 's'}",
+        f"{given} in a run of {counted(total, 'step')}",
         "The run would end before the first exchange is due.",
         f"Use --sync {config.sync.replace(f':{every}', f':{max(1, total // 4)}', 1)}, or a longer run.",
     )

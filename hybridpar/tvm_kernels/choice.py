@@ -144,8 +144,8 @@ def why_no_record(database: Database, key: KernelKey) -> str:
 def how_to_tune(key: KernelKey) -> str:
     """Say how to get a record, for an error."""
     return (
-        f"Write the line `{key.shape.text}` to a file, run `hybridpar tune --shapes FILE --threads {key.threads}"
-        " -o k.jsonl`, and use k.jsonl; for a model `hybridpar tune MODEL -o k.jsonl`, with the training's options. "
+        f"Run `hybridpar tune --shape '{key.shape.text}' --threads {key.threads} -o k.jsonl`, and use k.jsonl; "
+        "for a model `hybridpar tune MODEL -o k.jsonl`, with the training's options. "
         "Batches of other sizes, also in an evaluation, need records of their own. Or set HYBRIDPAR_KERNELS=on."
     )
 

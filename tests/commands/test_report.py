@@ -1,16 +1,20 @@
-"""Tests `hybridpar report`: what it writes and refuses; and its page in a browser, where there is one.
+"""Tests `hybridpar report`: what its page shows of whole, unfinished and damaged runs, and what it refuses.
 
-The browser tests need playwright and Chromium, and are skipped without them.
+One test needs playwright and Chromium, and is skipped without them.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 
 import pytest
+from plotly.graph_objects import Figure
 
 from hybridpar.cli import main
+from hybridpar.commands.report import page_parts, read_runs
+from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import write_timeline
 from tests.observe.timelines import a_timeline
 from tests.run.run_directories import a_run
@@ -51,91 +55,114 @@ def test_without_plotly_one_error_says_what_to_install(tmp_path, capsys, monkeyp
     assert not (tmp_path / "page.html").exists()
 
 
-# ------------------------------------------------------------------------------------------------------------- browser
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture
-def page(tmp_path):
-    """The page of two runs, one of which has everything that a page can show."""
-    write_timeline(tmp_path / "trace.json", a_timeline())
-    figures = {"predicted_step_ms": 25.0, "predicted_exposed_sync_ms": 5.0, "memory_bytes": 10**9}
-    options = {"stages": 2, "timeline": tmp_path / "trace.json"}
-    first = a_run(tmp_path / "<b>run", summary=figures, staged=True, codec="onebit", options=options)
-    second = a_run(tmp_path / "plain", summary={})
-    assert main(["report", str(first), str(second), "-o", str(tmp_path / "page.html")]) == 0
-    return tmp_path / "page.html"
+def text_of(*directories):
+    return "\n".join(part for part in page_parts(read_runs(directories)) if isinstance(part, str))
 
 
-@pytest.fixture
-def window(page):
-    """A page in a browser; in the end it has not complained, nor asked for anything but itself."""
+def figures_of(*directories):
+    return [part for part in page_parts(read_runs(directories)) if isinstance(part, Figure)]
+
+
+def rows_of(text):
+    """The rows of all tables."""
+    rows = re.findall(r"<tr>(.*?)</tr>", text)
+    return [re.findall(r"<t[dh]>(.*?)</t[dh]>", row) for row in rows]
+
+
+def test_a_run_shows_its_result_its_prediction_and_where_its_time_went(tmp_path):
+    warning = "the machine was <busy>"
+    figures = {"predicted_step_ms": 25.0, "predicted_exposed_sync_ms": 5.0, "memory_bytes": 2 * 10**9}
+    run = a_run(tmp_path / "a", summary={**figures, "prediction_warning": warning}, staged=True)
+    text = text_of(run)
+    rows = rows_of(text)
+    assert ["state", "finished"] in rows
+    assert ["test accuracy", "86.47%"] in rows
+    assert ["memory", "2.0 GB"] in rows
+    assert ["directory", str(run)] in rows
+    assert re.search(r"step, without data +21\.00 ms +predicted 25\.00 ms, -16%", text)
+    assert "<strong>the machine was &lt;busy&gt;</strong>" in text
+    (curves,) = figures_of(run)
+    assert curves.layout.annotations[0].text == "Loss"
+
+
+def test_a_recorded_timeline_is_drawn_and_a_missing_one_is_named(tmp_path):
+    trace = tmp_path / "trace.json"
+    run = a_run(tmp_path / "a", summary={}, staged=True, options={"stages": 2, "timeline": trace})
+    assert "There is no timeline to show" in text_of(run)
+    write_timeline(trace, a_timeline())
+    assert len(figures_of(run)) == 2
+    assert "clocks: one for all workers" in text_of(run)
+
+
+def test_several_runs_are_compared_by_results_and_by_options_that_differ(tmp_path):
+    first = a_run(tmp_path / "first", summary={}, options={"lr": 0.1})
+    second = a_run(tmp_path / "second", summary={"memory_bytes": 10**9}, codec="onebit", options={"lr": 0.05})
+    text = text_of(first, second)
+    rows = rows_of(text.partition("<h2>")[0])
+    assert rows[0] == ["", "first", "second"]
+    assert ["test accuracy", "86.47%", "86.47%"] in rows
+    assert ["memory", "-", "1.0 GB"] in rows
+    assert ["--lr", "0.1", "0.05"] in rows
+    assert ["--compress", "none", "onebit"] in rows
+    assert not {"--data", "--run-dir", "model"} & {row[0] for row in rows}
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["first", "second"]
+    (curves,) = figures_of(first, second)
+    assert [trace.name for trace in curves.data if trace.showlegend] == ["first", "second"]
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
+    first, second = (a_run(tmp_path / name / "run", 3) for name in "ab")
+    assert list(read_runs([first, second])) == [str(first), str(second)]
+    with pytest.raises(UsageError, match="named twice"):
+        read_runs([first, first])
+
+
+def test_a_run_without_a_report_shows_its_figures_so_far(tmp_path):
+    run = a_run(tmp_path / "a", 12)
+    assert ["state", "no report"] in rows_of(text_of(run))
+    assert "12 steps are recorded so far" in text_of(run)
+    resumed = rows_of(text_of(a_run(tmp_path / "b", 20, summary={"steps": 10, "test_accuracy": 0.125})))
+    assert ["state", "no report"] in resumed, "a summary of the first part is not taken for its end"
+    assert ["test accuracy", "63.21%"] in resumed
+
+
+def test_damaged_files_are_left_out(tmp_path):
+    run = a_run(tmp_path / "a", staged=True)
+    (run / "summary.json").write_text("[")
+    with open(run / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 41, "loss": "0.1"}\n{"step": 42, "los')
+    (curves,) = figures_of(run)
+    assert max(curves.data[0].x) == 40
+
+
+def test_a_run_without_steps_says_so(tmp_path):
+    run = a_run(tmp_path / "a", 0)
+    assert "0 steps are recorded so far" in text_of(run)
+    assert figures_of(run) == []
+
+
+def test_the_page_opens_in_a_browser_draws_its_figures_and_leads_nowhere(tmp_path):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if BROWSER is None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
         pytest.skip("there is no Chromium")
+    write_timeline(tmp_path / "trace.json", a_timeline())
+    options = {"stages": 2, "timeline": tmp_path / "trace.json"}
+    runs = [a_run(tmp_path / "<b>run", summary={}, staged=True, options=options), a_run(tmp_path / "plain", summary={})]
+    assert main(["report", *map(str, runs), "-o", str(tmp_path / "page.html")]) == 0
     problems, asked = [], []
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        window = browser.new_page(viewport={"width": 1200, "height": 900})
+        chromium = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        window = chromium.new_page(viewport={"width": 1200, "height": 900})
         window.on("console", lambda message: problems.append(message.text))
         window.on("pageerror", lambda error: problems.append(str(error)))
         window.on("request", lambda request: asked.append(request.url))
-        window.goto(page.as_uri())
+        window.goto((tmp_path / "page.html").as_uri())
         window.wait_for_function("document.querySelectorAll('.js-plotly-plot .legend').length == 2")
-        yield window
-        browser.close()
+        curves, lanes = window.locator(".js-plotly-plot").all()
+        assert curves.locator("path.js-line").count() > 10
+        assert lanes.locator(".bars .point path").count() > 50
+        assert window.locator("a[href^=http]").count() == window.locator("h2 b").count() == 0
+        chromium.close()
     assert problems == []
     assert {address.partition(":")[0] for address in asked} <= {"file", "data", "blob"}
-
-
-def names_of(window, selector):
-    return window.locator(selector).evaluate_all("nodes => nodes.map(node => node.textContent)")
-
-
-def test_the_page_opens_and_draws_its_figures(window):
-    assert window.title() == "2 runs - hybridpar"
-    assert names_of(window, "h2") == ["<b>run", "plain"]
-    assert window.locator("h2 b").count() == 0
-    curves, lanes = window.locator(".js-plotly-plot").all()
-    assert curves.locator("path.js-line").count() > 10
-    assert lanes.locator(".bars .point path").count() > 50
-    assert names_of(window, ".js-plotly-plot >> nth=0 >> .legendtext") == ["<b>run", "plain"]
-
-
-def test_no_button_leads_out_of_the_page(window):
-    titles = window.eval_on_selector_all(".modebar-btn", "nodes => nodes.map(node => node.dataset.title)")
-    assert "Zoom" in titles
-    assert not [title for title in titles if "Share" in title or "Produced" in title]
-    assert window.locator("a[href^=http]").count() == 0
-
-
-def test_a_zoom_of_one_chart_is_a_zoom_of_all_and_a_double_click_shows_everything(window):
-    ranges = """() => { const layout = document.querySelector('.js-plotly-plot')._fullLayout;
-        return ['xaxis', 'xaxis2', 'xaxis4'].map(name => layout[name].range.map(Math.round)); }"""
-    before = window.evaluate(ranges)
-    box = window.locator(".js-plotly-plot").first.locator(".nsewdrag").first.bounding_box()
-    middle = box["y"] + box["height"] / 2
-    window.mouse.move(box["x"] + 0.25 * box["width"], middle)
-    window.mouse.down()
-    window.mouse.move(box["x"] + 0.5 * box["width"], middle, steps=5)
-    window.mouse.up()
-    window.wait_for_timeout(500)
-    zoomed = window.evaluate(ranges)
-    assert zoomed[0] == zoomed[1] == zoomed[2]
-    assert before[0][0] < zoomed[0][0] < zoomed[0][1] < before[0][1]
-    window.mouse.dblclick(box["x"] + 0.5 * box["width"], middle)
-    window.wait_for_timeout(500)
-    assert window.evaluate(ranges) == before
-
-
-def test_a_point_is_told_and_a_button_changes_the_axis(window):
-    box = window.locator(".js-plotly-plot").first.locator(".nsewdrag").first.bounding_box()
-    window.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    window.wait_for_selector(".hoverlayer .legendtext")
-    assert any("<b>run" in text for text in names_of(window, ".hoverlayer .legendtext"))
-    window.locator(".updatemenu-button", has_text="training time").click()
-    last = "Math.max(...document.querySelector('.js-plotly-plot').data[0].x)"
-    assert window.evaluate(last) == pytest.approx(0.88, abs=0.02)
-    window.locator(".updatemenu-button", has_text="log loss").click()
-    assert window.evaluate("document.querySelector('.js-plotly-plot')._fullLayout.yaxis.type") == "log"

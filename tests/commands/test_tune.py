@@ -51,9 +51,8 @@ def call(tmp_path, capsys, monkeypatch):
     return run
 
 
-def test_shapes_are_tuned_shown_and_skipped_the_next_time(call, tmp_path):
-    (tmp_path / "shapes.txt").write_text(f"# a comment\n\n{SHAPE}  # and one more\n")
-    options = ("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
+def test_shapes_are_tuned_shown_and_skipped_the_next_time(call):
+    options = ("--shape", SHAPE, "--threads", "1", "-o", "k.jsonl")
     code, table, said = call(*options)
     assert code == 0
     assert table.count(SHAPE) == 3
@@ -63,9 +62,9 @@ def test_shapes_are_tuned_shown_and_skipped_the_next_time(call, tmp_path):
     code, _, said = call(*options)
     assert (code, len(call.tuner.asked)) == (0, 3)
     assert "0 searches done, 3 were done before" in said
-    code, text, _ = call("--show", "k.jsonl", "--json")
+    code, table, _ = call("--show", "k.jsonl")
     assert code == 0
-    assert {row["direction"] for row in json.loads(text)} == {str(direction) for direction in Direction}
+    assert all(str(direction) in table for direction in Direction)
 
 
 def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
@@ -102,22 +101,19 @@ def test_what_training_asks_for_is_what_is_tuned(monkeypatch):
     assert {key.layout for key in work} == {Layout.CHANNELS_LAST}
 
 
-def test_ctrl_c_keeps_what_there_is(call, tmp_path):
-    (tmp_path / "shapes.txt").write_text(SHAPE)
+def test_ctrl_c_keeps_what_there_is(call):
     call.tuner.stop_at = 2
-    code, table, said = call("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
+    code, table, said = call("--shape", SHAPE, "--threads", "1", "-o", "k.jsonl")
     assert code == 130
     assert table.count(SHAPE) == 2
     assert "1 left: the same command goes on" in said
 
 
 def test_without_a_compiler_it_says_so(tmp_path):
-    (tmp_path / "shapes.txt").write_text(SHAPE)
-
     def nothing(*_: object, **__: object) -> None:
         raise KernelsUnavailable("apache-tvm is not installed")
 
-    config = TuneRequest(shapes=tmp_path / "shapes.txt", output=tmp_path / "k.jsonl")
+    config = TuneRequest(shape=(SHAPE,), output=tmp_path / "k.jsonl")
     with pytest.raises(KernelError, match="apache-tvm is not installed"):
         run_tune(config, nothing)  # type: ignore[arg-type]
 
@@ -126,16 +122,14 @@ def test_without_a_compiler_it_says_so(tmp_path):
     ("arguments", "said"),
     [
         ([], ["nothing to tune"]),
-        (["mobilenet_v2", "--shapes", "x"], ["exclude each other"]),
+        (["mobilenet_v2", "--shape", SHAPE], ["exclude each other"]),
         (["--show", "no_database"], ["no_database is not a kernel database"]),
-        (["--shapes", "nowhere"], ["cannot read the shapes in nowhere"]),
-        (["--shapes", "empty"], ["empty has no shape in it", "8x96x56x56"]),
-        (["--shapes", "no_database"], ["no_database, line 1", "'no shape' is not a shape"]),
-        (["--shapes", "small", "--budget", "1s"], ["too short to try one candidate", "--budget"]),
-        (["--shapes", "small", "--budget", "soon"], ["'soon' is not a time", "10m"]),
-        (["--shapes", "small", "-o", "no/where.jsonl"], ["there is no directory"]),
-        (["--shapes", "small", "-o", "no_database"], ["is not a kernel database", "or a new one for"]),
-        (["--shapes", "small", "--memory-format", "contiguous"], ["--memory-format contiguous on the CPU"]),
+        (["--shape", "no shape"], ["'no shape' is not a shape"]),
+        (["--shape", SHAPE, "--budget", "1s"], ["too short to try one candidate", "--budget"]),
+        (["--shape", SHAPE, "--budget", "soon"], ["'soon' is not a time", "10m"]),
+        (["--shape", SHAPE, "-o", "no/where.jsonl"], ["there is no directory"]),
+        (["--shape", SHAPE, "-o", "no_database"], ["is not a kernel database", "or a new one for"]),
+        (["--shape", SHAPE, "--memory-format", "contiguous"], ["--memory-format contiguous on the CPU"]),
         (["vgg11"], ["vgg11 has no depthwise convolution", "mobilenet_v2"]),
         (["mobilenet_v2", "--data", "cifer10"], ["unknown data set 'cifer10'"]),
         (["mobilenet_v2", "--amp", "bf16"], ["--amp bf16 on the CPU", "--target cuda"]),
@@ -143,8 +137,6 @@ def test_without_a_compiler_it_says_so(tmp_path):
 )
 def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):
     (tmp_path / "no_database").write_text("no shape\n")
-    (tmp_path / "small").write_text(SHAPE)
-    (tmp_path / "empty").touch()
     code, _, error = call(*arguments)
     assert code == 2
     assert "Traceback" not in error

@@ -119,16 +119,11 @@ def test_a_logger_that_does_not_end_holds_up_nothing(kept, start, make_step):
 def test_a_run_with_a_failing_logger_is_a_run(kept, tmp_path, capsys):
     kept.mode = "fails: write"
     assert train(tmp_path / "run", log=("kept",)) == 0
-    said = capsys.readouterr().out
-    assert said.count("warning: the logger kept failed") == 1
-    assert not (tmp_path / "run/tensorboard").exists()
-
-
-def test_a_run_that_fails_says_so_to_its_loggers(kept, tmp_path):
+    assert capsys.readouterr().out.count("warning: the logger kept failed") == 1
+    kept.mode = ""
     with pytest.raises(TrainingError):
-        train(tmp_path / "run", log=("kept",), fault="NAN@0:2")
-    assert kept.made[0].ending == "failed"
-    assert {line.step for line in kept.made[0].lines} >= {1, 2, 3}
+        train(tmp_path / "failing", log=("kept",), fault="NAN@0:2")
+    assert kept.made[-1].ending == "failed", "a run that fails says so"
 
 
 def test_names_are_read_and_wrong_ones_refused(kept, monkeypatch):

@@ -23,21 +23,22 @@ def rows(run_dir: Path) -> list[dict]:
 
 def test_one_object_per_step_with_the_promised_keys(tmp_path, make_step, make_epoch):
     with MetricsWriter(tmp_path / "new" / "run") as writer:
-        writer.write_step(make_step(1, grad_norm=1.5))
-        writer.write_epoch(make_epoch(0, test_accuracy=None))
+        writer.write(make_step(1, grad_norm=1.5))
+        writer.write(make_epoch(0, test_accuracy=None))
     step, epoch = rows(tmp_path / "new" / "run")
     assert list(step) == [row.name for row in STEP_FIGURES]
     assert step["images_per_second"] == 3200.0
     assert step["skipped"] is False
-    told = {"step": 10, "test_accuracy": None, "test_loss": 0.5, "train_loss": 0.75, "seconds": 12.3}
-    assert epoch == {"event": "epoch", "epoch": 0, **told}
+    figures = {"test_accuracy": None, "test_loss": 0.5, "train_loss": 0.75, "seconds": 12.3}
+    average = {"ema_test_accuracy": None, "ema_test_loss": None}
+    assert epoch == {"event": "epoch", "epoch": 0, "step": 10, **figures, **average}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_json_does_not_know_is_null(tmp_path, make_step, make_epoch, bad):
     with MetricsWriter(tmp_path) as writer:
-        writer.write_step(make_step(1, loss=bad, grad_norm=bad, step_ms=bad, lr=bad))
-        writer.write_epoch(make_epoch(0, train_loss=bad, test_loss=bad))
+        writer.write(make_step(1, loss=bad, grad_norm=bad, step_ms=bad, lr=bad))
+        writer.write(make_epoch(0, train_loss=bad, test_loss=bad))
     step, epoch = rows(tmp_path)
     assert [step[key] for key in ("loss", "grad_norm", "step_ms", "lr", "images_per_second")] == [None] * 5
     assert epoch["train_loss"] is epoch["test_loss"] is None
@@ -51,7 +52,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, loss, lr, skipped, s
     run_dir = tmp_path_factory.mktemp("run")
     record = StepRecord(1, 0, loss, lr, 64, 20.0, 15.0, 3.0, 1.0, sent, skipped, None)
     with MetricsWriter(run_dir) as writer:
-        writer.write_step(record)
+        writer.write(record)
     steps = read_metrics(run_dir).steps
     assert steps["lr"][0] == lr
     assert steps["bytes_sent"][0] == sent
@@ -62,12 +63,12 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, loss, lr, skipped, s
 def test_a_resumed_run_has_each_step_once(tmp_path, make_step, make_epoch):
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, 13):
-            writer.write_step(make_step(step, loss=1.0))
+            writer.write(make_step(step, loss=1.0))
             if step == 10:
-                writer.write_epoch(make_epoch(0))
+                writer.write(make_epoch(0))
     with MetricsWriter(tmp_path, resume_step=10) as writer:
         for step in range(11, 14):
-            writer.write_step(make_step(step, loss=7.0))
+            writer.write(make_step(step, loss=7.0))
     steps = [row for row in rows(tmp_path) if "event" not in row]
     assert [row["step"] for row in steps] == list(range(1, 14))
     assert [row["loss"] for row in steps] == [1.0] * 10 + [7.0] * 3
@@ -79,12 +80,12 @@ def test_a_line_cut_by_a_crash_does_not_spoil_the_next(tmp_path, make_step, lost
     """Also a whole line that lacks its newline only."""
     with MetricsWriter(tmp_path) as writer:
         for step in (1, 2, 3):
-            writer.write_step(make_step(step))
+            writer.write(make_step(step))
     path = tmp_path / METRICS_FILE
     path.write_bytes(path.read_bytes()[:-lost])
     assert read_metrics(tmp_path).steps["step"].tolist() == left
     with MetricsWriter(tmp_path, resume_step=3) as writer:
-        writer.write_step(make_step(4))
+        writer.write(make_step(4))
     assert [row["step"] for row in rows(tmp_path)] == [*left, 4]
 
 
@@ -107,16 +108,16 @@ class FillingFile:
 
 def test_a_full_disk_is_said_once_and_leaves_whole_lines(tmp_path, make_step):
     writer = MetricsWriter(tmp_path)
-    writer.write_step(make_step(1))
+    writer.write(make_step(1))
     writer._file = FillingFile(writer._file, room=25)
     with pytest.raises(RunDirectoryError) as caught:
-        writer.write_step(make_step(2))
+        writer.write(make_step(2))
     assert METRICS_FILE in caught.value.what
     assert "disk is full" in caught.value.why
     writer._file.room = 10_000
-    writer.write_step(make_step(3))  # an orderly end must not meet the error again
+    writer.write(make_step(3))  # an orderly end must not meet the error again
     writer.close()
-    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert read_metrics(tmp_path).steps["step"].tolist() == [1]
 
 
 def test_lines_of_later_versions_and_foreign_lines_are_passed_over(tmp_path):
@@ -131,9 +132,9 @@ def test_lines_of_later_versions_and_foreign_lines_are_passed_over(tmp_path):
 def test_of_two_lines_for_a_step_or_epoch_the_later_counts(tmp_path, make_step, make_epoch):
     with MetricsWriter(tmp_path) as writer:
         for step, loss in ((1, 5.0), (2, 5.0), (1, 6.0), (3, 5.0)):
-            writer.write_step(make_step(step, loss=loss))
-        writer.write_epoch(make_epoch(0, test_accuracy=0.1))
-        writer.write_epoch(make_epoch(0, test_accuracy=0.2))
+            writer.write(make_step(step, loss=loss))
+        writer.write(make_epoch(0, test_accuracy=0.1))
+        writer.write(make_epoch(0, test_accuracy=0.2))
     table = read_metrics(tmp_path)
     assert table.steps["step"].tolist() == [1, 2, 3]
     assert table.steps["loss"].tolist() == [6.0, 5.0, 5.0]

@@ -67,8 +67,8 @@ def test_thinned_values_have_the_least_and_the_largest_of_each_stretch(count, po
 def record(folder, make_step, make_epoch, losses, **fields):
     with MetricsWriter(folder) as writer:
         for step, loss in enumerate(losses, start=1):
-            writer.write_step(make_step(step, loss=loss, skipped=math.isnan(loss), **fields))
-        writer.write_epoch(make_epoch(0, test_loss=None))
+            writer.write(make_step(step, loss=loss, skipped=math.isnan(loss), **fields))
+        writer.write(make_epoch(0, test_loss=None))
     return read_metrics(folder)
 
 

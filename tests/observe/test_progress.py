@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from hybridpar.observe.progress import LiveProgress, PlainProgress, counting, open_progress
+from hybridpar.observe.progress import LiveProgress, PlainProgress, open_progress, progress_bar
 
 GOLDEN = """\
 model    resnet18, 11,181,642 parameters
@@ -17,14 +17,14 @@ batch    64 samples per step
 steps    20 (2 epochs of 10)
 run dir  {run_dir}
 allocator: glibc [top_pad]
-epoch 1/2  step 4/20  ETA 48 s  loss 1.8165  3,200 images/s  4.00 MB sent
+epoch 1/2  step 4/20  ETA 48.0 s  loss 1.8165  3,200 images/s  4.0 MB sent
 warning: the loader is slow
-epoch 1/2  step 8/20  ETA 36 s  loss 1.5986  3,200 images/s  8.00 MB sent  1 skipped
-epoch 1/2 done  train loss 0.7500  test loss 0.5000  test accuracy 87.50%  30 s
-epoch 2/2  step 14/20  ETA 18 s  loss 1.2216  accuracy 87.50%  3,200 images/s  14.0 MB sent  1 skipped
+epoch 1/2  step 8/20  ETA 36.0 s  loss 1.5986  3,200 images/s  8.0 MB sent  1 skipped
+epoch 1/2 done  test accuracy 87.50%  test loss 0.5000  train loss 0.7500  30.2 s
+epoch 2/2  step 14/20  ETA 18.0 s  loss 1.2216  accuracy 87.50%  3,200 images/s  14.0 MB sent  1 skipped
 epoch 2/2  step 18/20  ETA 6.0 s  loss 1.0175  accuracy 87.50%  3,200 images/s  18.0 MB sent  1 skipped
 checkpoint saved at step 20
-epoch 2/2 done  train loss 0.7500  12 s
+epoch 2/2 done  train loss 0.7500  12.3 s
 """
 
 
@@ -57,7 +57,7 @@ def test_a_pause_is_announced_and_not_in_the_time_left(info, make_step, clock, c
                 clock.now += 1000
             progress.steps_total = 16
             assert progress.seconds_left == pytest.approx(33)
-    assert "step 6/16  ETA 30 s" in capsys.readouterr().out
+    assert "step 6/16  ETA 30.0 s" in capsys.readouterr().out
 
 
 def test_an_output_that_went_away_does_not_end_the_run(info, make_step, make_epoch, clock, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_terminal_has_messages_above_one_line_with_a_bar(info, make_step, make
         assert f"{bar} epoch 1/2  step 10/20  ETA 5.0 s  loss 0.2500  3,200 images/s  10.0 MB sent" in text
 
 
-def test_counting_shows_nothing_where_there_is_no_terminal(capsys):
-    with counting("images", 10) as count:
-        count(5)
+def test_a_bar_shows_nothing_where_there_is_no_terminal(capsys):
+    with progress_bar("images", 10) as show:
+        show(advance=5)
     assert capsys.readouterr().err == ""

@@ -18,9 +18,9 @@ def record(tmp_path, make_step, make_epoch):
     def write(times, first=1, resume_step=None, accuracies=(0.8, 0.7, 0.75), **fields):
         with MetricsWriter(tmp_path, resume_step=resume_step) as writer:
             for step, step_ms in enumerate(times, start=first):
-                writer.write_step(make_step(step, step_ms=step_ms, compute_ms=step_ms / 2, **fields))
+                writer.write(make_step(step, step_ms=step_ms, compute_ms=step_ms / 2, **fields))
                 if step % 10 == 0:
-                    writer.write_epoch(make_epoch(step // 10 - 1, test_accuracy=accuracies[step // 10 - 1]))
+                    writer.write(make_epoch(step // 10 - 1, test_accuracy=accuracies[step // 10 - 1]))
         return read_metrics(tmp_path)
 
     return write

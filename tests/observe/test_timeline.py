@@ -104,14 +104,14 @@ GOLDEN = """\
 resnet18, 2 stages x 2 replicas, 4 micro-batches, steps 4 to 6
 
 predicted:  161.3 ms, bubble 22 %
-worker 0      120.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
-worker 2      120.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
+worker 0      120.0 ms of passes on 1 lane, 4.4 ms of sums exposed
+worker 2      120.0 ms of passes on 1 lane, 4.4 ms of sums exposed
 
 measured, step 5, the one of median length:  191.8 ms, bubble 22 %
-worker 0      144.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
-worker 1      144.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
-worker 2      144.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed
-worker 3      144.0 ms of passes on 1 lane(s), 4.4 ms of sums exposed"""
+worker 0      144.0 ms of passes on 1 lane, 4.4 ms of sums exposed
+worker 1      144.0 ms of passes on 1 lane, 4.4 ms of sums exposed
+worker 2      144.0 ms of passes on 1 lane, 4.4 ms of sums exposed
+worker 3      144.0 ms of passes on 1 lane, 4.4 ms of sums exposed"""
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def a_run(
     claim_folder(RunFolder(directory), config, "resnet18", {"torch": "2.14.1"})
     with MetricsWriter(directory) as writer:
         for step in range(1, steps + 1):
-            writer.write_step(step_record(step, **fields))
+            writer.write(step_record(step, **fields))
             if step % 10 == 0:
                 accuracy = 1 - math.exp(-step / 20)
-                writer.write_epoch(EpochRecord(step // 10 - 1, step, accuracy, 0.5, 0.6, 3.0))
+                writer.write(EpochRecord(step // 10 - 1, step, accuracy, 0.5, 0.6, 3.0))
     if staged:
         a_plan().save(directory / "plan.json")
     if codec != "none":

@@ -67,8 +67,6 @@ def test_the_last_and_the_best_are_never_deleted(runs, monkeypatch):
     left = {f"step-{best}", "step-24"}
     assert {path.name for path in prunable(run)} == {"step-6", "step-12", "step-18", "step-24"} - left
     assert {path.name for path in prunable(run, keep=9)} == set()
-    with pytest.raises(UsageError, match="at least 1"):
-        prunable(run, keep=0)
     # By accuracy the first of all is the best: the summary names it, too.
     text = (runs / "deep/b/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in text]
@@ -80,6 +78,7 @@ def test_the_last_and_the_best_are_never_deleted(runs, monkeypatch):
 
 
 def test_pruning_says_what_it_would_do_and_does_it_when_asked(runs, capsys):
+    assert main(["runs", "prune", str(runs), "--keep", "0"]) == 2
     before = saved(runs / "deep/b")
     assert len(before) == 4
     assert main(["runs", "prune", str(runs)]) == 0
@@ -101,7 +100,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_ends_no_list(runs, capsys):
     with mock.patch("hybridpar.run.runs.list_checkpoints", lambda path: [path / f"step-{n}" for n in (6, 7, 8)]):
         for command in (["runs", "list"], ["runs", "prune"]):
             assert main([*command, str(runs)]) == 0
-    assert "3 checkpoint(s), 0 B" in capsys.readouterr().out
+    assert "3 checkpoints, 0 bytes" in capsys.readouterr().out
 
 
 def test_the_command_lists_and_compares(runs, capsys, monkeypatch):
@@ -115,9 +114,5 @@ def test_the_command_lists_and_compares(runs, capsys, monkeypatch):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["--lr", "0.05", "0.01"] in lines
     assert ["steps", "24", "24"] in lines
-    assert main(["runs", "compare", "runs/a", "runs/deep/b", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["differing"]["lr"] == [0.05, 0.01]
-    assert main(["runs", "list", "runs/a", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["figures"]["steps"] == 24
     assert main(["runs", "compare", "runs/a"]) == 2
     assert main(["runs", "list", "nowhere"]) == 2

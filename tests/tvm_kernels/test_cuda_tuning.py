@@ -53,9 +53,8 @@ def gpu_record(direction: Direction = Direction.FORWARD, **fields: Any) -> Kerne
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_nothing_is_tuned_for_one(tmp_path: Path) -> None:
-    (tmp_path / "shapes.txt").write_text(SHAPE.text)
     with pytest.raises(UsageError, match="--target cuda without a GPU"):
-        run_tune(TuneRequest(shapes=tmp_path / "shapes.txt", target="cuda", output=tmp_path / "k.jsonl"))
+        run_tune(TuneRequest(shape=(SHAPE.text,), target="cuda", output=tmp_path / "k.jsonl"))
     assert not (tmp_path / "k.jsonl").exists()
 
 

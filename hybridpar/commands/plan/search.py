@@ -6,29 +6,29 @@ All workers measure together and run the finalists; the first one searches, prin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.commands import progress_bar
 from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import read_cluster_file
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models.deferred import DeferredModel
+from hybridpar.observe.progress import progress_bar
 from hybridpar.partition.profile import intra_op_threads
 from hybridpar.partition.table import print_partition
 from hybridpar.planner.batch import measure_batch
 from hybridpar.planner.decide import Decision, Verified, decide_plan
 from hybridpar.planner.explain import PARTS, describe, notes, rows
 from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
-from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.probes import LEAST_STEPS, Question, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import join_workers
@@ -46,8 +46,12 @@ def run_plan(request: PlanRequest) -> int:
         raise UsageError(f"a plan with {option}", "No prediction knows it.", f"Train with {option}, or leave it out.")
     world = join_workers(request) if request.cluster is None else World(device=default_device())
     with closing(world), intra_op_threads(None):
-        with progress_bar(world.is_main) as (announce, advance):
-            decision = _decide(request, world, announce, advance)
+        with progress_bar(shown=world.is_main) as show:
+            decision = _decide(
+                *(request, world),
+                announce=lambda text: show(description=text),
+                advance=lambda done, total: show(completed=done, total=total),
+            )
         world.from_main(lambda: report(request, decision), long=True)
     return 0
 
@@ -88,67 +92,61 @@ def _decide(
 
 def report(request: PlanRequest, decision: Decision) -> None:
     """Write what was asked for, and print why."""
-    written = []
     plan, inputs, answer = decision.plan, decision.inputs, decision.answer
     assert answer is not None  # on the worker that prints
     if request.output is not None:
         plan.save(request.output)
-        written.append(f"plan written to {request.output}")
     about = notes(inputs, answer)
     if inputs.run_steps is not None and inputs.run_steps < LEAST_STEPS:
         short = f"a run of {inputs.run_steps} steps is not planned by hybridpar train"
         about = [*about, f"{short}; name the file of this plan with --plan"]
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    _print_table(inputs, answer, console)
+    console, cluster = Console(width=None if sys.stdout.isatty() else 160), inputs.cluster
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    where = f"on {cluster.name}: {cluster.workers} workers, fidelity {inputs.fidelity}"
+    say(f"{inputs.profile.info.name}, batch {inputs.batch}, {where}")
+    console.print(predicted_table(answer))
     if decision.result is not None:
-        _print_verified(answer, decision.result, console)
-    _print_lines(decision.lines, console)
+        console.print("\nrun here, in turns")
+        console.print(measured_table(answer, decision.result))
+    for line in decision.lines:
+        say(line)
     if len(plan.partition.stages) > 1:
         console.print()
         print_partition(plan, console)
     console.print("\nabout these figures", style="bold")
-    _print_lines([f"  {line}" for line in about], console)
-    _print_lines(written, console)
+    for line in about:
+        say(f"  {line}")
+    if request.output is not None:
+        say(f"plan written to {request.output}")
 
 
-def _print_lines(lines: Sequence[str], console: Console) -> None:
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> None:
-    cluster = inputs.cluster
-    where = f"on {cluster.name}: {cluster.workers} workers, fidelity {inputs.fidelity}"
-    _print_lines([f"{inputs.profile.info.name}, batch {inputs.batch}, {where}"], console)
+def predicted_table(answer: Answer) -> Table:
+    """The chosen plan and others: where their time goes, and why they lost."""
     shown = rows(answer)
     scored = any(row.outcome is not None and row.outcome.score != row.outcome.step_ms for row in shown)
-    figures = ("step ms", *PARTS.values(), *["to the same loss ms"] * scored, "GB")
-    table = _table(figures)
+    table = _table("step ms", *PARTS.values(), *["to the same loss ms"] * scored, "GB")
     for row in shown:
-        values = ["-"] * len(figures)
+        values = ["-"] * (len(table.columns) - 2)
         if row.outcome is not None and row.parts is not None:
             times = [row.parts.step, *(getattr(row.parts, name) for name in PARTS), *[row.outcome.score] * scored]
             values = [*(f"{time:,.1f}" for time in times), f"{row.outcome.memory_bytes / 1e9:,.2f}"]
         table.add_row(row.name, *values, row.verdict)
-    console.print(table)
+    return table
 
 
-def _print_verified(answer: Answer, verified: Verified, console: Console) -> None:
+def measured_table(answer: Answer, verified: Verified) -> Table:
     """What the finalists were predicted to take, and took."""
-    table = _table(("predicted ms", "measured ms", "difference"), "run here, in turns")
+    table = _table("predicted ms", "measured ms", "difference")
     for index, (outcome, measured) in enumerate(zip(verified.outcomes, verified.measured_ms, strict=True)):
         name, predicted = describe(outcome.candidate, answer), outcome.step_ms
-        more = f"{100 * (measured / predicted - 1):+.1f} %"
-        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", more, verified.verdict(index))
-    console.print()
-    console.print(table)
+        difference = f"{100 * (measured / predicted - 1):+.1f} %"
+        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", difference, verified.verdict(index))
+    return table
 
 
-def _table(figures: Sequence[str], title: str | None = None) -> Table:
+def _table(*figures: str) -> Table:
     """A table of plans with their figures, and what became of them."""
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    table.add_column("plan", overflow="fold")
-    for figure in figures:
-        table.add_column(figure, justify="right")
-    table.add_column("verdict", overflow="fold")
+    table = Table(box=None, pad_edge=False)
+    for name in ("plan", *figures, "verdict"):
+        table.add_column(name, justify="right" if name in figures else "left", overflow="fold")
     return table

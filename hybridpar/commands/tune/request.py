@@ -21,7 +21,7 @@ class SearchOptions(Options):
     """What is searched, for how long, and where it is kept.
 
     Attributes:
-        shapes: Instead of a model: a file with one shape per line, such as `8x96x56x56 k3x3 s1x1 p1x1 d1x1`.
+        shape: Instead of a model: a convolution such as "8x96x56x56 k3x3 s1x1 p1x1 d1x1"; may be repeated.
         threads: Threads that compute; default: one worker's share of the cores.
         target: What kernels are for: the CPU, or the GPU that torch uses.
         budget: Time for everything, as 90s, 10m or 2h; searches get parts of it by what torch takes for them in a step.
@@ -29,10 +29,9 @@ class SearchOptions(Options):
         again: Search again where there is a record already.
         output: File that records are appended to; default: the one that `hybridpar train --kernels auto` reads.
         show: Tune nothing; print this database.
-        json: Print JSON.
     """
 
-    shapes: Path | None = None
+    shape: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     threads: Annotated[int | None, AT_LEAST_1] = None
     target: Literal["cpu", "cuda"] = "cpu"
     budget: str = "10m"
@@ -40,7 +39,6 @@ class SearchOptions(Options):
     again: bool = False
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     show: Path | None = None
-    json: bool = False
 
 
 class TuneRequest(TrainConfig, FileOptions, SearchOptions):
@@ -58,11 +56,11 @@ class TuneRequest(TrainConfig, FileOptions, SearchOptions):
     def check(self) -> None:
         """Check what can be checked without model and machine."""
         super().check()
-        sources = [source for source in (self.model, self.shapes, self.show) if source is not None]
+        sources = [source for source in (self.model, self.shape, self.show) if source]
         check(
             len(sources) == 1,
-            "MODEL, --shapes and --show exclude each other" if sources else "nothing to tune",
-            "What is tuned is a model's convolutions, or the shapes in a file; --show prints what was tuned.",
+            "MODEL, --shape and --show exclude each other" if sources else "nothing to tune",
+            "What is tuned is a model's convolutions, or those that --shape names; --show prints what was tuned.",
             "Use `hybridpar tune mobilenet_v2`, for instance.",
         )
         parse_seconds(self.budget)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,13 @@ import torch
 from rich.console import Console
 
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands import progress_bar
 from hybridpar.commands.tune.request import TuneRequest, parse_seconds
 from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
-from hybridpar.formats.file_reader import read_text
 from hybridpar.machine.devices import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models import seed_everything
+from hybridpar.observe.progress import progress_bar
 from hybridpar.planner.resolve import share_of_worker
 from hybridpar.run.data import configured_model, with_images_of_model
 from hybridpar.tvm_kernels.database import read_database, user_database
@@ -40,29 +37,30 @@ def run_tune(config: TuneRequest, search: Callable[..., SearchReport] = search_a
     """Tune, or show what was tuned."""
     config.check()
     if config.show is not None:
-        _show(config, config.show, None)
+        _show(config.show, None)
         return 0
     path = config.output or user_database()
     if config.output is not None and config.output.is_file():
         read_database(path)  # refuses a file of something else, which records would be added to
     work = find_work(config)
     options: dict[str, Any] = {"again": config.again, "seed": config.seed, "trials": config.trials}
-    with progress_bar() as (announce, advance):
+    try:
+        with progress_bar() as show:
 
-        def show(progress: Progress) -> None:
-            announce(_described(progress))
-            advance(progress.done, progress.total)
+            def on_progress(progress: Progress) -> None:
+                best = f"  best {progress.best.ms:.3f} ms" if progress.best is not None else ""
+                text = f"{progress.key.shape.text} {progress.key.direction}{best}"
+                show(description=text, completed=progress.done, total=progress.total)
 
-        try:
-            report = search(work, path, parse_seconds(config.budget), **options, on_progress=show)
-        except KernelsUnavailable as error:
-            raise KernelError(
-                f"no kernel can be built here: {error}",
-                "Tuning compiles kernels with TVM, and for a GPU with NVRTC, which torch for CUDA has, or nvcc.",
-                "Install apache-tvm of the version that hybridpar asks for; training works without.",
-            ) from error
+            report = search(work, path, parse_seconds(config.budget), **options, on_progress=on_progress)
+    except KernelsUnavailable as error:
+        raise KernelError(
+            f"no kernel can be built here: {error}",
+            "Tuning compiles kernels with TVM, and for a GPU with NVRTC, which torch for CUDA has, or nvcc.",
+            "Install apache-tvm of the version that hybridpar asks for; training works without.",
+        ) from error
     if path.exists():
-        _show(config, path, set(work))
+        _show(path, set(work))
     said = f"{report.tuned} searches done, {report.skipped} were done before"
     said += f", {report.empty} without a kernel, where torch is used" if report.empty else ""
     said += f", {report.unsteady} too unsteady to be recorded, as the machine is busy" if report.unsteady else ""
@@ -75,9 +73,9 @@ def find_work(config: TuneRequest) -> Counter[KernelKey]:
     """The convolutions that a request asks for in each direction, and how often each one runs in a step."""
     contiguous = config.memory_format == "contiguous"
     layout = Layout.CONTIGUOUS if contiguous else Layout.CHANNELS_LAST
-    if config.shapes is not None:
+    if config.shape:
         where = _where(config, threads_per_worker(1, available_cores()))
-        shapes = read_shapes(config.shapes)
+        shapes = [ConvShape.parse(text) for text in config.shape]
         return Counter(KernelKey(direction, shape, layout, *where) for shape in shapes for direction in Direction)
     assert config.model is not None
     run = with_images_of_model(config, config.model)
@@ -104,39 +102,10 @@ def _where(config: TuneRequest, threads: int) -> tuple[int, str, str]:
     return 1, gpu_at(torch.cuda.current_device()).fingerprint, _DTYPES[config.amp]
 
 
-def read_shapes(path: Path) -> list[ConvShape]:
-    """Shapes from a file with one per line; empty lines and what stands behind # do not count."""
-    lines = read_text(path, "the shapes in", UsageError, "Name a file of shapes.").splitlines()
-    shapes: list[ConvShape] = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if text:
-            try:
-                shapes.append(ConvShape.parse(text))
-            except UsageError as error:
-                raise UsageError(f"{path}, line {number}: {error.what}", error.why, error.fix) from error
-    if not shapes:
-        raise UsageError(f"{path} has no shape in it", "It has one per line.", "Write 8x96x56x56 k3x3 s1x1 p1x1 d1x1.")
-    return shapes
-
-
-def _show(config: TuneRequest, path: Path, only: set[KernelKey] | None) -> None:
+def _show(path: Path, only: set[KernelKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
-    database = read_database(path)
-    rows = rows_of(database, only)
-    if config.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return
+    rows = rows_of(read_database(path), only)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table_of(rows))
     for line in summary_lines(rows):
         console.print(line)
-
-
-def _described(progress: Progress) -> str:
-    """What is searched, and the best so far."""
-    text, best = f"{progress.key.shape.text} {progress.key.direction}", progress.best
-    if best is not None:
-        text += f"  best {best.ms:.3f} ms, torch {best.stock_ms:.3f} ms"
-        text += f", {best.stock_ms / best.ms:.2f}x" if best.clear else ", the machine is busy"
-    return text
