@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import selectors
+import queue
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,14 +25,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Gather, WaitOn, never
-from hybridpar.comm.handshake import (
-    GREETING_BYTES,
-    PROOF_BYTES,
-    REPLY_BYTES,
-    HandshakeError,
-    ServerHandshake,
-    WorkerHandshake,
-)
+from hybridpar.comm.handshake import HandshakeError, end, knock, let_in
 from hybridpar.machine.addresses import gloo_address
 from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
 
@@ -117,9 +111,7 @@ class Peer:
 
     def close(self) -> None:
         """Leave, and end a wait of another thread. Safe to call twice."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
+        end(self.socket)
 
     def _lost(self) -> RuntimeError:
         if self.socket.fileno() < 0:
@@ -275,11 +267,8 @@ def _call(address: str | tuple[str, int], token: str, header: bytes, deadline: f
     """Connect to a worker that listens, and say who calls for which group; again where strangers were in the way."""
     while True:
         connection = _reach(address, deadline)
-        handshake = WorkerHandshake(token, str(address))
         try:
-            reply = handshake.reply(_receive(connection, GREETING_BYTES))
-            connection.sendall(reply + header)
-            handshake.check(_receive(connection, PROOF_BYTES))
+            knock(connection, token, str(address), header)
             return connection
         except (HandshakeError, OSError) as error:
             connection.close()
@@ -305,84 +294,60 @@ def _reach(address: str | tuple[str, int], deadline: float) -> socket.socket:
             time.sleep(0.01)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise ConnectionResetError("it closed the connection during the handshake")
-        data += more
-    return data
-
-
 class _Door:
     """Where workers with higher ranks call. What a stranger does there, or does not do, changes nothing.
 
-    An IP address is listened at; an empty one stands for a Unix socket without a name in any directory.
+    An IP address is listened at; an empty one stands for a Unix socket without a name in any directory. Who comes has
+    a thread for the handshake; of too many strangers the oldest gives way.
     """
 
     def __init__(self, address: str) -> None:
-        self._strangers: dict[socket.socket, ServerHandshake] = {}  # in their handshake, the oldest first
-        self._selector = selectors.DefaultSelector()
         family = socket.AF_UNIX if not address else socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.bind((address, 0) if address else "")
             self._socket.listen(socket.SOMAXCONN)  # strangers must not fill it before workers call
         except OSError:
-            self.close()
+            self._socket.close()
             raise
-        self._socket.setblocking(False)  # who has been reported may have left
-        self._selector.register(self._socket, selectors.EVENT_READ)
         name = self._socket.getsockname()
         self.address: str | tuple[str, int] = name[:2] if address else name.decode()
+        self._strangers: list[socket.socket] = []  # in their handshake, the oldest first
+        self._known: queue.SimpleQueue[tuple[int, int, socket.socket]] = queue.SimpleQueue()
 
     def answer(self, token: str, sockets: Mapping[int, dict[int, socket.socket]], calls: int, deadline: float) -> None:
         """Let so many workers in, each to its party."""
-        most_strangers = calls + _MOST_STRANGERS
-        while calls:
-            if time.monotonic() > deadline:
-                raise TimeoutError("not all have called in time")
-            for key, _ in self._selector.select(_left(deadline)):
-                connection: Any = key.fileobj
-                with contextlib.suppress(OSError, HandshakeError, struct.error):
-                    if connection is self._socket:
-                        self._greet(connection.accept()[0], token)
-                        if len(self._strangers) > most_strangers:
-                            self._forget(next(iter(self._strangers))).close()
-                    elif connection in self._strangers:  # it has not given way meanwhile
-                        caller, party, known = self._let_in(connection)
-                        sockets[party][caller] = known
-                        calls -= 1
+        threading.Thread(target=self._attend, args=(token, calls + _MOST_STRANGERS, deadline), daemon=True).start()
+        for _ in range(calls):
+            try:
+                caller, party, connection = self._known.get(timeout=_left(deadline))
+            except queue.Empty:
+                raise TimeoutError("not all have called in time") from None
+            sockets[party][caller] = connection
 
     def close(self) -> None:
         """End all connections of strangers."""
-        for connection in (self._socket, *self._strangers):
-            connection.close()
-        self._selector.close()
+        end(self._socket)
+        while self._strangers:
+            end(self._strangers.pop())
 
-    def _greet(self, stranger: socket.socket, token: str) -> None:
-        self._strangers[stranger] = handshake = ServerHandshake(token, str(self.address))
-        self._selector.register(stranger, selectors.EVENT_READ)
-        # To be reported when all of a reply is there.
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, REPLY_BYTES + _HEADER.size)
-        stranger.setblocking(False)
-        stranger.send(handshake.greeting)
+    def _attend(self, token: str, most: int, deadline: float) -> None:
+        with contextlib.suppress(OSError):  # the door is closed
+            while True:
+                stranger = self._socket.accept()[0]
+                self._strangers.append(stranger)
+                if len(self._strangers) > most:
+                    end(self._strangers.pop(0))
+                threading.Thread(target=self._let_in, args=(stranger, token, deadline), daemon=True).start()
 
-    def _let_in(self, stranger: socket.socket) -> tuple[int, int, socket.socket]:
-        handshake = self._strangers[stranger]
-        with self._forget(stranger):
-            data = stranger.recv(REPLY_BYTES + _HEADER.size)
-            proof = handshake.proof(data[:REPLY_BYTES])
-            caller, party = _HEADER.unpack(data[REPLY_BYTES:])
-            stranger.send(proof)
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-            return caller, party, stranger.dup()
-
-    def _forget(self, stranger: socket.socket) -> socket.socket:
-        self._selector.unregister(stranger)
-        del self._strangers[stranger]
-        return stranger
+    def _let_in(self, stranger: socket.socket, token: str, deadline: float) -> None:
+        with contextlib.suppress(OSError, HandshakeError, ValueError):  # it is not there any more where it gave way
+            stranger.settimeout(_left(deadline))
+            caller, party = _HEADER.unpack(let_in(stranger, token, str(self.address), _HEADER.size))
+            self._strangers.remove(stranger)
+            self._known.put((caller, party, stranger))
+            return
+        end(stranger)
 
 
 def _left(deadline: float) -> float:

@@ -14,7 +14,7 @@ Codecs are read and written as text, such as `onebit:decay=0.9,warmup=20`: parsi
     name                    onebit
     name:option=value,...   onebit:decay=0.9,warmup=20    powersgd:rank=2,cast=bf16    onebit:feedback=off
 
-Options are those of the codec, of error feedback (`feedback`, `decay`, `warmup`, `rescale`) and `cast`. Reading a text
+Options are those of the codec, of error feedback (`feedback`, `decay`, `warmup`) and `cast`. Reading a text
 and writing it again gives one text for one meaning: options in a fixed order, without those that are as by default.
 """
 
@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
-from hybridpar.compress.codecs.casts import Cast
+from hybridpar.compress.codecs.none import Cast
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
 from hybridpar.errors import HybridparError, UsageError, check, shortened

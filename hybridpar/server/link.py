@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.handshake import HandshakeError
+from hybridpar.comm.handshake import HandshakeError, knock
 from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError
@@ -63,18 +63,9 @@ class ServerLink:
         #: Running statistics as they came last.
         self.statistics = torch.empty(0)
 
-    def come(self) -> Any:
-        """Come to the server, and wait until it has weights, unless this is worker 0, which brings them."""
-        return self.ask(self.hello)
-
-    def start(self, answer: wire.Weights | wire.Missing, start: wire.Start) -> Any:
-        """Bring the weights, where they are missing."""
-        return self.ask(start) if isinstance(answer, wire.Missing) else answer
-
     def push(self, push: wire.Gradient, gradients: Sequence[Tensor]) -> Any:
         """Push a gradient, and wait for the weights, or for what is to be added up before."""
         self.sequence += 1
-        self.encoder.rescale(push.rate)
         pieces, states = self.encoder.encode(gradients)
         message = replace(push, sequence=self.sequence, clock=self.clock, pieces=pieces, states=states)
         return self.ask(message, again=self._returns)  # computed on the weights of its clock, whenever it arrives
@@ -127,7 +118,7 @@ class ServerLink:
             host, _, port = self._address.rpartition(":")
             connected = socket.create_connection((host, int(port)), self._timeout)
             self._connection = wire.Connection(connected, self._timeout, self._timeout)
-            self._connection.knock(self._token, self._address)
+            knock(connected, self._token, self._address)
         return self._connection
 
     @torch.no_grad()
@@ -192,9 +183,13 @@ class Servers:
 
         Worker 0 makes what servers without weights start with.
         """
-        answers = self._all(ServerLink.come)
+        answers = self._all(lambda link: link.ask(link.hello))
         if starts is not None and any(isinstance(answer, wire.Missing) for answer in answers):
-            answers = self._all(ServerLink.start, answers, starts())
+
+            def start(link: ServerLink, answer: Any, start: wire.Start) -> Any:
+                return link.ask(start) if isinstance(answer, wire.Missing) else answer
+
+            answers = self._all(start, answers, starts())
         first: wire.Weights = answers[0]
         return first
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.comm.handshake import let_in
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError, UsageError
@@ -64,7 +65,7 @@ class _Peer:
         clock: Of the weights that it has.
         heard: As its last push said.
         answer: To its push, once it is known.
-        missed: Since when nothing has come from it, once that has been said.
+        missed: Since when nothing has come from it, when that was said last.
     """
 
     connection: Connection
@@ -76,7 +77,7 @@ class _Peer:
     clock: int = 0
     heard: int | None = None
     answer: wire.Weights | None = None
-    missed: float | None = None
+    missed: float = -math.inf
 
 
 class ShardServer:
@@ -175,7 +176,8 @@ class ShardServer:
         """The thread of a connection."""
         problem: Exception | None = None
         try:
-            peer.connection.let_in(self._token, self.address)
+            peer.connection.socket.settimeout(HANDSHAKE_SECONDS)
+            let_in(peer.connection.socket, self._token, self.address)
             with self._changed:
                 peer.is_known, peer.since = True, self._now()
             while not isinstance(message := peer.connection.receive(self._most_bytes(peer)), wire.Bye):
@@ -433,8 +435,16 @@ class ShardServer:
             waited = 0.0 if self._waiting_since is None else min(quiet, now - self._waiting_since)
             if waited > timeout * (_PATIENCE if tests and worker == 0 else 1):
                 late.append(worker)
-            elif silent is not None and not barrier and self._number == 0:  # a single shard says it for all
-                self._note_silence(worker, silent, quiet, is_waited_for=bool(waiting))
+            elif (
+                silent is not None
+                and quiet > timeout
+                and silent.missed < silent.connection.active
+                and (worker == 0 or not waiting)
+                and self._number == 0  # a single shard says it for all
+            ):
+                silent.missed = silent.connection.active
+                then = "others wait for it" if waiting else "the others go on, and its next gradient still counts"
+                self._say(worker, f"nothing has come from worker {worker} for {quiet:.0f} s; {then}")
         if late and barrier:
             raise SyncError(
                 f"worker{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not push a gradient within "
@@ -447,19 +457,6 @@ class ShardServer:
             self._say(worker, f"worker {worker} did not answer within {timeout:g} s, and others waited for it; {then}")
             self._workers[worker].connection.end()
             self._leave(worker)
-
-    def _note_silence(self, worker: int, peer: _Peer, quiet: float, *, is_waited_for: bool) -> None:
-        """Say once that nothing comes from a worker, and when something does again."""
-        timeout, active = self._config.timeout, peer.connection.active
-        if peer.missed is not None and active > peer.missed:
-            self._say(worker, f"worker {worker} goes on after {active - peer.missed:.0f} s of silence")
-            peer.missed = None
-        elif peer.missed is None and quiet > timeout and (worker == 0 or not is_waited_for):
-            peer.missed = active
-            then = "the others go on, and its next gradient still counts"
-            if is_waited_for:
-                then = f"others wait for it, at most {_PATIENCE * timeout:g} s where it is testing"
-            self._say(worker, f"nothing has come from worker {worker} for {quiet:.0f} s; {then}")
 
     def _say(self, worker: int, text: str) -> None:
         """Have worker 0 tell the user something about a worker, or do it here where worker 0 hears nothing now."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hybridpar.comm.connections import Connected, connect
 from hybridpar.comm.group import Group
 from hybridpar.comm.world import World, all_reduce_bytes
-from hybridpar.compress import Exchange, Phase, PhaseTimer
+from hybridpar.compress import Exchange, PhaseTimer
 from hybridpar.compress.received import Received, Sum, hand_over
 from hybridpar.sync.buckets import Bucket, sum_of_squares
 from hybridpar.sync.figures import BucketCost
@@ -229,7 +229,7 @@ class SharedMeeting(Meeting):
     def meet(self, group: Group) -> BucketCost:
         timer = PhaseTimer(torch.device("cpu"))
         self._shared.meet()
-        timer.end(Phase.WIRE)
+        timer.end("wire")
         return BucketCost(self._sent, self._sent, timer)
 
     def squares(self, world: World, *, exact: bool) -> Tensor | float | None:

@@ -188,13 +188,10 @@ class Reducer:
             step.marks = [self._lanes.event() for _ in self.buckets]
         return step.marks
 
-    def begin_last(self, step: StepGradients, rate: float | None = None) -> None:
+    def begin_last(self, step: StepGradients) -> None:
         """On the stage's lane: the next backward pass is the last of the step, so full buckets are sent from now on."""
-        if self.compression is not None:
-            if self._encodes or not self._inline:
-                self.compression.catch_up()
-            if rate is not None and self.compression.rescaling:
-                self.compression.set_rate(rate)
+        if self.compression is not None and (self._encodes or not self._inline):
+            self.compression.catch_up()
         for meeting in self._meetings:
             meeting.open()
         step.releasing = True

@@ -26,7 +26,7 @@ def unsent(coder: Coder) -> Tensor:
     out = torch.zeros(coder.spec.count)
     if isinstance(coder, FeedbackCoder):
         for key, part in coder.lasting.residuals.items():
-            out[part.start : part.stop].add_(coder.residual(key))
+            out[part.start : part.stop].add_(coder.unsent[key].left)
     return out
 
 

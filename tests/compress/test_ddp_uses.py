@@ -200,14 +200,11 @@ def reshaped(world: World) -> tuple[str, str]:
         again.register_comm_hook(state, ddp_hook("none")[1])
         with pytest.raises(Exception, match="lacks") as changed:
             train(again, world.rank, range(1))
-        fresh: CodecState = ddp_hook("onebit")[0]  # parameters are numbered: names do not tell them apart
-        numbers = {name: f"parameter-{index}" for index, name in enumerate(saved["parameters"])}
-        for key in ("shapes", "parameters"):
-            saved[key] = {numbers[name]: entry for name, entry in saved[key].items()}
+        fresh: CodecState = ddp_hook("onebit", model)[0]
         fresh.load_state_dict(saved)
-        last = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.02)
+        last = DistributedDataParallel(model, bucket_cap_mb=0.02)
         last.register_comm_hook(fresh, ddp_hook("none")[1])
-        with fresh, pytest.raises((CheckpointError, RuntimeError), match="was saved with shape") as loaded:
+        with fresh, pytest.raises((CheckpointError, RuntimeError), match="the residuals of") as loaded:
             train(last, world.rank, range(1))
         return str(changed.value), str(loaded.value)
 
@@ -215,7 +212,7 @@ def reshaped(world: World) -> tuple[str, str]:
 def test_a_layer_that_changed_its_shape() -> None:
     for changed, loaded in run_ranks(reshaped, 2):
         assert "a parameter of shape (7" in changed
-        assert "has (7" in loaded
+        assert "280" in loaded
 
 
 def unlike(world: World, what: str) -> str:

@@ -49,7 +49,7 @@ def keeps_everything(text: str) -> bool:
         return False  # what arrives is no gradient
     if "hylo" in text and "cast" in text:  # the sum of the filters is rounded on the way
         return False
-    return isinstance(codec, ErrorFeedback) and codec.decay == 1 and not codec.rescale
+    return isinstance(codec, ErrorFeedback) and codec.decay == 1
 
 
 def test_text_and_codec_are_one(text: str) -> None:
@@ -63,7 +63,7 @@ def test_every_option_is_tried(name: str) -> None:
     variants = [text for text in VARIANTS if text.partition(":")[0] == name]
     tried = {option.partition("=")[0] for text in variants for option in text.partition(":")[2].split(",")}
     left = [option.name for option in dataclasses.fields(CODECS.get(name)) if option.name not in tried]  # type: ignore[arg-type]
-    assert not left, f"add {name}:{left[0]}=... to VARIANTS in tests/compress/codecs/test_{name}.py"
+    assert not left, f"add {name}:{left[0]}=... to VARIANTS in the codec's test"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -82,11 +82,9 @@ def test_workers_agree_and_nothing_is_lost(text: str, workers: int) -> None:
         for name, out in zip(SHAPES, outs, strict=True):
             assert out.isfinite().all()
             came[name] += workers * out.double()
-    # Each of 4 steps rounds each worker's residual, of at most 12, to 2^-9 of itself.
-    atol = 2**-9 * 12 * 4 * workers if "residual=bf16" in text else 2e-4
     for name, shape in SHAPES.items():
         if keeps_everything(text) or not parse_codec(text).fits(shape):
-            torch.testing.assert_close(came[name] + team.unsent(name), gone[name], rtol=0, atol=atol, msg=name)
+            torch.testing.assert_close(came[name] + team.unsent(name), gone[name], rtol=0, atol=2e-4, msg=name)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -23,10 +23,10 @@ from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
+from hybridpar.compress.codecs.qsgd import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, THREADS, CudaKernels
-from hybridpar.compress.levels import LevelQuantiser
 from hybridpar.compress.memory import Memory, Residual, Scratch
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields

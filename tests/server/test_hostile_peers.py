@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hybridpar.comm.handshake import GREETING_BYTES, PROOF_BYTES, WorkerHandshake
+from hybridpar.comm.handshake import knock
 from hybridpar.errors import SyncError
 from hybridpar.formats.messages import take_apart, tensor_facts
 from hybridpar.server import Rules
@@ -63,9 +63,8 @@ def connect(served: Served) -> socket.socket:
 
 def shaken(served: Served, token: str = TOKEN) -> socket.socket:
     """A connection of somebody who knows the token."""
-    made, handshake = connect(served), WorkerHandshake(token, served.servers[0].address)
-    made.sendall(handshake.reply(received(made, GREETING_BYTES)))
-    handshake.check(received(made, PROOF_BYTES))
+    made = connect(served)
+    knock(made, token, served.servers[0].address)
     return made
 
 
@@ -182,8 +181,8 @@ def test_a_worker_that_goes_wrong_is_gone_and_the_others_go_on(served, worker, w
     other = Worker(served, 1, model, RULES)
     other.begin()
     link = other.servers.links[0]
-    sent(link._connection._socket, wrong)
-    assert_closed(link._connection._socket.dup())
+    sent(link._connection.socket, wrong)
+    assert_closed(link._connection.socket.dup())
     assert_served(worker)
     assert served.servers[0]._workers.keys() == {0}
     other.servers.close(graceful=False)
@@ -222,7 +221,7 @@ def test_who_is_slow_to_reply_is_not_waited_for():
         worker = Worker(served, 0, copies(1)[0], RULES)
         worker.begin()
         silent, slow = connect(served), connect(served)
-        received(silent, GREETING_BYTES), received(slow, GREETING_BYTES)
+        received(silent, 36), received(slow, 36)
         slow.sendall(bytes(10))
         clock.seconds += HANDSHAKE_SECONDS - 1
         slow.sendall(bytes(10))
@@ -240,7 +239,7 @@ def test_many_who_wait_for_nothing_keep_nobody_out(served, worker, monkeypatch):
     crowd = []
     for _ in range(20):
         crowd.append(connect(served))
-        received(crowd[-1], GREETING_BYTES)
+        received(crowd[-1], 36)
     other = Worker(served, 1, copies(1)[0], RULES)
     other.begin()
     assert len(strangers(served)) <= 5

@@ -369,7 +369,6 @@ def test_a_worker_that_is_silent_is_said_to_be_where_nobody_waits_for_it(silent,
         assert len(told) + len(caplog.messages) == count == 1, "it is said once"
         assert silent in server._workers
         assert team[silent].step(9).applied  # its gradient counts, by its age
-        hear(f"worker {silent} goes on after 120 s of silence")
         together([worker.close for worker in team])
     assert not served.problems
 
@@ -386,7 +385,7 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
         eventually(lambda: server._waiting_since is not None)
         clock.seconds += 21
         if silent == 0:
-            eventually(lambda: "worker 0 for 21 s; others wait for it, at most 200 s" in caplog.text)
+            eventually(lambda: "worker 0 for 21 s; others wait for it" in caplog.text)
             assert not waits.done()
             clock.seconds += 180
         assert waits.result(20) == {other.number: "here"}

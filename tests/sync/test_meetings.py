@@ -207,7 +207,7 @@ CODED: list[dict[str, Any]] = [
     {"compress": "fp16", "model_ema": "0.9998"},
     {"compress": "powersgd:rank=2,gain=0.5,decay=0.9", "weight_decay": 0.01},
     {"compress": "powersgd:rank=6,gain=0,warmup=2", "clip_grad": 0.1, "micro_batches": 2},
-    {"compress": "powersgd:rank=1,gain=0.5,residual=bf16", "optimizer": "adamw", "lr": 0.01},
+    {"compress": "powersgd:rank=1,gain=0.5", "optimizer": "adamw", "lr": 0.01},
     {"compress": "powersgd:rank=3,gain=0.5,feedback=off"},
 ]
 

@@ -20,7 +20,8 @@ rows, in memory and in messages: BLAS multiplies a large matrix with a few long 
 rows of a few numbers.
 
 * On a CPU each pass is a kernel that reads memory once (`hybridpar/compress/kernels/powersgd_source.py`). Without
-  kernels, error feedback, or for ranks above 4 it is done by BLAS and further passes.
+  kernels, error feedback, for ranks above 4, or where rows are no multiple of 16 values, it is done by BLAS and further
+  passes.
 * On a GPU, where starting a kernel is what costs, matrices of one shape are multiplied together: `Exchange` calls
   `LowRank.write_together` for all that it has. It moves their residuals together once (`lay_together`), so that they
   are one tensor of three dimensions without a copy. Factors of all shapes are made orthonormal together.
@@ -136,10 +137,13 @@ class LowRank(Coder):
         left = factor if self.spec.share == 1 else factor * self.spec.share
         out = message if message.dtype == torch.float32 else torch.empty_like(message, dtype=torch.float32)
         if index == 0:
-            if not kernels.powersgd_left(self.gradient, self._memory, left, out):
-                torch.mm(left, self._memory.take(self.gradient).t(), out=out)
-            self._matrix = self._memory.again(self.gradient)
-        elif not kernels.powersgd_right(self._memory, left, out):
+            memory = self._memory
+            if kernels.powersgd_left(self.gradient, memory, left, out):
+                self._matrix = memory.pending.view_as(self.gradient)
+            else:
+                self._matrix = memory.take(self.gradient)
+                torch.mm(left, self._matrix.t(), out=out)
+        elif not kernels.powersgd_right(self._matrix, left, out):
             torch.mm(left, self._matrix, out=out)
         if out is not message:
             message.copy_(out)
