@@ -96,7 +96,8 @@ def initialise(device: torch.device, timeout: float) -> None:
             f"worker {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the job at "
             f"{_store_address()}: {first_line(error)}",
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
-            _name_hint() or "Start workers with `hybridpar train --nproc N`, or with torchrun.",
+            "Start workers with `hybridpar train --nproc N`, or with torchrun; on several hosts give that --local-addr "
+            "with the address of each host on the network, as MASTER_ADDR may stand for the loopback there.",
         ) from error
     _group = dist.group.WORLD
 
@@ -221,22 +222,6 @@ def reachable_address(places: Sequence[Place], rank: int) -> str | None:
     others = [place for place in places if place.host != own.host]
     known = [own.listens, own.towards_store, *(address for place in others for address in place[1:])]
     return next((address for address in known if not is_loopback(address)), None)
-
-
-def _name_hint() -> str:
-    """What to do about a MASTER_ADDR that means another host on every host; empty where that is not the case."""
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        return ""
-    try:
-        address = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
-    except OSError:
-        return "This host cannot resolve MASTER_ADDR: give torchrun --local-addr with an address on the first node."
-    if not is_loopback(address):
-        return ""
-    return (
-        f"MASTER_ADDR stands for {address} here, the loopback: give torchrun --local-addr with the address of each "
-        "node on the network."
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- lost peers

@@ -134,19 +134,10 @@ class ServedOutcome(StepOutcome):
         return self._step.sync
 
     @property
-    def stop(self) -> bool:
-        """Whether any worker asked to stop."""
-        return self._answer.stop
-
-    @property
-    def save(self) -> bool:
-        """Whether any worker asked for a checkpoint; this one, where each goes at its pace."""
-        return self._answer.save or self._step.save
-
-    @property
     def values(self) -> StepValues:
-        """What this worker knows of its step."""
-        return self._step.values
+        """What this worker knows of its step; whether any worker asked to stop or, if all are in step, to save."""
+        values = self._step.values
+        return values._replace(stop=float(self._answer.stop), save=float(self._answer.save or values.save > 0))
 
 
 class ServedEngine(Engine):

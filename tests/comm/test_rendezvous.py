@@ -183,7 +183,6 @@ def test_a_master_that_is_the_loopback_of_every_node_is_refused_before_anybody_w
     with pytest.raises(LaunchError) as caught:
         rendezvous.initialise(torch.device("cpu"), 3000.0)
     assert caught.value.what.startswith("worker 1 of 2 cannot join the job at 127.0.1.1:1: ")
-    assert "MASTER_ADDR stands for 127.0.1.1 here" in caught.value.fix
     assert "--local-addr" in caught.value.fix
 
 
