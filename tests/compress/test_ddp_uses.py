@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridpar.comm.world import World
 from hybridpar.compress.ddp import CodecState, ddp_hook
 from hybridpar.errors import CheckpointError, SyncError, UsageError
+from tests.compress.team import equal
 from tests.compress.test_ddp import batch, make, net, train, weights
 from tests.ranks import run_ranks
 
@@ -302,3 +303,32 @@ def test_a_matrix_stored_by_columns_is_the_same_matrix(codec: str) -> None:
     assert torch.equal(rows, columns)
     if codec.startswith("powersgd"):
         torch.testing.assert_close(columns, (mine + theirs) / 2)
+
+
+def amp(world: World, codec: str) -> tuple[list[bool], Tensor]:
+    """Steps of a loss scaler, one of which overflows on worker 1 and leaves residuals: which counted, the weights."""
+    model = net()
+    ddp, state = make(codec, model)
+    assert state is not None
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    counted, kept = [], {}
+    with state:
+        for step in range(4):
+            optimizer.zero_grad()
+            images, labels = batch(world.rank, step)
+            bad = float("inf") if step == 2 and world.rank == 1 else 1.0
+            scaler.scale(F.cross_entropy(ddp(images), labels) * bad).backward()
+            before, (was, kept) = weights(model), (kept, state.state_dict()["parameters"])
+            assert equal(was, kept) == (step == 2)
+            scaler.step(optimizer)
+            scaler.update()
+            counted.append(not torch.equal(before, weights(model)))
+        return counted, weights(model)
+
+
+def test_an_overflow_under_mixed_precision_poisons_nothing() -> None:
+    (counted, one), (same, other) = run_ranks(amp, 2, "powersgd:gain=0")
+    assert counted == same == [True, True, False, True]
+    assert torch.equal(one, other)
+    assert bool(one.isfinite().all())

@@ -9,7 +9,9 @@ import dataclasses
 import importlib
 import math
 import pkgutil
+import random
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -212,3 +214,32 @@ def test_what_says_that_it_is_unbiased_is(text: str) -> None:
     found = torch.stack([team.step(gradients)[0].double() for _ in range(times)])
     error, drawn, cast = (found.mean(0) - true).square().sum(), found.var(0).sum() / times, 1e-5 * true.square().sum()
     assert error < 1.3 * drawn + cast, "biased = False in the codec's class, and the result is biased"
+
+
+def test_generators_of_the_process_are_left_alone_and_make_no_difference(text: str) -> None:
+    results = []
+    for seed in (1, 2):
+        team = Team(text, SHAPES, 2, seed=5)
+        gradients = [team.gradients(step) for step in range(2)]
+        torch.manual_seed(seed)
+        states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=True)[1].copy())
+        results.append([team.step(own) for own in gradients])
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert numpy.array_equal(numpy.random.get_state(legacy=True)[1], states[2])
+    for one, other in zip(*results, strict=True):
+        assert all(map(same_bits, one, other))
+
+
+def test_tensors_are_made_on_the_device_of_the_gradient(text: str) -> None:
+    """Another default device makes no difference; on `meta` nothing can be computed."""
+    other = Team(text, SHAPES, 2)
+    gradients = other.gradients(0)
+    outs = [[torch.empty_like(one) for one in own] for own in gradients]
+    torch.set_default_device("meta")
+    try:
+        team = Team(text, SHAPES, 2)
+        run_together(team.exchanges, gradients, outs)
+    finally:
+        torch.set_default_device(None)
+    assert all(map(same_bits, outs[0], other.step(gradients)))
