@@ -81,15 +81,6 @@ def can_step(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def step_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients | None) -> Tensor | None:
-    """Step any optimizer: in pieces where it can be stepped so, else on what is in `.grad`."""
-    if gradients is not None and can_step(optimizer):
-        return step_in_pieces(optimizer, gradients)
-    squares = None if gradients is None else gradients.materialise()
-    optimizer.step()
-    return squares
-
-
 @torch.no_grad()
 def step_in_pieces(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Tensor | None:
     """Step an optimizer on gradients that were not written; return their sum of squares where it is wanted."""

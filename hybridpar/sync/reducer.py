@@ -258,12 +258,9 @@ class Reducer:
         if self.unwritten is not None:
             self.unwritten.factor = factor
             return
-        used = [bucket for bucket in self.buckets if any(slot.parameter.grad is not None for slot in bucket.slots)]
-        gradients = [bucket.flat() for bucket in used]
-        if not self.buckets:
-            gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
+        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def first_bad(self) -> str | None:
         """Name of the first parameter, in the model's order, whose gradient is not finite."""
