@@ -28,8 +28,7 @@ import torch.distributed as dist
 
 from hybridpar.comm.connections import connect
 from hybridpar.comm.flight import FLIGHT, noted
-from hybridpar.comm.group import Group, TorchGroup, open_group
-from hybridpar.comm.items import gather_items, gather_on_first
+from hybridpar.comm.group import Group, TorchGroup, gather_items, gather_on_first, open_group
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemoryGroup
 from hybridpar.comm.sockets import SocketGroup

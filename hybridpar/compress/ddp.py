@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hybridpar.comm.group import Group, TorchGroup, timeout_of
-from hybridpar.comm.items import gather_items, gather_on_first
+from hybridpar.comm.group import Group, TorchGroup, gather_items, gather_on_first, timeout_of
 from hybridpar.comm.world import World
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import BucketExchange, ParameterCoders

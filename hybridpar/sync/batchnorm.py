@@ -1,5 +1,4 @@
-"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas; a model's other
-buffers, which a step rolls back, and which all replicas take from the first.
+"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas.
 
 Stock BatchNorm updates its running statistics once per forward call. With M micro-batches that is M updates per step
 (an effective momentum of 1 - (1 - m)^M), and with replicas each keeps the statistics of its own shard. Here the sums
@@ -8,6 +7,12 @@ workers with M micro-batches leaves the statistics of the whole batch, as one st
 
 What is not pooled, unless asked for (`group`), is the normalisation: each micro-batch is normalised by its own moments.
 Training with M micro-batches of b is the same function as data parallelism over M replicas with b samples each.
+
+With `batch_norm="sync"` a layer normalises each micro-batch by the moments over all replicas' micro-batches of the same
+number (Peng et al. 2018, "MegDet", section 3.3), for micro-batches whose own moments are too noisy. It costs one small
+message per layer in each direction, which cannot overlap with the computation around it. Torch's own `SyncBatchNorm`
+needs a GPU; this one runs wherever gradients can be summed. Every compute lane needs a group of its own to add on,
+because lanes run beside each other and the sums of one group must come in one order on all replicas.
 
 A module gets another class with the same parameters, buffers and names, so `state_dict`, pickling and `isinstance` go
 on working; `release` gives it its class back.
@@ -19,7 +24,7 @@ says in `reduce_state(state)` what copies and pickles are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -29,11 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.comm.group import Group, split
-from hybridpar.comm.world import World
-from hybridpar.errors import SyncError
+from hybridpar.comm.group import Group
 from hybridpar.lanes.base import Constants
-from hybridpar.sync.sync_batchnorm import normalise_over_replicas
 
 
 class BatchNormPool:
@@ -196,138 +198,46 @@ def _can_pool(layer: nn.Module) -> bool:
     )
 
 
-class BufferRollback:
-    """Puts the buffers of a model back to what they were at the beginning of a step, which is rolled back.
+def normalise_over_replicas(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch normalisation in training, by the moments over all replicas; a collective in both directions.
 
-    Stock BatchNorm moves its running statistics in every forward call, and one NaN in them would stay for ever. So
-    the buffers that a forward pass may change are copied at the beginning of a step; they are small. What is pooled
-    needs no copy. A pass may write into a buffer, resize it, or assign another tensor: buffers are looked up by name.
+    Beside the output it gives this replica's own means and unbiased variances. Gradients of weight and bias stay local:
+    they are summed over the replicas with all others.
     """
-
-    def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
-        ignored = set(spared)  # but not what is in them, as observers are
-        self._held = [module._buffers for module in model.modules() if module not in ignored]
-        self._before: list[dict[str, Any]] = []  # the tensors of each module, and None
-        self._tensors: list[Tensor] = []
-        self._forms: list[Any] = []
-        self._saved: list[Tensor] = []
-        self.keep()
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Remember the buffers; called before the first forward pass of a step."""
-        self._before = [dict(held) for held in self._held]
-        tensors = [buffer for before in self._before for buffer in before.values() if buffer is not None]
-        forms = _forms(tensors)
-        if forms != self._forms:
-            self._saved = [torch.empty_like(tensor) for tensor in tensors]
-        self._tensors, self._forms = tensors, forms
-        if tensors:
-            torch._foreach_copy_(self._saved, tensors)
-
-    @torch.no_grad()
-    def restore(self, unless: Tensor | None = None) -> None:
-        """Put back what `keep` saw, the tensors and their values; where `unless` is not 0, the tensors only."""
-        tensors, values = self._tensors, self._saved
-        pairs = list(zip(self._held, self._before, strict=True))
-        now = [held.get(name) for held, before in pairs for name, buffer in before.items() if buffer is not None]
-        resized = [index for index, form in enumerate(_forms(tensors)) if form != self._forms[index]]
-        if unless is not None:
-            # What was assigned is written into the tensors from before; one with two names may now be two tensors.
-            alike = all(held.keys() == before.keys() for held, before in pairs) and _forms(now) == self._forms
-            if alike and not resized and len(set(map(id, tensors))) == len(tensors):
-                values = [torch.where(unless != 0, new, old) for new, old in zip(now, values, strict=True)]
-            elif bool(unless):
-                return
-        for index in resized:
-            tensors[index].data = torch.empty_like(values[index])
-        # `.data`: another stage may have saved a constant of both for a backward pass of the next step.
-        if tensors:
-            torch._foreach_copy_([tensor.data for tensor in tensors], values)
-        for held, before in pairs:
-            if [*map(id, held.values())] != [*map(id, before.values())]:
-                held.clear()
-                held.update(before)
+    dims, shape = [0, *range(2, input.ndim)], [1, -1, *[1] * (input.ndim - 2)]
+    exact = input if input.dtype == torch.float64 else input.float()
+    channels, count = input.shape[1], input.numel() // input.shape[1]
+    # First about the own mean, which loses nothing in float32; sums over replicas are float64.
+    own_mean = exact.detach().mean(dims)
+    centred = exact - own_mean.view(shape)
+    deviations = centred.square().sum(dims)
+    about, rest, number = own_mean.double(), centred.sum(dims).double(), own_mean.new_full((1,), count).double()
+    sums = torch.cat((rest + count * about, deviations.double() + about * (2 * rest + count * about), number))
+    total = _SumOverReplicas.apply(sums, group)
+    mean = total[:channels] / total[-1:]
+    variance = (total[channels:-1] / total[-1:] - mean.square()).clamp(min=0)
+    scale = (variance + eps).rsqrt().to(exact.dtype)
+    output = (centred - (mean - about).to(exact.dtype).view(shape)) * scale.view(shape)
+    if weight is not None:
+        output = output * weight.to(exact.dtype).view(shape)
+    if bias is not None:
+        output = output + bias.to(exact.dtype).view(shape)
+    return output.to(input.dtype), own_mean, deviations.detach() / max(1, count - 1)
 
 
-def _forms(tensors: Sequence[Any]) -> list[Any]:
-    return [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+class _SumOverReplicas(torch.autograd.Function):
+    """A sum that all replicas use, so that its gradient is the sum of theirs."""
 
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        ctx.group, total = group, values.clone()
+        group.all_reduce(total)
+        return total
 
-class ReplicaBuffers:
-    """Gives all replicas of a stage the first one's buffers, once per step.
-
-    DistributedDataParallel broadcasts all buffers before the first forward pass of a step. Here it is done behind the
-    last one, beside the backward passes; the values are taken over with the update of the parameters. On CPUs that is
-    left out where no replica's buffers have changed, as those of tables and masks.
-    """
-
-    def __init__(self, module: nn.Module, replicas: World, pool: BatchNormPool | None) -> None:
-        norms = (
-            {inside for inside in module.modules() if isinstance(inside, _BatchNorm)}
-            if pool is None
-            else set(pool.layers)
-        )
-        self._modules = [inside for inside in module.modules() if inside not in norms]
-        self._replicas = replicas
-        self._common: Tensor | None = None  # what all had after the last exchange
-        self._latest: Tensor | None = None
-        #: Whether there are other replicas, and buffers that are no statistics of BatchNorm; all know the same.
-        self.shared = replicas.size > 1 and any(inside._buffers for inside in self._modules)
-
-    def share(self, *, new: bool = False) -> None:
-        """Give all replicas the first one's values between two steps; a collective. With `new`, where none had any."""
-        if self.shared or (new and self._replicas.size > 1):
-            self.look()
-            self.exchange()
-            self.shared = self.shared or self._latest is not None
-            self.take()
-
-    @torch.no_grad()
-    def look(self) -> None:
-        """Note what this replica has, as bytes: of them sums with zeros are exact, whatever the dtype."""
-        device, nothing = self._replicas.device, torch.empty(0, dtype=torch.uint8)
-        parts = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._present()]
-        flat = torch.cat([part.to(device) for part in (nothing, *parts)])
-        self._latest = functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
-
-    def exchange(self) -> None:
-        """Receive the first replica's values, on a lane of control messages; a collective."""
-        latest, group = self._latest, self._replicas.control_group
-        assert latest is not None
-        assert group is not None
-        with self._replicas.named_errors("exchanging buffers"):
-            if latest.device.type == "cpu" or not self.shared:
-                size = latest.numel()
-                changed = self._common is None or not torch.equal(self._common, latest)
-                facts = torch.tensor([changed, size, size * size], dtype=torch.float64, device=latest.device)
-                group.all_reduce(facts)
-                anywhere, total, squares = facts.tolist()
-                if not (anywhere and total):
-                    self._latest = None
-                    return
-                if self._replicas.size * squares != total**2:
-                    raise SyncError(
-                        "the buffers of the model do not have the same sizes on all workers",
-                        "All take worker 0's; on a worker without samples a buffer does not change its size.",
-                        "Give every worker samples in the first steps.",
-                    )
-            if self._replicas.rank:
-                latest.zero_()
-            group.all_reduce(latest)
-            self._common = latest
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Write what was received into the buffers."""
-        latest, self._latest = self._latest, None
-        if latest is None or not self._replicas.rank:
-            return
-        buffers = self._present()
-        sizes = [buffer.nbytes for buffer in buffers]
-        for part, buffer in zip(split(latest.view(torch.uint8), sizes), buffers, strict=True):
-            # A copy begins where every dtype may; for `.data` see `BufferRollback.restore`.
-            buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
-
-    def _present(self) -> list[Tensor]:
-        return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone()
+        ctx.group.all_reduce(total)
+        return total, None

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
+from hybridpar.sync.batchnorm import BatchNormPool
+from hybridpar.sync.buffers import BufferRollback
 
 FEATURES = 4
 
