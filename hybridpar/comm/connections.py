@@ -15,7 +15,6 @@ import os
 import queue
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Gather, WaitOn, never
-from hybridpar.comm.handshake import HandshakeError, end, knock, let_in
+from hybridpar.comm.handshake import Door, HandshakeError, end, knock
 from hybridpar.machine.addresses import gloo_address
 from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
 
@@ -203,8 +202,9 @@ def connect(
         # Each step is followed by a gather, so a worker's problem is everybody's.
         address = problem = None
         try:
-            door = stack.enter_context(contextlib.closing(_Door("" if memory_bytes else gloo_address())))
-            address = door.address
+            listener = stack.enter_context(contextlib.closing(_listen("" if memory_bytes else gloo_address())))
+            name = listener.getsockname()
+            address = name.decode() if memory_bytes else name[:2]
         except OSError as error:
             problem = f"worker {mine} cannot listen: {error}"
         secret = os.environ.get(TOKEN_VARIABLE)
@@ -217,14 +217,21 @@ def connect(
                     for lower, member in enumerate(parties[index][:rank]):
                         sockets[index][lower] = _call(addresses[member], token, _HEADER.pack(rank, index), deadline)
                 calls = sum(len(parties[index]) - 1 - rank for index, rank in ranks.items())
-                door.answer(token, sockets, calls, deadline)
+                known = queue.SimpleQueue[tuple[socket.socket, bytes]]()
+                door = Door(listener, str(address), token, _left(deadline), calls + _MOST_STRANGERS)
+                stack.callback(door.close)
+                door.open(lambda *caller: known.put(caller), more=_HEADER.size)
+                for _ in range(calls):
+                    connection, said = known.get(timeout=_left(deadline))
+                    caller, party = _HEADER.unpack(said)
+                    sockets[party][caller] = connection
                 for connections in () if memory_bytes else sockets.values():
                     for connection in connections.values():
                         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for index, rank in ranks.items() if memory_bytes else ():
                     memory[index] = _share_memory(memory_bytes * len(parties[index]), sockets[index], rank)
-            except OSError as error:
-                problem = f"worker {mine} cannot reach all others: {error}"
+            except (OSError, queue.Empty) as error:
+                problem = f"worker {mine} cannot reach all others: {error or 'not all have called in time'}"
                 _close(sockets)  # so that nobody waits for this worker
         problems = [answer for answer in gather(problem) if answer is not None]
     if problems:
@@ -294,60 +301,17 @@ def _reach(address: str | tuple[str, int], deadline: float) -> socket.socket:
             time.sleep(0.01)
 
 
-class _Door:
-    """Where workers with higher ranks call. What a stranger does there, or does not do, changes nothing.
-
-    An IP address is listened at; an empty one stands for a Unix socket without a name in any directory. Who comes has
-    a thread for the handshake; of too many strangers the oldest gives way.
-    """
-
-    def __init__(self, address: str) -> None:
-        family = socket.AF_UNIX if not address else socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._socket.bind((address, 0) if address else "")
-            self._socket.listen(socket.SOMAXCONN)  # strangers must not fill it before workers call
-        except OSError:
-            self._socket.close()
-            raise
-        name = self._socket.getsockname()
-        self.address: str | tuple[str, int] = name[:2] if address else name.decode()
-        self._strangers: list[socket.socket] = []  # in their handshake, the oldest first
-        self._known: queue.SimpleQueue[tuple[int, int, socket.socket]] = queue.SimpleQueue()
-
-    def answer(self, token: str, sockets: Mapping[int, dict[int, socket.socket]], calls: int, deadline: float) -> None:
-        """Let so many workers in, each to its party."""
-        threading.Thread(target=self._attend, args=(token, calls + _MOST_STRANGERS, deadline), daemon=True).start()
-        for _ in range(calls):
-            try:
-                caller, party, connection = self._known.get(timeout=_left(deadline))
-            except queue.Empty:
-                raise TimeoutError("not all have called in time") from None
-            sockets[party][caller] = connection
-
-    def close(self) -> None:
-        """End all connections of strangers."""
-        end(self._socket)
-        while self._strangers:
-            end(self._strangers.pop())
-
-    def _attend(self, token: str, most: int, deadline: float) -> None:
-        with contextlib.suppress(OSError):  # the door is closed
-            while True:
-                stranger = self._socket.accept()[0]
-                self._strangers.append(stranger)
-                if len(self._strangers) > most:
-                    end(self._strangers.pop(0))
-                threading.Thread(target=self._let_in, args=(stranger, token, deadline), daemon=True).start()
-
-    def _let_in(self, stranger: socket.socket, token: str, deadline: float) -> None:
-        with contextlib.suppress(OSError, HandshakeError, ValueError):  # it is not there any more where it gave way
-            stranger.settimeout(_left(deadline))
-            caller, party = _HEADER.unpack(let_in(stranger, token, str(self.address), _HEADER.size))
-            self._strangers.remove(stranger)
-            self._known.put((caller, party, stranger))
-            return
-        end(stranger)
+def _listen(address: str) -> socket.socket:
+    """Listen at an IP address; an empty one stands for a Unix socket without a name in any directory."""
+    family = socket.AF_UNIX if not address else socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0) if address else "")
+        listener.listen(socket.SOMAXCONN)  # strangers must not fill it before workers call
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _left(deadline: float) -> float:

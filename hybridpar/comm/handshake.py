@@ -1,4 +1,4 @@
-"""The handshake of a connection: both ends prove that they know the job's token.
+"""The door at which connections are made: both ends prove that they know the job's token.
 
 The token itself is never sent. The server sends a random number of 32 bytes; the worker replies with one of its own and
 a code (HMAC-SHA256) over both; the server checks it and answers with a code over both. A recorded reply fits no other
@@ -14,6 +14,9 @@ import hmac
 import os
 import secrets
 import socket
+import threading
+import time
+from collections.abc import Callable
 
 from hybridpar.errors import UsageError
 from hybridpar.machine.supervise import TOKEN_VARIABLE
@@ -41,15 +44,17 @@ def job_token() -> str:
     return token
 
 
-def let_in(connection: socket.socket, token: str, address: str, more: int = 0) -> bytes:
-    """The server's side; returns the bytes, so many, that the worker says behind its reply."""
+def let_in(connection: socket.socket, token: str, address: str, seconds: float, more: int = 0) -> bytes:
+    """The server's side, in so many seconds; returns the bytes, so many, that the worker says behind its reply."""
+    deadline = time.monotonic() + seconds
     random = secrets.token_bytes(_RANDOM)
+    connection.settimeout(seconds)
     connection.sendall(_MAGIC + random)
-    reply = _receive(connection, _RANDOM + _CODE)
+    reply = _receive(connection, _RANDOM + _CODE, deadline)
     both = random + reply[:_RANDOM]
     if not hmac.compare_digest(reply[_RANDOM:], _code(token, "worker", address, both)):
         raise HandshakeError("it does not know the job's token")
-    said = _receive(connection, more)
+    said = _receive(connection, more, deadline)
     connection.sendall(_code(token, "server", address, both))
     return said
 
@@ -73,9 +78,70 @@ def end(connection: socket.socket) -> None:
     connection.close()
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+class Door:
+    """Where those call who know the token. What a stranger does there, or does not do, changes nothing.
+
+    Who calls has a thread, and so many seconds for the handshake; of more than `most` that are in it the oldest gives
+    way.
+    """
+
+    def __init__(self, listener: socket.socket, address: str, token: str, seconds: float, most: int) -> None:
+        self._listener, self._address, self._token, self._seconds = listener, address, token, seconds
+        self._most = most
+        self._strangers: dict[socket.socket, bool] = {}  # in their handshake, the oldest first
+
+    def open(
+        self,
+        welcome: Callable[[socket.socket, bytes], None],
+        refused: Callable[[str, str], None] = lambda source, reason: None,
+        more: int = 0,
+    ) -> None:
+        """Let in who calls until the door is closed: each is welcomed on its thread, with what it said of itself.
+
+        Of who is not let in the address is told, and why.
+        """
+
+        def greet(stranger: socket.socket, source: str) -> None:
+            try:
+                said = let_in(stranger, self._token, self._address, self._seconds, more)
+                if not self._strangers.pop(stranger, False):
+                    raise HandshakeError("too many came at the same time")
+            except (OSError, HandshakeError) as error:
+                self._strangers.pop(stranger, None)
+                end(stranger)
+                refused(source, str(error))
+            else:
+                welcome(stranger, said)
+
+        def attend() -> None:
+            while True:
+                try:
+                    stranger, address = self._listener.accept()
+                except OSError:
+                    if self._listener.fileno() < 0:
+                        return
+                    time.sleep(0.01)
+                    continue
+                self._strangers[stranger] = True
+                for oldest in list(self._strangers)[: -self._most]:
+                    if self._strangers.pop(oldest, False):
+                        end(oldest)
+                threading.Thread(target=greet, args=(stranger, address[0] if address else ""), daemon=True).start()
+
+        threading.Thread(target=attend, daemon=True).start()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        end(self._listener)
+        for stranger in list(self._strangers):
+            end(stranger)
+
+
+def _receive(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
     data = b""
     while len(data) < count:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         more = connection.recv(count - len(data))
         if not more:
             raise ConnectionResetError(f"it did not let this worker in; {TOKEN_VARIABLE} must be equal everywhere")

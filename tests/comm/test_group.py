@@ -418,8 +418,8 @@ def test_the_token_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     token, sent = "a token of this job", list[bytes]()
     monkeypatch.setenv(TOKEN_VARIABLE, token)
 
-    def receive(connection: socket.socket, size: int) -> bytes:
-        sent.append(real(connection, size))
+    def receive(connection: socket.socket, size: int, *deadline: float) -> bytes:
+        sent.append(real(connection, size, *deadline))
         return sent[-1]
 
     real = handshake._receive
@@ -463,14 +463,14 @@ def problem_of(meeting: Meeting, rank: int) -> str:
 def test_where_a_worker_cannot_listen_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def door(address: str) -> Any:
+    def listen(address: str) -> Any:
         tried.append(address)
         if len(tried) == 2:
             raise OSError("no such address")
         return real(address)
 
-    real = connections._Door
-    monkeypatch.setattr(connections, "_Door", door)
+    real = connections._listen
+    monkeypatch.setattr(connections, "_listen", listen)
     meeting = Meeting(2)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: problem_of(meeting, rank), range(2))

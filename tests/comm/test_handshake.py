@@ -30,7 +30,7 @@ def received(connection: socket.socket, count: int) -> bytes:
 
 def served(connection: socket.socket, token: str = "token", more: int = 0) -> Future[bytes]:
     pool = ThreadPoolExecutor(1)
-    future = pool.submit(let_in, connection, token, HERE, more)
+    future = pool.submit(let_in, connection, token, HERE, 10.0, more)
     pool.shutdown(wait=False)
     return future
 
