@@ -71,7 +71,7 @@ class FlightRecorder:
         self._facts: dict[str, Any] = {}
         self._lanes: dict[str, _Lane] = {}
         self._channels: dict[Channel, int] = {}
-        self._own = threading.local()
+        self._local = threading.local()
         self._lock = threading.Lock()
 
     def channel(self, members: Sequence[int], *, is_transfer: bool = False) -> int:
@@ -155,7 +155,7 @@ class FlightRecorder:
                     return None
                 self._lanes[name] = _Lane(len(self._lanes))
                 self._write_header()
-            self._own.lane = self._lanes[name]
+            self._local.lane = self._lanes[name]
             return self._lanes[name]
 
     def _write_header(self) -> None:
@@ -177,7 +177,7 @@ class _Noted:
 
     def __enter__(self) -> None:
         recorder, channel, order = self._recorder, self._channel, 0
-        lane = getattr(recorder._own, "lane", None) or recorder._enter_lane()
+        lane = getattr(recorder._local, "lane", None) or recorder._enter_lane()
         if lane is not None:
             self._count = lane.count = lane.count + 1
             self._offset = _HEADER + (lane.number * DEPTH + self._count % DEPTH) * _ROW.size
@@ -280,8 +280,8 @@ def process_fields(pid: int) -> list[str]:
 
 def read_flights(directory: Path) -> list[Flight]:
     """The records of all workers that left one, by rank."""
-    found = [_read(path) for path in directory.glob("rank-*")] if directory.is_dir() else []
-    return sorted((flight for flight in found if flight is not None), key=lambda flight: flight.rank)
+    flights = [_read(path) for path in directory.glob("rank-*")] if directory.is_dir() else []
+    return sorted((flight for flight in flights if flight is not None), key=lambda flight: flight.rank)
 
 
 def _read(path: Path) -> Flight | None:

@@ -100,14 +100,14 @@ class ParameterCoders:
         *,
         average: bool,
         nodes: Nodes | None = None,
-        place: int = 0,
+        node_rank: int = 0,
     ) -> None:
         self.policy = policy
-        self._place = rank, workers
+        self._ranks = rank, workers
         self._seed = seed
         self._average = average
         self._members = nodes.members if nodes is not None else ()
-        self._own_place = place
+        self._node_rank = node_rank
         self._leaders = Leaders(nodes.leaders if nodes is not None else 1)
         self._coders: dict[str, Coder] = {}
         self._saved: dict[str, Any] = {}
@@ -132,7 +132,7 @@ class ParameterCoders:
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to go on bit for bit: the policy, the codecs' state, and the worker's place."""
-        rank, workers = self._place
+        rank, workers = self._ranks
         return {
             "codec": str(self.policy),
             "rank": rank,
@@ -144,7 +144,7 @@ class ParameterCoders:
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is of this worker's own place, among as many workers."""
-        return (*self._place, self._node_sizes) == tuple(state.get(key) for key in ("rank", "workers", "nodes"))
+        return (*self._ranks, self._node_sizes) == tuple(state.get(key) for key in ("rank", "workers", "nodes"))
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Forget all coders; those that are made from now on go on from a state."""
@@ -158,12 +158,12 @@ class ParameterCoders:
 
     def _leads(self, name: str, parameter: Tensor) -> bool:
         """Whether this worker exchanges a parameter by its codec."""
-        return not self._members or self._leaders.of(name, parameter.numel()) == self._own_place
+        return not self._members or self._leaders.of(name, parameter.numel()) == self._node_rank
 
     def _coder(self, name: str, parameter: Tensor) -> Coder:
         if name not in self._coders:
             shape = tuple(parameter.shape)
-            spec = TensorSpec(name, shape, *self._place, self._seed, parameter.device, average=self._average)
+            spec = TensorSpec(name, shape, *self._ranks, self._seed, parameter.device, average=self._average)
             self._coders[name] = coder = self.policy.bind(spec)
             coder.set_samples(self._samples)
             saved = self._saved.pop(name, None)

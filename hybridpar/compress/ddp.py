@@ -108,9 +108,11 @@ class CodecState(ParameterCoders):
         inside = hierarchical and nodes.pays
         #: Workers that exchange by the codec.
         self._columns = nodes.columns if inside else (tuple(range(self._group.size)),)
-        place = nodes.place_of(self._group.rank) if inside else 0
-        rank, workers = self._place_of(self._group.rank)
-        super().__init__(policy, rank, workers, seed, average=True, nodes=nodes if inside else None, place=place)
+        node_rank = nodes.rank_in_node(self._group.rank) if inside else 0
+        rank, workers = self._ranks_of(self._group.rank)
+        super().__init__(
+            policy, rank, workers, seed, average=True, nodes=nodes if inside else None, node_rank=node_rank
+        )
         # By lane those with whom this worker exchanges by the codec, and its node, where it has any.
         across = self._columns[: nodes.leaders] if inside else self._columns
         shared = [node for node in nodes.members if len(node) > 1]
@@ -211,15 +213,15 @@ class CodecState(ParameterCoders):
                 )
             saved, state = state, state[0]
             places = [(part["rank"], part["workers"], part["nodes"]) for part in saved]
-            if places == [(*self._place_of(rank), self._node_sizes) for rank in range(self._group.size)]:
+            if places == [(*self._ranks_of(rank), self._node_sizes) for rank in range(self._group.size)]:
                 state = saved[self._group.rank]
             else:  # all workers see the same, so all begin anew
                 _log.warning("what codec %s has not sent is dropped: the workers are others now", state["codec"])
                 state = {**state, "parameters": {}, "leaders": {}}
         elif not self.fits(state):
             raise CheckpointError(
-                f"the state of worker {state['rank']} of {state['workers']}, and this is {self._place[0]} of "
-                f"{self._place[1]}",
+                f"the state of worker {state['rank']} of {state['workers']}, and this is {self._ranks[0]} of "
+                f"{self._ranks[1]}",
                 "Each worker keeps what it did not send.",
                 "Give each worker the state that it saved, or start without them.",
             )
@@ -252,7 +254,7 @@ class CodecState(ParameterCoders):
 
     # ----------------------------------------------------------------- helpers
 
-    def _place_of(self, rank: int) -> tuple[int, int]:
+    def _ranks_of(self, rank: int) -> tuple[int, int]:
         """A worker's number among those that it exchanges with by the codec, and how many these are."""
         column = next(column for column in self._columns if rank in column)
         return column.index(rank), len(column)

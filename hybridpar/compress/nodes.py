@@ -58,10 +58,10 @@ class Nodes:
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
         """Workers that lead together, one of each node; then those that lead nothing, each alone."""
-        led = [tuple(sorted(node[place] for node in self.members)) for place in range(self.leaders)]
+        led = [tuple(sorted(node[index] for node in self.members)) for index in range(self.leaders)]
         return (*led, *((rank,) for node in self.members for rank in node[self.leaders :]))
 
-    def place_of(self, rank: int) -> int:
+    def rank_in_node(self, rank: int) -> int:
         """A worker's place in its node."""
         return next(node.index(rank) for node in self.members if rank in node)
 
@@ -108,9 +108,9 @@ class NodeWorlds:
             return None
         inside, across = list[list[int]](), list[list[int]]()
         for party, nodes in zip(parties, divided, strict=True):
-            inside += ([party[place] for place in node] for node in nodes.members)
-            columns = nodes.columns if nodes.share else [(place,) for place in range(len(party))]
-            across += ([party[place] for place in column] for column in columns)
+            inside += ([party[index] for index in node] for node in nodes.members)
+            columns = nodes.columns if nodes.share else [(index,) for index in range(len(party))]
+            across += ([party[index] for index in column] for column in columns)
         nodes = next(nodes for party, nodes in zip(parties, divided, strict=True) if job.rank in party)
         worlds = job.split(inside, lanes), job.split(across, lanes)
         # Worlds of one worker have nothing to close.

@@ -59,11 +59,11 @@ def parse_codec(text: str) -> Codec:
         raise UsageError(f"the codec {shortened(repr(text))}", f"Its text has at most {_LONGEST} characters.")
     name, _, tail = text.strip().partition(":")
     kind = CODECS.get(name)
-    own, around = _options(kind), _options(ErrorFeedback)
-    types_of = {"feedback": bool, "cast": Literal["fp16", "bf16"], **around, **own}
+    of_codec, around = _options(kind), _options(ErrorFeedback)
+    types_of = {"feedback": bool, "cast": Literal["fp16", "bf16"], **around, **of_codec}
     defaults = {**defaults_of(ErrorFeedback), **defaults_of(kind)}
     values = read_values(f"codec {name!r}", split_fields(repr(text), tail), types_of, defaults)
-    codec: Codec = kind(**_chosen(values, own))
+    codec: Codec = kind(**_chosen(values, of_codec))
     if "cast" in values:
         codec = Cast(codec, values["cast"])
     tuned = _chosen(values, around)

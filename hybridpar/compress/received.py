@@ -64,7 +64,7 @@ class Sgd:
         """The compiled kernels of this step, by the kind of sums; for parameters in float32."""
         kind = "nesterov" if self.nesterov else "momentum" if self.momentum else "plain"
         ending = f"_{kind}_decay" if self.weight_decay else f"_{kind}"
-        return {name.removesuffix(ending): one for name, one in functions().items() if name.endswith(ending)}
+        return {name.removesuffix(ending): kernel for name, kernel in functions().items() if name.endswith(ending)}
 
     @functools.cached_property
     def rates(self) -> tuple[float, ...]:

@@ -161,8 +161,8 @@ class ServedEngine(Engine):
 
     def step(self, given: StepRequest) -> StepOutcome:
         """Push the gradient of this worker's share of a batch, and take the weights that come for it."""
-        whole = given.global_samples if self._servers.barrier else None
-        given = replace(given, global_samples=whole or given.samples)
+        in_step = given.global_samples if self._servers.barrier else None
+        given = replace(given, global_samples=in_step or given.samples)
         self._share = given.samples / (given.global_samples or 1)
         self.gradients.given = given
         before = self._servers.traffic

@@ -157,10 +157,10 @@ class Servers:
         self.clipping = Clipping.of(config, model, optimizer)
         #: Name of the optimizer's class, by which checkpoints know its state.
         self.kind = type(optimizer).__name__
-        own = config.groups
-        scales = learning_rate_scales(model, own.layer_decay, own.head_lr) if own.scales_rates else None
-        described, whole = described_parameters(model, config.groups), needs_whole_parameters(config)
-        self.stripes = cut_model(described, len(addresses), scales, whole=whole)
+        groups = config.groups
+        scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr) if groups.scales_rates else None
+        described, uncut = described_parameters(model, config.groups), needs_whole_parameters(config)
+        self.stripes = cut_model(described, len(addresses), scales, uncut=uncut)
         #: Where weights arrive, by name: in the parameters, or for those of a GPU in memory of the host.
         self.host: dict[str, Tensor] = {
             name: held.data if held.device.type == "cpu" else torch.empty_like(held.data, device="cpu").pin_memory()

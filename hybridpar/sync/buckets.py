@@ -124,7 +124,7 @@ def make_buckets(order: Sequence[tuple[str, nn.Parameter]], limit: int) -> list[
     cuts: list[list[int]] = []
     for members in kinds.values():
         sizes = [order[index][1].numel() * order[index][1].element_size() for index in members]
-        cuts += [[members[place] for place in cut] for cut in cut_buckets(sizes, limit)]
+        cuts += [[members[number] for number in cut] for cut in cut_buckets(sizes, limit)]
     buckets = []
     for number, cut in enumerate(sorted(cuts, key=lambda cut: cut[-1])):
         slots, offset = [], 0

@@ -80,7 +80,7 @@ class Compression(ParameterCoders):
             *(policy, party.rank, party.size, seed),
             average=False,
             nodes=None if nodes is None else nodes.nodes,
-            place=0 if nodes is None else nodes.inside.rank,  # ranks there are in the order of places in the node
+            node_rank=0 if nodes is None else nodes.inside.rank,  # ranks there are in the order of places in the node
         )
         self._world = world
         self._nodes = nodes

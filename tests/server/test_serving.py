@@ -15,6 +15,7 @@ import torch
 from timm.utils import dispatch_clip_grad
 from torch import nn
 
+from hybridpar.comm.handshake import knock
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.models import learning_rate_scales
@@ -455,8 +456,8 @@ def test_a_server_that_has_ended_takes_nobody_in():
         link = late.servers.links[0]
         host, _, port = link._address.rpartition(":")
         link._connection = Connection(socket.create_connection((host, int(port)), 10), 10.0, 10.0)
-        link._connection.knock(link._token, link._address)  # it is let in, and has not said who it is
-        eventually(lambda: any(peer.is_known and peer.hello is None for peer in served.servers[0]._peers))
+        knock(link._connection.socket, link._token, link._address)  # it is let in, and has not said who it is
+        eventually(lambda: any(peer.hello is None for peer in served.servers[0]._peers))
         first.close()
         eventually(lambda: served.servers[0]._ended)
         with pytest.raises(OSError, match=r"closed|reset|pipe"):

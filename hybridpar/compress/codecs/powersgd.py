@@ -184,14 +184,14 @@ def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
 
     A row that depends on those before it is replaced by a direction that does not; the device decides, nothing waits.
     """
-    sizes = [one.shape for one in factors]
+    sizes = [matrix.shape for matrix in factors]
     shape = len(factors), *(max(side) for side in zip(*sizes, strict=True))
     # Shorter rows end in zeros, which change no product; rows that a matrix does not have come last and are not used.
     rows, spare, done = (factors[0].new_zeros(shape) for _ in range(3))
     down, across = (torch.arange(1, count + 1, dtype=rows.dtype, device=rows.device) for count in shape[1:])
     directions = torch.cos((down[:, None] + 0.37) * across)
     for block, values in ((rows, factors), (spare, [directions[:r, :n] for r, n in sizes])):
-        torch._foreach_copy_([one[:r, :n] for one, (r, n) in zip(block, sizes, strict=True)], list(values))
+        torch._foreach_copy_([matrix[:r, :n] for matrix, (r, n) in zip(block, sizes, strict=True)], list(values))
     rows /= rows.abs().amax(2, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)  # squares stay in range
     for turn in range(shape[1]):
         pair = torch.stack((rows[:, turn], spare[:, turn]), 1)
@@ -199,9 +199,9 @@ def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
         for _ in range(2 if turn else 0):
             pair = pair.baddbmm_(pair @ done[:, :turn].mT, done[:, :turn], alpha=-1)
         left = torch.linalg.vector_norm(pair, dim=2, keepdim=True)
-        own, other = (pair / left).unbind(1)
-        done[:, turn] = torch.where(left[:, 0] <= _DEPENDENT * length[:, 0], other, own)  # NaN stays NaN
-    return [one[:r, :n] for one, (r, n) in zip(done, sizes, strict=True)]
+        itself, other = (pair / left).unbind(1)
+        done[:, turn] = torch.where(left[:, 0] <= _DEPENDENT * length[:, 0], other, itself)  # NaN stays NaN
+    return [matrix[:r, :n] for matrix, (r, n) in zip(done, sizes, strict=True)]
 
 
 def _one_by_one(device: torch.device) -> bool:
