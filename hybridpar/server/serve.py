@@ -2,7 +2,7 @@
 
 Each connection has a thread, which reads what a worker asks, does it under the lock, waits where others are to push
 first, and writes the answer. What goes wrong on a connection ends that connection, and the others are served on. The
-thread that called `run` lets workers in, and looks whether any of them is silent for too long.
+thread that called `run` looks whether any worker is silent for too long.
 """
 
 from __future__ import annotations
