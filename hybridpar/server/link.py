@@ -57,7 +57,8 @@ class ServerLink:
         self.encoder = PushEncoder(read_policy(config.compress), stripe)
         self._views = piece_views(stripe, tensors)
         self._connection: wire.Connection | None = None
-        self._before = 0, 0  # bytes of connections that broke
+        #: Bytes sent and received.
+        self.traffic = [0, 0]
         self._closed = False
         self.clock = self.sequence = 0
         #: Running statistics as they came last.
@@ -78,7 +79,6 @@ class ServerLink:
             except (OSError, wire.Garbled):
                 if self._closed or not again:
                     raise
-                self._before = self.traffic
                 if self._connection is not None:
                     self._connection.end()
                     self._connection = None
@@ -107,17 +107,11 @@ class ServerLink:
                     self._connection.send(wire.Bye())
             self._connection.end()
 
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received."""
-        now = (0, 0) if self._connection is None else (self._connection.sent, self._connection.received)
-        return self._before[0] + now[0], self._before[1] + now[1]
-
     def _connect(self) -> wire.Connection:
         if self._connection is None:
             host, _, port = self._address.rpartition(":")
             connected = socket.create_connection((host, int(port)), self._timeout)
-            self._connection = wire.Connection(connected, self._timeout, self._timeout)
+            self._connection = wire.Connection(connected, self._timeout, self._timeout, traffic=self.traffic)
             knock(connected, self._token, self._address)
         return self._connection
 

@@ -218,12 +218,14 @@ class Connection:
         timeout: float,
         patience: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        traffic: list[int] | None = None,
     ) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed some day
         self.socket, self._timeout, self._patience, self._now = connection, timeout, patience, clock
         self._sending = threading.Lock()
-        self.sent = self.received = 0
+        #: Bytes sent and received; those of earlier connections are given.
+        self.traffic = [0, 0] if traffic is None else traffic
         #: When bytes last came or went.
         self.active = clock()
 
@@ -286,7 +288,7 @@ class Connection:
             part = memory[start : start + _PART]
             self.active = self._now()  # before the other end can go on
             self.socket.sendall(part)
-            self.sent += len(part)
+            self.traffic[0] += len(part)
 
     def _read(self, count: int) -> bytearray:
         data = bytearray(count)
@@ -299,6 +301,6 @@ class Connection:
             count = self.socket.recv_into(into)
             if not count:
                 raise ConnectionResetError("the connection was closed")
-            self.received += count
+            self.traffic[1] += count
             self.active = self._now()
             into = into[count:]
