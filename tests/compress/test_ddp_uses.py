@@ -272,39 +272,6 @@ def test_a_peer_that_leaves_is_named_and_time_outs_are_those_of_the_group() -> N
     assert waited == also == 40
 
 
-class Given(nn.Module):
-    """A matrix whose gradient is the input."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        return (self.weight * gradient).sum()
-
-
-def stored(world: World, codec: str) -> list[Tensor]:
-    """What comes of the same gradients for a matrix that is stored by rows, and by columns."""
-    draw, found = torch.Generator().manual_seed(world.rank), []
-    gradient = torch.randn(40, 2, generator=draw) @ torch.randn(2, 30, generator=draw)
-    for weight in (torch.zeros(40, 30), torch.zeros(30, 40).t()):
-        ddp, state = make(codec, Given(weight))
-        assert state is not None
-        with state:
-            ddp(gradient).backward()
-        assert ddp.module.weight.grad.stride() == weight.stride()
-        found.append(ddp.module.weight.grad.contiguous())
-    return [gradient, *found]
-
-
-@pytest.mark.parametrize("codec", ["onebit:least=1,warmup=0", "powersgd:rank=4,gain=0"])
-def test_a_matrix_stored_by_columns_is_the_same_matrix(codec: str) -> None:
-    (mine, rows, columns), (theirs, *_) = run_ranks(stored, 2, codec)
-    assert torch.equal(rows, columns)
-    if codec.startswith("powersgd"):
-        torch.testing.assert_close(columns, (mine + theirs) / 2)
-
-
 def amp(world: World, codec: str) -> tuple[list[bool], Tensor]:
     """Steps of a loss scaler, one of which overflows on worker 1 and leaves residuals: which counted, the weights."""
     model = net()

@@ -135,14 +135,6 @@ def test_twobit(rule: dict[str, float], count: int) -> None:
             assert int((codes[0] != codes[1]).sum()) <= 1 + count // 10_000
 
 
-def test_mxnets_golden_vector_by_kernel() -> None:
-    gradient = torch.tensor([-6.0, -2, 3, 1, 10, 5, -3, 2, -8, 0])
-    kept = torch.tensor([-3.0, 1, -1, 5, -2, 2, 3, -7, -2, -100])
-    done = Done(TernaryQuantiser(fixed=4.0), gradient, kept, 0, 1.0)
-    assert done.message[4:].tolist() == [0x83, 0xF2, 0xA0, 0]
-    assert done.pending.tolist() == [-5, -1, 2, 2, 4, 3, 0, -1, -6, -96]
-
-
 @pytest.mark.parametrize("bits", [1, 3, 4, 8])
 @pytest.mark.parametrize("count", [1, 31, 1000, 12_345, 5 * CHUNK + 77])
 def test_qsgd(bits: int, count: int) -> None:
