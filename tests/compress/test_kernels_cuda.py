@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
