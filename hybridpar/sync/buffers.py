@@ -13,6 +13,7 @@ buffers that are not finite when training begins, such as masks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class BufferRollback:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers; called before the first forward pass of a step."""
-        self._before = [dict(held) for held in self._held]
-        tensors = [buffer for before in self._before for buffer in before.values() if buffer is not None]
+        self._before = list(map(dict, self._held))
+        tensors = list(filter(torch.is_tensor, chain.from_iterable(map(dict.values, self._before))))
         forms = _forms(tensors)
         if forms != self._forms:
             self._saved = [torch.empty_like(tensor) for tensor in tensors]
@@ -63,7 +64,9 @@ class BufferRollback:
         """Put back what `keep` saw, the tensors and their values; where `unless` is not 0, the tensors only."""
         tensors, values = self._tensors, self._saved
         pairs = list(zip(self._held, self._before, strict=True))
-        now = [held.get(name) for held, before in pairs for name, buffer in before.items() if buffer is not None]
+        now: list[Any] = [
+            held.get(name) for held, before in pairs for name, buffer in before.items() if buffer is not None
+        ]
         resized = [index for index, form in enumerate(_forms(tensors)) if form != self._forms[index]]
         if unless is not None:
             # What was assigned is written into the tensors from before; one with two names may now be two tensors.
