@@ -39,7 +39,7 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
-from hybridpar.compress.memory import WORKER, Product, lay_together, stacked
+from hybridpar.compress.memory import WORKER, Product, Residual, lay_together, stacked
 from hybridpar.compress.received import Factors, Received
 from hybridpar.spec import AT_LEAST_0, AT_LEAST_1
 
@@ -139,6 +139,7 @@ class LowRank(Coder):
         if index == 0:
             memory = self._memory
             if kernels.powersgd_left(self.gradient, memory, left, out):
+                assert isinstance(memory, Residual)
                 self._matrix = memory.pending.view_as(self.gradient)
             else:
                 self._matrix = memory.take(self.gradient)
