@@ -201,6 +201,7 @@ def reshaped(world: World) -> tuple[str, str]:
         again.register_comm_hook(state, ddp_hook("none")[1])
         with pytest.raises(Exception, match="lacks") as changed:
             train(again, world.rank, range(1))
+        model = copy.deepcopy(model)
         fresh: CodecState = ddp_hook("onebit", model)[0]
         fresh.load_state_dict(saved)
         last = DistributedDataParallel(model, bucket_cap_mb=0.02)
