@@ -28,7 +28,7 @@ from hybridpar.data.labels import FIXED_SEED
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, digit_images
 from hybridpar.data.sources import ImageData, MemoryImages
 from hybridpar.models import build_model, seed_everything
-from hybridpar.sync.buffers import average_model
+from hybridpar.sync.statistics import average_model
 from hybridpar.train.trainer import Trainer
 
 FOLDS, SEEDS = 5, (1, 2, 3)

@@ -26,8 +26,7 @@ from hybridpar.models.state import same_attributes
 from hybridpar.pipeline.stage_module import StageModule, consumers_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
 from hybridpar.schedule.layout import Edge
-from hybridpar.sync.batchnorm import without_replicas
-from hybridpar.sync.buffers import BufferRollback
+from hybridpar.sync.batchnorm import BufferRollback, without_replicas
 
 
 @dataclass

@@ -28,8 +28,7 @@ from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
-from hybridpar.sync.batchnorm import BatchNormPool
-from hybridpar.sync.buffers import BufferRollback, ReplicaBuffers
+from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
 from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer

@@ -1,4 +1,5 @@
-"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas.
+"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas; a model's other
+buffers, which a step rolls back, and which all replicas take from the first.
 
 Stock BatchNorm updates its running statistics once per forward call. With M micro-batches that is M updates per step
 (an effective momentum of 1 - (1 - m)^M), and with replicas each keeps the statistics of its own shard. Here the sums
@@ -24,9 +25,10 @@ says in `reduce_state(state)` what copies and pickles are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +36,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.comm.group import Group
+from hybridpar.comm.group import Group, split
+from hybridpar.comm.world import World
+from hybridpar.errors import SyncError
 from hybridpar.lanes.base import Constants
 
 
@@ -196,6 +200,145 @@ def _can_pool(layer: nn.Module) -> bool:
         and layer.running_mean is not None
         and (type(layer).forward is _BatchNorm.forward or hasattr(layer, "normalise"))
     )
+
+
+class BufferRollback:
+    """Puts the buffers of a model back to what they were at the beginning of a step, which is rolled back.
+
+    Stock BatchNorm moves its running statistics in every forward call, and one NaN in them would stay for ever. So
+    the buffers that a forward pass may change are copied at the beginning of a step; they are small. What is pooled
+    needs no copy. A pass may write into a buffer, resize it, or assign another tensor: buffers are looked up by name.
+    """
+
+    def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
+        ignored = set(spared)  # but not what is in them, as observers are
+        self._held = [module._buffers for module in model.modules() if module not in ignored]
+        self._before: list[dict[str, Any]] = []  # the tensors of each module, and None
+        self._tensors: list[Tensor] = []
+        self._forms: list[Any] = []
+        self._saved: list[Tensor] = []
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember the buffers; called before the first forward pass of a step."""
+        self._before = list(map(dict, self._held))
+        tensors = list(filter(torch.is_tensor, chain.from_iterable(map(dict.values, self._before))))
+        forms = _forms(tensors)
+        if forms != self._forms:
+            self._saved = [torch.empty_like(tensor) for tensor in tensors]
+        self._tensors, self._forms = tensors, forms
+        if tensors:
+            torch._foreach_copy_(self._saved, tensors)
+
+    @torch.no_grad()
+    def restore(self, unless: Tensor | None = None) -> None:
+        """Put back what `keep` saw, the tensors and their values; where `unless` is not 0, the tensors only."""
+        tensors, values = self._tensors, self._saved
+        pairs = list(zip(self._held, self._before, strict=True))
+        now: list[Any] = [
+            held.get(name) for held, before in pairs for name, buffer in before.items() if buffer is not None
+        ]
+        resized = [index for index, form in enumerate(_forms(tensors)) if form != self._forms[index]]
+        if unless is not None:
+            # What was assigned is written into the tensors from before; one with two names may now be two tensors.
+            alike = all(held.keys() == before.keys() for held, before in pairs) and _forms(now) == self._forms
+            if alike and not resized and len(set(map(id, tensors))) == len(tensors):
+                values = [torch.where(unless != 0, new, old) for new, old in zip(now, values, strict=True)]
+            elif bool(unless):
+                return
+        for index in resized:
+            tensors[index].data = torch.empty_like(values[index])
+        # `.data`: another stage may have saved a constant of both for a backward pass of the next step.
+        if tensors:
+            torch._foreach_copy_([tensor.data for tensor in tensors], values)
+        for held, before in pairs:
+            if [*map(id, held.values())] != [*map(id, before.values())]:
+                held.clear()
+                held.update(before)
+
+
+def _forms(tensors: Sequence[Any]) -> list[Any]:
+    return [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+
+class ReplicaBuffers:
+    """Gives all replicas of a stage the first one's buffers, once per step.
+
+    DistributedDataParallel broadcasts all buffers before the first forward pass of a step. Here it is done behind the
+    last one, beside the backward passes; the values are taken over with the update of the parameters. On CPUs that is
+    left out where no replica's buffers have changed, as those of tables and masks.
+    """
+
+    def __init__(self, module: nn.Module, replicas: World, pool: BatchNormPool | None) -> None:
+        norms = (
+            {inside for inside in module.modules() if isinstance(inside, _BatchNorm)}
+            if pool is None
+            else set(pool.layers)
+        )
+        self._modules = [inside for inside in module.modules() if inside not in norms]
+        self._replicas = replicas
+        self._common: Tensor | None = None  # what all had after the last exchange
+        self._latest: Tensor | None = None
+        #: Whether there are other replicas, and buffers that are no statistics of BatchNorm; all know the same.
+        self.shared = replicas.size > 1 and any(inside._buffers for inside in self._modules)
+
+    def share(self, *, new: bool = False) -> None:
+        """Give all replicas the first one's values between two steps; a collective. With `new`, where none had any."""
+        if self.shared or (new and self._replicas.size > 1):
+            self.look()
+            self.exchange()
+            self.shared = self.shared or self._latest is not None
+            self.take()
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Note what this replica has, as bytes: of them sums with zeros are exact, whatever the dtype."""
+        device, nothing = self._replicas.device, torch.empty(0, dtype=torch.uint8)
+        parts = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._present()]
+        flat = torch.cat([part.to(device) for part in (nothing, *parts)])
+        self._latest = functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+
+    def exchange(self) -> None:
+        """Receive the first replica's values, on a lane of control messages; a collective."""
+        latest, group = self._latest, self._replicas.control_group
+        assert latest is not None
+        assert group is not None
+        with self._replicas.named_errors("exchanging buffers"):
+            if latest.device.type == "cpu" or not self.shared:
+                size = latest.numel()
+                changed = self._common is None or not torch.equal(self._common, latest)
+                facts = torch.tensor([changed, size, size * size], dtype=torch.float64, device=latest.device)
+                group.all_reduce(facts)
+                anywhere, total, squares = facts.tolist()
+                if not (anywhere and total):
+                    self._latest = None
+                    return
+                if self._replicas.size * squares != total**2:
+                    raise SyncError(
+                        "the buffers of the model do not have the same sizes on all workers",
+                        "All take worker 0's; on a worker without samples a buffer does not change its size.",
+                        "Give every worker samples in the first steps.",
+                    )
+            if self._replicas.rank:
+                latest.zero_()
+            group.all_reduce(latest)
+            self._common = latest
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Write what was received into the buffers."""
+        latest, self._latest = self._latest, None
+        if latest is None or not self._replicas.rank:
+            return
+        buffers = self._present()
+        sizes = [buffer.nbytes for buffer in buffers]
+        for part, buffer in zip(split(latest.view(torch.uint8), sizes), buffers, strict=True):
+            # A copy begins where every dtype may; for `.data` see `BufferRollback.restore`.
+            buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _present(self) -> list[Tensor]:
+        return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
 
 
 def normalise_over_replicas(

@@ -47,9 +47,9 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Event, Lanes
 from hybridpar.models.state_dicts import copy_of
 from hybridpar.sync.buckets import Bucket, layout_fingerprint, make_buckets, sum_of_squares
-from hybridpar.sync.buffers import Statistics
 from hybridpar.sync.compression import Compression, add_plainly
 from hybridpar.sync.figures import SyncCosts
+from hybridpar.sync.statistics import Statistics
 
 #: Makes what takes the outer steps, of the weights of the last exchange.
 OuterOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]

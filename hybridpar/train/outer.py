@@ -33,12 +33,13 @@ from hybridpar.errors import UsageError
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
-from hybridpar.sync.buffers import ReplicaBuffers, average_model
+from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat, layer_bytes
 from hybridpar.sync.figures import SyncFigures, add_up
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.outer import OuterLoop, OuterResult, OuterRound, Timetable
+from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.sync.batchnorm import BatchNormPool
-from hybridpar.sync.buffers import BufferRollback
+from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
 
 FEATURES = 4
 

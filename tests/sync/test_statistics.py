@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpar.sync.buffers import Statistics, average_model
+from hybridpar.sync.statistics import Statistics, average_model
 from tests.ranks import run_ranks
 
 

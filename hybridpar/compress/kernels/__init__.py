@@ -141,9 +141,13 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, ad
     groups, length = out.shape
     assert packed.numel() == -(-groups * length // 8)
     assert lower.numel() == upper.numel() == groups
-    tensors, blocks = (lower, upper, packed, out), cuda.blocks_of(out.numel())
+    addresses = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
     name = "onebit_add" if add else "onebit_decode"
-    return _run(kernels, name, tensors, (*out.shape, _streams(out)), blocks, (out.numel(), out.shape[1]))
+    if isinstance(kernels, CpuKernels):
+        kernels.functions[name](*addresses, *out.shape, _streams(out))
+    else:
+        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, out.numel(), out.shape[1])
+    return True
 
 
 def twobit_encode(
@@ -182,8 +186,13 @@ def twobit_read(level: Tensor, codes: Tensor, out: Tensor, *, add: bool) -> bool
     if kernels is None:
         return False
     assert codes.numel() * 4 >= out.numel()
-    count, name = out.numel(), "twobit_add" if add else "twobit_decode"
-    return _run(kernels, name, (level, codes, out), (count, _streams(out)), cuda.blocks_of(count), (count,))
+    addresses = level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel()
+    name = "twobit_add" if add else "twobit_decode"
+    if isinstance(kernels, CpuKernels):
+        kernels.functions[name](*addresses, _streams(out))
+    else:
+        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses)
+    return True
 
 
 def largest(values: Tensor, out: Tensor) -> bool:
@@ -192,9 +201,13 @@ def largest(values: Tensor, out: Tensor) -> bool:
     if kernels is None:
         return False
     assert out.numel() == 1
-    out.zero_()  # on a GPU blocks raise what is there
-    count = (values.numel(),)
-    return _run(kernels, "qsgd_scale", (values, out), count, cuda.blocks_of(*count, cuda.MOST_PARTS), count)
+    addresses = values.data_ptr(), out.data_ptr(), values.numel()
+    if isinstance(kernels, CpuKernels):
+        kernels.functions["qsgd_scale"](*addresses)
+    else:
+        out.zero_()
+        kernels.launch("qsgd_scale", cuda.blocks_of(values.numel(), cuda.MOST_PARTS), *addresses)
+    return True
 
 
 def qsgd_encode(
@@ -235,7 +248,12 @@ def qsgd_read(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int
     assert words.numel() == fields.words
     numbers = fields.count, fields.words, fields.width, fields.per_word, zero, float(unit)
     name = f"qsgd_{'add' if add else 'decode'}_{8 * words.itemsize}"
-    return _run(kernels, name, (words, scale, out), numbers, cuda.word_blocks(fields.words), numbers)
+    addresses = words.data_ptr(), scale.data_ptr(), out.data_ptr()
+    if isinstance(kernels, CpuKernels):
+        kernels.functions[name](*addresses, *numbers)
+    else:
+        kernels.launch(name, cuda.word_blocks(fields.words), *addresses, *numbers)
+    return True
 
 
 def powersgd_left(values: Tensor, memory: Memory, right: Tensor, out: Tensor) -> bool:
@@ -278,23 +296,6 @@ def _by_factors(name: str, pairs: Sequence[tuple[Tensor, Tensor]], tensors: Sequ
         assert len(left) == len(right) == rows
         assert (left.shape[1], right.shape[1]) == matrix.shape
     function(*(tensor.data_ptr() for tensor in tensors), *matrix.shape, *numbers)
-    return True
-
-
-def _run(
-    kernels: CpuKernels | CudaKernels,
-    name: str,
-    tensors: Sequence[Tensor],
-    numbers: Sequence[float],
-    blocks: int,
-    cuda_numbers: Sequence[float],
-) -> bool:
-    """Call a kernel, which takes other numbers on a CPU than on a GPU, in so many blocks; True."""
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    if isinstance(kernels, CpuKernels):
-        kernels.functions[name](*addresses, *numbers)
-    else:
-        kernels.launch(name, blocks, *addresses, *cuda_numbers)
     return True
 
 

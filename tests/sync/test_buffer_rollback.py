@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
-from hybridpar.sync.buffers import BufferRollback
+from hybridpar.sync.batchnorm import BufferRollback
 from tests.ranks import run_ranks
 
 
