@@ -5,14 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Group, Reduction, reduce_rows, split
-from hybridpar.compress import Exchange
 
 
 class Meeting:
@@ -86,28 +84,3 @@ class InProcessGroup(Group):
     def _gather(self, item: Any) -> list[Any]:
         self._waits()
         return self._meeting.gather(self.rank, item)
-
-
-def run_together(
-    exchanges: Sequence[Exchange],
-    gradients: Sequence[Sequence[Tensor]],
-    outs: Sequence[Sequence[Tensor]],
-    kind: type[InProcessGroup] = InProcessGroup,
-) -> list[InProcessGroup]:
-    """Do one step of the exchanges of all workers, by rank, on a thread each; return the groups over which it went."""
-    meeting = Meeting(len(exchanges))
-    groups = [kind(meeting, rank) for rank in range(len(exchanges))]
-
-    def run(rank: int) -> None:
-        try:
-            exchanges[rank].run(groups[rank], gradients[rank], outs[rank])
-        except BaseException:
-            groups[rank].close()  # so that nobody waits for this worker
-            raise
-
-    with ThreadPoolExecutor(len(exchanges)) as pool:
-        steps = [pool.submit(run, rank) for rank in range(len(exchanges))]
-    errors = [error for error in (step.exception() for step in steps) if error is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return groups

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import selectors
+import queue
 import socket
 import struct
 import time
@@ -24,14 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Gather, WaitOn, never
-from hybridpar.comm.handshake import (
-    GREETING_BYTES,
-    PROOF_BYTES,
-    REPLY_BYTES,
-    HandshakeError,
-    ServerHandshake,
-    WorkerHandshake,
-)
+from hybridpar.comm.handshake import Door, HandshakeError, end, knock
 from hybridpar.machine.addresses import gloo_address
 from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
 
@@ -117,9 +110,7 @@ class Peer:
 
     def close(self) -> None:
         """Leave, and end a wait of another thread. Safe to call twice."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
+        end(self.socket)
 
     def _lost(self) -> RuntimeError:
         if self.socket.fileno() < 0:
@@ -211,8 +202,9 @@ def connect(
         # Each step is followed by a gather, so a worker's problem is everybody's.
         address = problem = None
         try:
-            door = stack.enter_context(contextlib.closing(_Door("" if memory_bytes else gloo_address())))
-            address = door.address
+            listener = stack.enter_context(contextlib.closing(_listen("" if memory_bytes else gloo_address())))
+            name = listener.getsockname()
+            address = name.decode() if memory_bytes else name[:2]
         except OSError as error:
             problem = f"worker {mine} cannot listen: {error}"
         secret = os.environ.get(TOKEN_VARIABLE)
@@ -225,14 +217,21 @@ def connect(
                     for lower, member in enumerate(parties[index][:rank]):
                         sockets[index][lower] = _call(addresses[member], token, _HEADER.pack(rank, index), deadline)
                 calls = sum(len(parties[index]) - 1 - rank for index, rank in ranks.items())
-                door.answer(token, sockets, calls, deadline)
+                known = queue.SimpleQueue[tuple[socket.socket, bytes]]()
+                door = Door(listener, str(address), token, _left(deadline), calls + _MOST_STRANGERS)
+                stack.callback(door.close)
+                door.open(lambda *caller: known.put(caller), more=_HEADER.size)
+                for _ in range(calls):
+                    connection, said = known.get(timeout=_left(deadline))
+                    caller, party = _HEADER.unpack(said)
+                    sockets[party][caller] = connection
                 for connections in () if memory_bytes else sockets.values():
                     for connection in connections.values():
                         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for index, rank in ranks.items() if memory_bytes else ():
                     memory[index] = _share_memory(memory_bytes * len(parties[index]), sockets[index], rank)
-            except OSError as error:
-                problem = f"worker {mine} cannot reach all others: {error}"
+            except (OSError, queue.Empty) as error:
+                problem = f"worker {mine} cannot reach all others: {error or 'not all have called in time'}"
                 _close(sockets)  # so that nobody waits for this worker
         problems = [answer for answer in gather(problem) if answer is not None]
     if problems:
@@ -275,11 +274,8 @@ def _call(address: str | tuple[str, int], token: str, header: bytes, deadline: f
     """Connect to a worker that listens, and say who calls for which group; again where strangers were in the way."""
     while True:
         connection = _reach(address, deadline)
-        handshake = WorkerHandshake(token, str(address))
         try:
-            reply = handshake.reply(_receive(connection, GREETING_BYTES))
-            connection.sendall(reply + header)
-            handshake.check(_receive(connection, PROOF_BYTES))
+            knock(connection, token, str(address), header)
             return connection
         except (HandshakeError, OSError) as error:
             connection.close()
@@ -305,84 +301,17 @@ def _reach(address: str | tuple[str, int], deadline: float) -> socket.socket:
             time.sleep(0.01)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise ConnectionResetError("it closed the connection during the handshake")
-        data += more
-    return data
-
-
-class _Door:
-    """Where workers with higher ranks call. What a stranger does there, or does not do, changes nothing.
-
-    An IP address is listened at; an empty one stands for a Unix socket without a name in any directory.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._strangers: dict[socket.socket, ServerHandshake] = {}  # in their handshake, the oldest first
-        self._selector = selectors.DefaultSelector()
-        family = socket.AF_UNIX if not address else socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._socket.bind((address, 0) if address else "")
-            self._socket.listen(socket.SOMAXCONN)  # strangers must not fill it before workers call
-        except OSError:
-            self.close()
-            raise
-        self._socket.setblocking(False)  # who has been reported may have left
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        name = self._socket.getsockname()
-        self.address: str | tuple[str, int] = name[:2] if address else name.decode()
-
-    def answer(self, token: str, sockets: Mapping[int, dict[int, socket.socket]], calls: int, deadline: float) -> None:
-        """Let so many workers in, each to its party."""
-        most_strangers = calls + _MOST_STRANGERS
-        while calls:
-            if time.monotonic() > deadline:
-                raise TimeoutError("not all have called in time")
-            for key, _ in self._selector.select(_left(deadline)):
-                connection: Any = key.fileobj
-                with contextlib.suppress(OSError, HandshakeError, struct.error):
-                    if connection is self._socket:
-                        self._greet(connection.accept()[0], token)
-                        if len(self._strangers) > most_strangers:
-                            self._forget(next(iter(self._strangers))).close()
-                    elif connection in self._strangers:  # it has not given way meanwhile
-                        caller, party, known = self._let_in(connection)
-                        sockets[party][caller] = known
-                        calls -= 1
-
-    def close(self) -> None:
-        """End all connections of strangers."""
-        for connection in (self._socket, *self._strangers):
-            connection.close()
-        self._selector.close()
-
-    def _greet(self, stranger: socket.socket, token: str) -> None:
-        self._strangers[stranger] = handshake = ServerHandshake(token, str(self.address))
-        self._selector.register(stranger, selectors.EVENT_READ)
-        # To be reported when all of a reply is there.
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, REPLY_BYTES + _HEADER.size)
-        stranger.setblocking(False)
-        stranger.send(handshake.greeting)
-
-    def _let_in(self, stranger: socket.socket) -> tuple[int, int, socket.socket]:
-        handshake = self._strangers[stranger]
-        with self._forget(stranger):
-            data = stranger.recv(REPLY_BYTES + _HEADER.size)
-            proof = handshake.proof(data[:REPLY_BYTES])
-            caller, party = _HEADER.unpack(data[REPLY_BYTES:])
-            stranger.send(proof)
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-            return caller, party, stranger.dup()
-
-    def _forget(self, stranger: socket.socket) -> socket.socket:
-        self._selector.unregister(stranger)
-        del self._strangers[stranger]
-        return stranger
+def _listen(address: str) -> socket.socket:
+    """Listen at an IP address; an empty one stands for a Unix socket without a name in any directory."""
+    family = socket.AF_UNIX if not address else socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0) if address else "")
+        listener.listen(socket.SOMAXCONN)  # strangers must not fill it before workers call
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _left(deadline: float) -> float:

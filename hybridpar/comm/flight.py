@@ -25,21 +25,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 #: Folder of a run directory that holds a file per worker.
 FOLDER = "flight"
 #: Entries of a lane, and lanes of a process.
 DEPTH, LANES = 16, 64
-_NUMBERS = [("number", "<u8"), ("order", "<u8"), ("begin", "<f8"), ("end", "<f8"), ("channel", "<u2")]
-_ENTRY = np.dtype([*_NUMBERS, ("doing", "S94")])
-#: An entry, its number and its end, to be written.
+#: An entry (its number, its number on the channel, begin, end, channel, what is done), its number, and its end.
 _ROW, _NUMBER, _END = struct.Struct("<QQddH94s"), struct.Struct("<Q"), struct.Struct("<d")
 _END_AT = 24
 #: The header is JSON behind its length.
 _HEADER = 1 << 16
 _LENGTH = struct.Struct("<I")
-_BYTES = _HEADER + LANES * DEPTH * _ENTRY.itemsize
+_BYTES = _HEADER + LANES * DEPTH * _ROW.size
 _VERSION = 1
 
 
@@ -53,11 +49,6 @@ class Channel(NamedTuple):
 
     members: tuple[int, ...]
     is_transfer: bool = False
-
-
-def _entries_in(memory: bytes | bytearray | mmap.mmap) -> Any:
-    """The entries as (lane, note)."""
-    return np.frombuffer(memory, _ENTRY, offset=_HEADER).reshape(LANES, DEPTH)
 
 
 @dataclass
@@ -76,12 +67,11 @@ class FlightRecorder:
         self.names_ranges = False
         self._outside = ""  # what `outside` was given
         self._memory: bytearray | mmap.mmap = bytearray(_BYTES)
-        self._entries = _entries_in(self._memory)
         self._path: Path | None = None
         self._facts: dict[str, Any] = {}
         self._lanes: dict[str, _Lane] = {}
         self._channels: dict[Channel, int] = {}
-        self._own = threading.local()
+        self._local = threading.local()
         self._lock = threading.Lock()
 
     def channel(self, members: Sequence[int], *, is_transfer: bool = False) -> int:
@@ -135,7 +125,7 @@ class FlightRecorder:
                 "job": os.environ.get("TORCHELASTIC_RUN_ID"),
             }
             memory[:] = bytes(self._memory)
-            self._memory, self._entries, self._path = memory, _entries_in(memory), path
+            self._memory, self._path = memory, path
             self._write_header()
 
     def close(self) -> None:
@@ -143,7 +133,6 @@ class FlightRecorder:
         path, self._path = self._path, None
         if path is not None:
             self._memory = bytearray(self._memory)
-            self._entries = _entries_in(self._memory)
             with contextlib.suppress(OSError):
                 path.unlink()
                 path.parent.rmdir()  # by the last one
@@ -151,7 +140,7 @@ class FlightRecorder:
     def busy_with(self) -> str | None:
         """What this process does outside of a step; None in a step, or where one of its lanes waits for others."""
         channels = [None, *self._channels]
-        notes = [note for lane in self._entries[: len(self._lanes)] for note in _notes(lane, channels)]
+        notes = [note for lane in range(len(self._lanes)) for note in _notes(self._memory, lane, channels)]
         begun = [note for note in notes if note.end is None]
         if any(note.channel is not None for note in begun):
             return None
@@ -166,7 +155,7 @@ class FlightRecorder:
                     return None
                 self._lanes[name] = _Lane(len(self._lanes))
                 self._write_header()
-            self._own.lane = self._lanes[name]
+            self._local.lane = self._lanes[name]
             return self._lanes[name]
 
     def _write_header(self) -> None:
@@ -188,7 +177,7 @@ class _Noted:
 
     def __enter__(self) -> None:
         recorder, channel, order = self._recorder, self._channel, 0
-        lane = getattr(recorder._own, "lane", None) or recorder._enter_lane()
+        lane = getattr(recorder._local, "lane", None) or recorder._enter_lane()
         if lane is not None:
             self._count = lane.count = lane.count + 1
             self._offset = _HEADER + (lane.number * DEPTH + self._count % DEPTH) * _ROW.size
@@ -291,8 +280,8 @@ def process_fields(pid: int) -> list[str]:
 
 def read_flights(directory: Path) -> list[Flight]:
     """The records of all workers that left one, by rank."""
-    found = [_read(path) for path in directory.glob("rank-*")] if directory.is_dir() else []
-    return sorted((flight for flight in found if flight is not None), key=lambda flight: flight.rank)
+    flights = [_read(path) for path in directory.glob("rank-*")] if directory.is_dir() else []
+    return sorted((flight for flight in flights if flight is not None), key=lambda flight: flight.rank)
 
 
 def _read(path: Path) -> Flight | None:
@@ -303,16 +292,18 @@ def _read(path: Path) -> Flight | None:
         if facts.get("version") != _VERSION:
             return None
         channels = [None, *(Channel(tuple(members), pair) for members, pair in facts["channels"])]
-        lanes = {name: _notes(lane, channels) for name, lane in zip(facts["lanes"], _entries_in(data), strict=False)}
+        lanes = {name: _notes(data, lane, channels) for lane, name in enumerate(facts["lanes"])}
         return Flight(lanes=lanes, **{key: facts[key] for key in ("rank", "size", "host", "pid", "started", "job")})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None  # not ours, or of a process that was killed while it wrote the header
 
 
-def _notes(lane: Any, channels: Sequence[Channel | None]) -> tuple[Note, ...]:
+def _notes(memory: bytes | bytearray | mmap.mmap, lane: int, channels: Sequence[Channel | None]) -> tuple[Note, ...]:
+    """What a lane noted, by its number."""
+    start, size = _HEADER + lane * DEPTH * _ROW.size, DEPTH * _ROW.size
     notes = [
-        Note(number, order, begin, end or None, channels[channel], doing.decode(errors="replace"))
-        for number, order, begin, end, channel, doing in lane.tolist()
+        Note(number, order, begin, end or None, channels[channel], doing.rstrip(b"\0").decode(errors="replace"))
+        for number, order, begin, end, channel, doing in _ROW.iter_unpack(memory[start : start + size])
         if number and channel < len(channels)
     ]
     return tuple(sorted(notes, key=attrgetter("number")))

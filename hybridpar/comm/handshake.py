@@ -1,17 +1,22 @@
-"""The handshake of a connection: both ends prove that they know the job's token.
+"""The door at which connections are made: both ends prove that they know the job's token.
 
 The token itself is never sent. The server sends a random number of 32 bytes; the worker replies with one of its own and
 a code (HMAC-SHA256) over both; the server checks it and answers with a code over both. A recorded reply fits no other
 greeting. The codes are also over the server's address, so that a reply sent to a wrong address is of no use at the
-right one.
+right one. Behind its reply a worker may say more, which is read once its code is known to be right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
 
 from hybridpar.errors import UsageError
 from hybridpar.machine.supervise import TOKEN_VARIABLE
@@ -20,9 +25,6 @@ _LEAST_TOKEN = 16
 
 _MAGIC = b"hyp2"
 _RANDOM, _CODE = 32, hashlib.sha256().digest_size
-
-#: Bytes of what is sent, in this order: by the server, the worker, the server.
-GREETING_BYTES, REPLY_BYTES, PROOF_BYTES = len(_MAGIC) + _RANDOM, _RANDOM + _CODE, _CODE
 
 
 class HandshakeError(Exception):
@@ -42,41 +44,109 @@ def job_token() -> str:
     return token
 
 
-class ServerHandshake:
-    """The server's side of one connection."""
+def let_in(connection: socket.socket, token: str, address: str, seconds: float, more: int = 0) -> bytes:
+    """The server's side, in so many seconds; returns the bytes, so many, that the worker says behind its reply."""
+    deadline = time.monotonic() + seconds
+    random = secrets.token_bytes(_RANDOM)
+    connection.settimeout(seconds)
+    connection.sendall(_MAGIC + random)
+    reply = _receive(connection, _RANDOM + _CODE, deadline)
+    both = random + reply[:_RANDOM]
+    if not hmac.compare_digest(reply[_RANDOM:], _code(token, "worker", address, both)):
+        raise HandshakeError("it does not know the job's token")
+    said = _receive(connection, more, deadline)
+    connection.sendall(_code(token, "server", address, both))
+    return said
 
-    def __init__(self, token: str, address: str) -> None:
-        self._token, self._address = token, address
-        self._random = secrets.token_bytes(_RANDOM)
-        self.greeting = _MAGIC + self._random
 
-    def proof(self, reply: bytes) -> bytes:
-        """What to answer to a reply."""
-        both = self._random + reply[:_RANDOM]
-        if not hmac.compare_digest(reply[_RANDOM:], _code(self._token, "worker", self._address, both)):
-            raise HandshakeError("it does not know the job's token")
-        return _code(self._token, "server", self._address, both)
+def knock(connection: socket.socket, token: str, address: str, more: bytes = b"") -> None:
+    """The worker's side."""
+    greeting = _receive(connection, len(_MAGIC) + _RANDOM)
+    if not greeting.startswith(_MAGIC):
+        raise HandshakeError("no server of this version of hybridpar")
+    random = secrets.token_bytes(_RANDOM)
+    both = greeting[len(_MAGIC) :] + random
+    connection.sendall(random + _code(token, "worker", address, both) + more)
+    if not hmac.compare_digest(_receive(connection, _CODE), _code(token, "server", address, both)):
+        raise HandshakeError("no server of this job")
 
 
-class WorkerHandshake:
-    """The worker's side of one connection."""
+def end(connection: socket.socket) -> None:
+    """Close a connection, and end a wait of another thread for it. Safe to call twice."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that reads
+    connection.close()
 
-    def __init__(self, token: str, address: str) -> None:
-        self._token, self._address = token, address
-        self._both = b""
 
-    def reply(self, greeting: bytes) -> bytes:
-        """What to answer to a greeting."""
-        if len(greeting) != GREETING_BYTES or not greeting.startswith(_MAGIC):
-            raise HandshakeError("no server of this version of hybridpar")
-        own = secrets.token_bytes(_RANDOM)
-        self._both = greeting[len(_MAGIC) :] + own
-        return own + _code(self._token, "worker", self._address, self._both)
+class Door:
+    """Where those call who know the token. What a stranger does there, or does not do, changes nothing.
 
-    def check(self, proof: bytes) -> None:
-        """Check that the server knows the token."""
-        if not hmac.compare_digest(proof, _code(self._token, "server", self._address, self._both)):
-            raise HandshakeError("no server of this job")
+    Who calls has a thread, and so many seconds for the handshake; of more than `most` that are in it the oldest gives
+    way.
+    """
+
+    def __init__(self, listener: socket.socket, address: str, token: str, seconds: float, most: int) -> None:
+        self._listener, self._address, self._token, self._seconds = listener, address, token, seconds
+        self._most = most
+        self._strangers: dict[socket.socket, bool] = {}  # in their handshake, the oldest first
+
+    def open(
+        self,
+        welcome: Callable[[socket.socket, bytes], None],
+        refused: Callable[[str, str], None] = lambda source, reason: None,
+        more: int = 0,
+    ) -> None:
+        """Let in who calls until the door is closed: each is welcomed on its thread, with what it said of itself.
+
+        Of who is not let in the address is told, and why.
+        """
+
+        def greet(stranger: socket.socket, source: str) -> None:
+            try:
+                said = let_in(stranger, self._token, self._address, self._seconds, more)
+                if not self._strangers.pop(stranger, False):
+                    raise HandshakeError("too many came at the same time")
+            except (OSError, HandshakeError) as error:
+                self._strangers.pop(stranger, None)
+                end(stranger)
+                refused(source, str(error))
+            else:
+                welcome(stranger, said)
+
+        def attend() -> None:
+            while True:
+                try:
+                    stranger, address = self._listener.accept()
+                except OSError:
+                    if self._listener.fileno() < 0:
+                        return
+                    time.sleep(0.01)
+                    continue
+                self._strangers[stranger] = True
+                for oldest in list(self._strangers)[: -self._most]:
+                    if self._strangers.pop(oldest, False):
+                        end(oldest)
+                threading.Thread(target=greet, args=(stranger, address[0] if address else ""), daemon=True).start()
+
+        threading.Thread(target=attend, daemon=True).start()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        end(self._listener)
+        for stranger in list(self._strangers):
+            end(stranger)
+
+
+def _receive(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    data = b""
+    while len(data) < count:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        more = connection.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError(f"it did not let this worker in; {TOKEN_VARIABLE} must be equal everywhere")
+        data += more
+    return data
 
 
 def _code(token: str, role: str, address: str, both: bytes) -> bytes:

@@ -96,7 +96,8 @@ def initialise(device: torch.device, timeout: float) -> None:
             f"worker {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the job at "
             f"{_store_address()}: {first_line(error)}",
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
-            _name_hint() or "Start workers with `hybridpar train --nproc N`, or with torchrun.",
+            "Start workers with `hybridpar train --nproc N`, or with torchrun; on several hosts give that --local-addr "
+            "with the address of each host on the network, as MASTER_ADDR may stand for the loopback there.",
         ) from error
     _group = dist.group.WORLD
 
@@ -153,8 +154,8 @@ def _open_store(limit: datetime.timedelta) -> Any:
 def _require_agent_store(limit: datetime.timedelta) -> None:
     """Fail at once where torchrun's store, which stands before there are workers, is not where MASTER_ADDR leads."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection(place, timeout=min(10.0, limit.total_seconds())).close()
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, timeout=min(10.0, limit.total_seconds())).close()
 
 
 def first_line(error: BaseException) -> str:
@@ -182,13 +183,13 @@ class Place(NamedTuple):
 
 def _exchange_places(store: Any, rank: int, size: int) -> list[Place]:
     """Every worker's place, by rank. Waits for all workers, at most as long as the store's time-out."""
-    own = Place(host_identity(), gloo_address(), address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
-    store.set(f"place-{rank}", json.dumps(own))
-    keys = [f"place-{one}" for one in range(size)]
+    mine = Place(host_identity(), gloo_address(), address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    store.set(f"place-{rank}", json.dumps(mine))
+    keys = [f"place-{other}" for other in range(size)]
     try:
         store.wait(keys)
     except RuntimeError as error:
-        late = [str(one) for one, key in enumerate(keys) if not store.check([key])]
+        late = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(f"no sign of worker{'s' if len(late) > 1 else ''} {', '.join(late[:20])}") from error
     return [Place(*json.loads(store.get(key))) for key in keys]
 
@@ -198,7 +199,7 @@ def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
 
     That happens where the host's own name stands for 127.0.1.1 in /etc/hosts, as Debian sets it up.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or len({place.host for place in places}) == 1:
+    if "GLOO_SOCKET_IFNAME" in os.environ or len({where.host for where in places}) == 1:
         return
     addresses = [reachable_address(places, each) for each in range(len(places))]
     if None in addresses:
@@ -217,26 +218,10 @@ def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
 
 def reachable_address(places: Sequence[Place], rank: int) -> str | None:
     """An address that leads to the interface through which this worker and other hosts reach each other, if any."""
-    own = places[rank]
-    others = [place for place in places if place.host != own.host]
-    known = [own.listens, own.towards_store, *(address for place in others for address in place[1:])]
+    mine = places[rank]
+    others = [where for where in places if where.host != mine.host]
+    known = [mine.listens, mine.towards_store, *(address for where in others for address in where[1:])]
     return next((address for address in known if not is_loopback(address)), None)
-
-
-def _name_hint() -> str:
-    """What to do about a MASTER_ADDR that means another host on every host; empty where that is not the case."""
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        return ""
-    try:
-        address = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
-    except OSError:
-        return "This host cannot resolve MASTER_ADDR: give torchrun --local-addr with an address on the first node."
-    if not is_loopback(address):
-        return ""
-    return (
-        f"MASTER_ADDR stands for {address} here, the loopback: give torchrun --local-addr with the address of each "
-        "node on the network."
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- lost peers

@@ -48,13 +48,13 @@ def replicate(model: nn.Module, world: World, agree: object = None, *, compare_o
 @torch.no_grad()
 def _checksums(module: nn.Module) -> list[tuple[int, int]]:
     """Two checksums, of 32 bits each, of every parameter and buffer."""
-    found = []
+    sums = []
     # Of buffers copies: a forward pass may resize them, which torch allows no more once NumPy has seen the memory.
     for tensor in chain(module.parameters(), map(torch.clone, module.buffers())):
-        whole = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous().view(-1)
-        data = whole.view(torch.uint8).cpu().numpy().data
-        found.append((zlib.crc32(data), zlib.adler32(data)))
-    return found
+        flat = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous().view(-1)
+        data = flat.view(torch.uint8).cpu().numpy().data
+        sums.append((zlib.crc32(data), zlib.adler32(data)))
+    return sums
 
 
 @torch.no_grad()

@@ -28,12 +28,11 @@ import torch.distributed as dist
 
 from hybridpar.comm.connections import connect
 from hybridpar.comm.flight import FLIGHT, noted
-from hybridpar.comm.group import Group, TorchGroup, open_group
-from hybridpar.comm.items import gather_items, gather_on_first
+from hybridpar.comm.group import Group, TorchGroup, gather_items, gather_on_first, open_group
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemoryGroup
 from hybridpar.comm.sockets import SocketGroup
-from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened
+from hybridpar.errors import HybridparError, LaunchError, SyncError, shortened
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
@@ -145,12 +144,7 @@ class World:
 
         The new world has its groups, and is closed apart from this one, which stays as it is.
         """
-        if sorted(rank for party in parties for rank in party) != list(range(self.size)):
-            raise UsageError(
-                f"{self.size} workers cannot be divided into {[list(party) for party in parties]}",
-                "Every worker is in exactly one party.",
-                f"Name each rank from 0 to {self.size - 1} once.",
-            )
+        assert sorted(rank for party in parties for rank in party) == list(range(self.size)), "each is in one party"
         (world,) = [world for world in self.worlds_of(parties, lanes) if world is not None]
         return world
 
@@ -160,12 +154,7 @@ class World:
         Of a world that is a part of the job only single workers can be a party: they need no groups.
         """
         parties = [sorted(party) for party in parties]
-        if self.size < self.job_size and max(map(len, parties)) > 1:
-            raise UsageError(
-                f"workers {list(self.members)} of {self.job_size} cannot be divided further",
-                "Process groups are made by all workers of the job together.",
-                "Divide the world of the whole job.",
-            )
+        assert self.size == self.job_size or max(map(len, parties)) == 1, "all workers of the job make groups together"
         facts: dict[str, Any] = {"job_size": self.job_size, "share_memory": self.share_memory}
         worlds: list[World | None] = [None] * len(parties)
         for index, party in enumerate(parties):

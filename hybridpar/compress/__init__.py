@@ -11,8 +11,8 @@ A step of it::
 
 from hybridpar.comm.group import Group, TorchGroup
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
-from hybridpar.compress.codecs.casts import Cast
-from hybridpar.compress.exchange import Exchange, Phase, PhaseTimer, PhaseTimes, Traffic
+from hybridpar.compress.codecs.none import Cast
+from hybridpar.compress.exchange import Exchange, PhaseTimer, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.policy import Policy, bind, check_optimizer, format_codec, parse_codec, read_policy
 
@@ -25,9 +25,7 @@ __all__ = [
     "ErrorFeedback",
     "Exchange",
     "Group",
-    "Phase",
     "PhaseTimer",
-    "PhaseTimes",
     "Policy",
     "Round",
     "TensorSpec",

@@ -52,18 +52,12 @@ class Round:
     Attributes:
         collective: How the messages are reduced across ranks.
         dtype: Of the elements; `torch.uint8` for SHARD.
-        sizes: Elements of each part that is written: one part, or one stripe per worker for SHARD.
-        merged: Elements of each merged stripe, where that is not what is written. SHARD only.
+        sizes: Elements of each part that is written: one part, or one stripe per worker for SHARD, merged or not.
     """
 
     collective: Collective
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    merged: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.merged:
-            object.__setattr__(self, "merged", self.sizes)
 
     @property
     def bytes(self) -> int:
@@ -76,10 +70,9 @@ class Round:
         Args:
             workers: Number of workers.
         """
-        if self.collective is Collective.SHARD:  # a stripe to each owner, and the merged one from there to everybody
-            return (self.bytes + sum(self.merged)) * (workers - 1) // workers
         if self.collective is Collective.GATHER:
             return self.bytes * (workers - 1)
+        # Where stripes are sharded, to their owners and from there to everybody.
         return 2 * self.bytes * (workers - 1) // workers
 
 
@@ -196,7 +189,7 @@ class Coder(ABC):
         Args:
             index: Number of the round.
             received: The stripe as each worker wrote it, by rank.
-            out: What to fill, `rounds[index].merged[rank]` elements.
+            out: What to fill, `rounds[index].sizes[rank]` elements.
         """
         raise NotImplementedError(f"{type(self).__name__} has no sharded round {index}")
 

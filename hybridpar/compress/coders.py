@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.group import split
+from hybridpar.comm.group import Group, split
 from hybridpar.compress.codec import Coder, TensorSpec
-from hybridpar.compress.exchange import Exchange
-from hybridpar.compress.feedback import RescaledCoder
-from hybridpar.compress.nodes import Leaders, NodeExchange, Nodes
+from hybridpar.compress.exchange import Exchange, PhaseTimer, Traffic
+from hybridpar.compress.nodes import Leaders, Nodes
 from hybridpar.compress.policy import Policy
 
 
@@ -37,13 +36,56 @@ def in_rows(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[None]:
 
     A transposed matrix would be another matrix to a codec.
     """
-    parts = zip(split(flat, [one.numel() for one in parameters]), parameters, strict=True)
-    views = [(part, part.as_strided(one.shape, one.stride())) for part, one in parts if not has_rows(one)]
+    parts = zip(split(flat, list(map(torch.numel, parameters))), parameters, strict=True)
+    views = [(part, part.as_strided(each.shape, each.stride())) for part, each in parts if not has_rows(each)]
     for part, view in views:
         part.copy_(view.flatten())
     yield
     for part, view in views:
         view.copy_(part.clone().view(view.shape))
+
+
+class BucketExchange:
+    """Exchanges the gradients of a bucket by codecs; where there are nodes, between them (`hybridpar.compress.nodes`).
+
+    Coders are None for parameters that another worker of the node leads; `share` is what a node multiplies its sum
+    with.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], coders: Sequence[Coder | None], share: float = 1.0) -> None:
+        self._parameters, self._share = parameters, share
+        self._sizes = list(map(torch.numel, parameters))
+        self._leads = [coder is not None for coder in coders]
+        led = [coder for coder in coders if coder is not None]
+        #: What goes by codecs, if this worker leads any of it.
+        self.coded = Exchange(led) if led else None
+        #: Elements of that.
+        self.led = sum(coder.spec.count for coder in led)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this worker sends by codecs in the next step; those inside a node are not counted."""
+        return self.coded.traffic if self.coded is not None else Traffic()
+
+    def add(self, flat: Tensor, across: Group | None, inside: Group | None = None) -> PhaseTimer | None:
+        """Replace gradients by their sum or mean, over those who lead and this worker's node."""
+        with in_rows(flat, self._parameters):
+            if inside is not None:
+                inside.all_reduce(flat)
+            if self._share != 1:
+                flat.mul_(self._share)
+            parts = split(flat, self._sizes)
+            mine = [part for part, leads in zip(parts, self._leads, strict=True) if leads]
+            timer = None
+            if self.coded is not None:
+                assert across is not None
+                timer = self.coded.run(across, mine, mine)
+            for part, leads in zip(parts, self._leads, strict=True):
+                if not leads:
+                    part.zero_()
+            if inside is not None:
+                inside.all_reduce(flat)
+        return timer
 
 
 class ParameterCoders:
@@ -58,46 +100,29 @@ class ParameterCoders:
         *,
         average: bool,
         nodes: Nodes | None = None,
-        place: int = 0,
+        node_rank: int = 0,
     ) -> None:
         self.policy = policy
-        self._place = rank, workers
+        self._ranks = rank, workers
         self._seed = seed
         self._average = average
         self._members = nodes.members if nodes is not None else ()
-        self._own_place = place
+        self._node_rank = node_rank
         self._leaders = Leaders(nodes.leaders if nodes is not None else 1)
         self._coders: dict[str, Coder] = {}
-        #: Those that are to know learning rates.
-        self.rescaling: list[RescaledCoder] = []
-        self._rate: float | None = None
         self._saved: dict[str, Any] = {}
         self._samples = 1.0
 
-    def exchange_of(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Exchange | NodeExchange:
+    def exchange_of(self, names: Sequence[str], parameters: Sequence[Tensor]) -> BucketExchange:
         """A new exchange of some parameters; for between nodes with coders of those alone that this worker leads."""
-        if not self._members:
-            return Exchange([self._coder(name, one) for name, one in zip(names, parameters, strict=True)])
+        share = 1.0
+        if self._members and self._average:  # a node hands over the part of the mean that it has to add
+            share = len(self._members) / sum(map(len, self._members))
         coders = [
-            self._coder(name, one) if self._leaders.of(name, one.numel()) == self._own_place else None
-            for name, one in zip(names, parameters, strict=True)
+            self._coder(name, parameter) if self._leads(name, parameter) else None
+            for name, parameter in zip(names, parameters, strict=True)
         ]
-        # A node hands over the part of the mean that it has to add.
-        share = len(self._members) / sum(map(len, self._members)) if self._average else 1.0
-        return NodeExchange([one.numel() for one in parameters], coders, share)
-
-    def set_rate(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use, for error feedback with `rescale`.
-
-        It counts once the step before is settled, which is of another rate.
-        """
-        self._rate = learning_rate
-
-    def use_rate(self) -> None:
-        """All steps before are settled: the coming ones have the rate that was said last."""
-        if self._rate is not None:
-            for coder in self.rescaling:
-                coder.set_rate(self._rate)
+        return BucketExchange(parameters, coders, share)
 
     def set_batch_scale(self, samples: float) -> None:
         """Say how many samples the coming steps have."""
@@ -107,23 +132,23 @@ class ParameterCoders:
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to go on bit for bit: the policy, the codecs' state, and the worker's place."""
-        rank, workers = self._place
+        rank, workers = self._ranks
         return {
             "codec": str(self.policy),
             "rank": rank,
             "workers": workers,
             "nodes": self._node_sizes,
             "leaders": dict(self._leaders.chosen),
-            "parameters": {name: coder.state_dict() for name, coder in self._coders.items()},
+            "parameters": {**self._saved, **{name: coder.state_dict() for name, coder in self._coders.items()}},
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is of this worker's own place, among as many workers."""
-        return (*self._place, self._node_sizes) == tuple(state.get(key) for key in ("rank", "workers", "nodes"))
+        return (*self._ranks, self._node_sizes) == tuple(state.get(key) for key in ("rank", "workers", "nodes"))
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Forget all coders; those that are made from now on go on from a state."""
-        self._coders, self.rescaling, self._saved = {}, [], dict(state.get("parameters", {}))
+        self._coders, self._saved = {}, dict(state.get("parameters", {}))
         if self._members and "leaders" in state:
             self._leaders.chosen = dict(state["leaders"])
 
@@ -131,14 +156,16 @@ class ParameterCoders:
     def _node_sizes(self) -> list[int]:
         return [len(node) for node in self._members]
 
+    def _leads(self, name: str, parameter: Tensor) -> bool:
+        """Whether this worker exchanges a parameter by its codec."""
+        return not self._members or self._leaders.of(name, parameter.numel()) == self._node_rank
+
     def _coder(self, name: str, parameter: Tensor) -> Coder:
         if name not in self._coders:
             shape = tuple(parameter.shape)
-            spec = TensorSpec(name, shape, *self._place, self._seed, parameter.device, average=self._average)
+            spec = TensorSpec(name, shape, *self._ranks, self._seed, parameter.device, average=self._average)
             self._coders[name] = coder = self.policy.bind(spec)
             coder.set_samples(self._samples)
-            if isinstance(coder, RescaledCoder):
-                self.rescaling.append(coder)
             saved = self._saved.pop(name, None)
             if saved is not None:
                 coder.load_state_dict(saved)

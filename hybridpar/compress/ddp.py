@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hybridpar.comm.group import Group, TorchGroup, split, timeout_of
-from hybridpar.comm.items import gather_items, gather_on_first
+from hybridpar.comm.group import Group, TorchGroup, gather_items, gather_on_first, timeout_of
 from hybridpar.comm.world import World
 from hybridpar.compress.codec import Codec
-from hybridpar.compress.coders import ParameterCoders, in_rows
-from hybridpar.compress.exchange import Exchange, Traffic
-from hybridpar.compress.nodes import NodeExchange, Nodes
+from hybridpar.compress.coders import BucketExchange, ParameterCoders
+from hybridpar.compress.exchange import Traffic
+from hybridpar.compress.nodes import Nodes
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.machine.process import host_identity
@@ -97,10 +96,9 @@ class CodecState(ParameterCoders):
                 "Give the model that DDP was given: ddp_hook(policy, model).",
             )
         self._named_by_model = model is not None
-        self._exchanges: dict[tuple[str, ...], Exchange | NodeExchange] = {}
-        self._shapes: dict[str, list[int]] = {}  # of saved parameters
+        self._exchanges: dict[tuple[str, ...], BucketExchange] = {}
         self._finite: list[Tensor] = []  # of the step under way, for each bucket
-        self._used: list[Exchange | NodeExchange] = []
+        self._used: list[BucketExchange] = []
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
         self._group = TorchGroup(group)
@@ -110,9 +108,11 @@ class CodecState(ParameterCoders):
         inside = hierarchical and nodes.pays
         #: Workers that exchange by the codec.
         self._columns = nodes.columns if inside else (tuple(range(self._group.size)),)
-        place = nodes.place_of(self._group.rank) if inside else 0
-        rank, workers = self._place_of(self._group.rank)
-        super().__init__(policy, rank, workers, seed, average=True, nodes=nodes if inside else None, place=place)
+        node_rank = nodes.rank_in_node(self._group.rank) if inside else 0
+        rank, workers = self._ranks_of(self._group.rank)
+        super().__init__(
+            policy, rank, workers, seed, average=True, nodes=nodes if inside else None, node_rank=node_rank
+        )
         # By lane those with whom this worker exchanges by the codec, and its node, where it has any.
         across = self._columns[: nodes.leaders] if inside else self._columns
         shared = [node for node in nodes.members if len(node) > 1]
@@ -145,22 +145,16 @@ class CodecState(ParameterCoders):
             )
         if bucket.index() == 0:
             self.settle()
-            self.use_rate()
             self.traffic = Traffic()
         exchange = self._exchange_of(parameters)
         self.traffic += exchange.traffic
         self._used.append(exchange)
-        parts = split(flat, [parameter.numel() for parameter in parameters])
         lane = bucket.index() % len(self._paths)
         across, inside = self._paths[lane]
 
         def run() -> Tensor:
             try:
-                with in_rows(flat, parameters):
-                    if isinstance(exchange, NodeExchange):
-                        exchange.run(inside, across, flat)
-                    else:
-                        exchange.run(across or self._group, parts, parts)  # a worker alone has no group of its own
+                exchange.add(flat, across or self._group, inside)  # a worker alone has no group of its own
             except RuntimeError as error:
                 raise SyncError(
                     f"worker {self._group.rank} stopped while exchanging gradients: {error}",
@@ -177,7 +171,8 @@ class CodecState(ParameterCoders):
         """The step that was exchanged last is over: its residuals count if all of it arrived, and is finite."""
         arrived = len(self._finite) == len(self._used)
         for exchange in self._used if arrived and all(self._finite) else ():
-            exchange.commit()
+            if exchange.coded is not None:
+                exchange.coded.commit()
         self.rollback()
 
     def rollback(self) -> None:
@@ -193,11 +188,7 @@ class CodecState(ParameterCoders):
         did.
         """
         self.settle()
-        for parameter, name in self._names.items():
-            if name in self._saved and (not self._members or name in self._leaders.chosen):
-                self.exchange_of([name], [parameter])  # loaded, and no step was taken since
-        shapes = {name: list(coder.spec.shape) for name, coder in self._coders.items()}
-        return {**super().state_dict(), "shapes": shapes}
+        return super().state_dict()
 
     def gather_state_dicts(self) -> list[dict[str, Any]]:
         """The states of all workers, by rank, on worker 0, and nothing on the others; a collective.
@@ -222,15 +213,15 @@ class CodecState(ParameterCoders):
                 )
             saved, state = state, state[0]
             places = [(part["rank"], part["workers"], part["nodes"]) for part in saved]
-            if places == [(*self._place_of(rank), self._node_sizes) for rank in range(self._group.size)]:
+            if places == [(*self._ranks_of(rank), self._node_sizes) for rank in range(self._group.size)]:
                 state = saved[self._group.rank]
             else:  # all workers see the same, so all begin anew
                 _log.warning("what codec %s has not sent is dropped: the workers are others now", state["codec"])
                 state = {**state, "parameters": {}, "leaders": {}}
         elif not self.fits(state):
             raise CheckpointError(
-                f"the state of worker {state['rank']} of {state['workers']}, and this is {self._place[0]} of "
-                f"{self._place[1]}",
+                f"the state of worker {state['rank']} of {state['workers']}, and this is {self._ranks[0]} of "
+                f"{self._ranks[1]}",
                 "Each worker keeps what it did not send.",
                 "Give each worker the state that it saved, or start without them.",
             )
@@ -240,9 +231,6 @@ class CodecState(ParameterCoders):
                 "What a codec keeps means nothing to another one.",
                 "Use the same codec, or start without its state.",
             )
-        self._shapes = dict(state["shapes"])
-        for name, coder in self._coders.items():
-            self._check_shape(name, coder.spec.shape)
         self._load(state)
         self._exchanges = {}
 
@@ -266,28 +254,17 @@ class CodecState(ParameterCoders):
 
     # ----------------------------------------------------------------- helpers
 
-    def _place_of(self, rank: int) -> tuple[int, int]:
+    def _ranks_of(self, rank: int) -> tuple[int, int]:
         """A worker's number among those that it exchanges with by the codec, and how many these are."""
         column = next(column for column in self._columns if rank in column)
         return column.index(rank), len(column)
 
-    def _exchange_of(self, parameters: Sequence[Tensor]) -> Exchange | NodeExchange:
+    def _exchange_of(self, parameters: Sequence[Tensor]) -> BucketExchange:
         """DDP cuts its buckets anew after the first step, so coders are kept by parameter and exchanges by bucket."""
         names = tuple(map(self._name, parameters))
         if names not in self._exchanges:
-            for name, parameter in zip(names, parameters, strict=True):
-                self._check_shape(name, parameter.shape)
             self._exchanges[names] = self.exchange_of(names, parameters)
         return self._exchanges[names]
-
-    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
-        saved = self._shapes.get(name)
-        if saved is not None and tuple(saved) != tuple(shape):
-            raise CheckpointError(
-                f"{name!r} was saved with shape {tuple(saved)} and has {tuple(shape)} now",
-                "What was not sent belongs to the parameter as it was.",
-                "Start without the state of the hook.",
-            )
 
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self._names:

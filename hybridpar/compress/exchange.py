@@ -7,14 +7,14 @@ Round i of all coders becomes one collective per way of collective and type. Whe
 
 from __future__ import annotations
 
-import enum
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,16 +26,11 @@ from hybridpar.compress.packing import aligned
 from hybridpar.compress.received import Received
 from hybridpar.errors import UsageError
 
+#: What an exchange does: it writes messages; sends them, or waits for the other workers; and reads them, which at the
+#: owner of a stripe is also to add them and to write the sum.
+Phase = Literal["encode", "wire", "decode"]
 
-class Phase(enum.Enum):
-    """What an exchange is doing."""
-
-    #: Writing messages.
-    ENCODE = "encode"
-    #: Sending messages, or waiting for the other workers.
-    WIRE = "wire"
-    #: Reading messages; at the owner of a stripe also adding them and writing the sum.
-    DECODE = "decode"
+_NOTHING = nullcontext()
 
 
 def named_range(coder: Coder, doing: str) -> AbstractContextManager[object]:
@@ -43,24 +38,6 @@ def named_range(coder: Coder, doing: str) -> AbstractContextManager[object]:
     if not torch.autograd.profiler._is_profiler_enabled:
         return _NOTHING
     return torch.profiler.record_function(f"{doing} {type(getattr(coder, 'quantiser', coder)).__name__}")
-
-
-_NOTHING = nullcontext()
-
-
-@dataclass(frozen=True)
-class PhaseTimes:
-    """Milliseconds of an exchange, or of several.
-
-    Attributes:
-        encode: From gradients to messages.
-        wire: On the way.
-        decode: From messages to gradients.
-    """
-
-    encode: float = 0.0
-    wire: float = 0.0
-    decode: float = 0.0
 
 
 class PhaseTimer:
@@ -87,13 +64,12 @@ class PhaseTimer:
         self._marks.append(self._now())
         self._phases.append(phase)
 
-    def times(self) -> PhaseTimes:
+    def times(self) -> dict[Phase, float]:
         """Milliseconds of each phase. On a GPU this waits for the end of the last one."""
-        sums = dict.fromkeys(Phase, 0.0)
-        sums[Phase.ENCODE] = self._encode_ms
-        for phase, start, stop in zip(self._phases, self._marks, self._marks[1:], strict=False):
-            sums[phase] += self._between(start, stop)
-        return PhaseTimes(sums[Phase.ENCODE], sums[Phase.WIRE], sums[Phase.DECODE])
+        sums: dict[Phase, float] = {"encode": self._encode_ms, "wire": 0.0, "decode": 0.0}
+        for phase, ends in zip(self._phases, pairwise(self._marks), strict=True):
+            sums[phase] += self._between(*ends)
+        return sums
 
     def span(self, origin: PhaseTimer) -> tuple[float, float]:
         """Start and end in milliseconds since the start of another exchange of the same device.
@@ -185,7 +161,7 @@ class _Reduced(_Meeting):
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         group.all_reduce(self._buffer, self._reduction)
-        timer.end(Phase.WIRE)
+        timer.end("wire")
 
 
 class _Gathered(_Meeting):
@@ -214,7 +190,7 @@ class _Gathered(_Meeting):
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         group.all_gather(self._gathered, self._sent)
-        timer.end(Phase.WIRE)
+        timer.end("wire")
         if self._terms[0].numel():
             self._terms[0].add_(self._terms[1])
 
@@ -224,35 +200,33 @@ class _Sharded(_Meeting):
 
     def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         super().__init__(index, coders)
-        rounds, workers = [coder.rounds[index] for coder in coders], coders[0].spec.workers
-        rank = coders[0].spec.rank
-        written = [[entry.sizes[owner] for entry in rounds] for owner in range(workers)]
-        merged = [[entry.merged[owner] for entry in rounds] for owner in range(workers)]
-        self._in_sizes = tuple(map(sum, written))
-        self._out_sizes = (self._in_sizes[rank],) * workers
-        most = max(map(sum, merged))
+        spec = coders[0].spec
+        sizes = [[coder.rounds[index].sizes[owner] for coder in coders] for owner in range(spec.workers)]
+        self._in_sizes = tuple(map(sum, sizes))
+        mine, most = self._in_sizes[spec.rank], max(self._in_sizes)
+        self._out_sizes = (mine,) * spec.workers
 
         def new(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.uint8, device=self._device)
 
         self._sent, self._stripe = new(sum(self._in_sizes)), new(sum(self._out_sizes))
-        self._sum, self._sums = new(most), new(most * workers)
-        self.parts = _by_coder(split(self._sent, self._in_sizes), written)
-        self._stripes = _by_coder(split(self._stripe, self._out_sizes), [written[rank]] * workers)
-        self._merged = split(self._sum, merged[rank])
-        self.received = _by_coder(split(self._sums, [most] * workers), merged)
-        to_owners, from_owner = self._sent.numel() - self._in_sizes[rank], (workers - 1) * most
+        self._sum, self._sums = new(most), new(most * spec.workers)
+        self.parts = _by_coder(split(self._sent, self._in_sizes), sizes)
+        self._stripes = _by_coder(split(self._stripe, self._out_sizes), [sizes[spec.rank]] * spec.workers)
+        self._merged = split(self._sum, sizes[spec.rank])
+        self.received = _by_coder(split(self._sums, [most] * spec.workers), sizes)
+        to_owners, from_owner = self._sent.numel() - mine, (spec.workers - 1) * most
         self.traffic = Traffic(self._sent.numel() + most, to_owners + from_owner)
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         group.all_to_all(self._stripe, self._sent, self._out_sizes, self._in_sizes)
-        timer.end(Phase.WIRE)
+        timer.end("wire")
         for coder, parts, out in zip(self._coders, self._stripes, self._merged, strict=True):
             with named_range(coder, "merge"):
                 coder.merge(self.index, parts, out)
-        timer.end(Phase.DECODE)
+        timer.end("decode")
         group.all_gather(self._sums, self._sum)
-        timer.end(Phase.WIRE)
+        timer.end("wire")
 
 
 #: How messages of each collective meet; the others are reduced.
@@ -262,19 +236,13 @@ _MEETINGS: dict[Collective, type[_Meeting]] = {Collective.GATHER: _Gathered, Col
 def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:
     if gradient.shape == (spec.count,) and gradient.dtype == torch.float32 and gradient.layout == torch.strided:
         return
-    kind = "" if gradient.layout == torch.strided else "sparse "
-    fix = "Hand over gradients as views: parameter.grad.view(-1)."
-    if kind:
-        fix = "Give layers such as nn.Embedding sparse=False, or leave their parameters out of the exchange."
-    elif gradient.dtype != torch.float32:
-        fix = "Keep the parameters in float32; a complex one can be trained as torch.view_as_real."
-    elif gradient.numel() != spec.count:
-        fix = "Bind a new coder where a layer changes its shape; what was not sent of the old shape ends with it."
+    sparse = "" if gradient.layout == torch.strided else "sparse "
     raise UsageError(
-        f"the gradient of {spec.name!r} is {kind}{gradient.dtype} of shape {tuple(gradient.shape)}, "
+        f"the gradient of {spec.name!r} is {sparse}{gradient.dtype} of shape {tuple(gradient.shape)}, "
         f"and torch.float32 of shape {(spec.count,)} is needed",
         "Codecs take dense gradients, flat, of the shape that they were bound to.",
-        fix,
+        "Keep parameters in float32, give layers such as nn.Embedding sparse=False, hand over gradients as views "
+        "(parameter.grad.view(-1)), and bind a new coder where a layer changes its shape.",
     )
 
 
@@ -342,7 +310,7 @@ class Exchange:
         self._meet(group, timer, written=False)
         for coder, out in zip(self._working, outs, strict=True):
             coder.finish(out)
-        timer.end(Phase.DECODE)
+        timer.end("decode")
         return timer
 
     def open(self) -> Traffic:
@@ -425,10 +393,10 @@ class Exchange:
         for meeting in self._meetings:
             if meeting.index or not written:
                 meeting.write()
-                timer.end(Phase.ENCODE)
+                timer.end("encode")
             meeting.meet(group, timer)
             meeting.read()
-            timer.end(Phase.DECODE)
+            timer.end("decode")
         if not self.received:  # it stays where it came to be in this step
             self.received = [coder.received() for coder in self._working]
 

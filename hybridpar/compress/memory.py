@@ -96,10 +96,6 @@ class Memory:
         """Give v for a range of elements; to be called once in a step for each."""
         return values
 
-    def again(self, values: Tensor, start: int = 0) -> Tensor:
-        """What `take` returned, or what has become of it since."""
-        return values
-
     def addresses(self, count: int) -> tuple[int, int, float]:
         """For a kernel that reads what is left of so many values and writes what will be; and the factor of the former.
 
@@ -115,11 +111,7 @@ class Memory:
 
 
 class Residual(Memory):
-    """What was not sent, in float32 or bfloat16.
-
-    In bfloat16 half as much memory is read and written in a step, and what is left is rounded once more: the rounding
-    errors, up to 2^-8 of each value, are lost. v itself is always float32.
-    """
+    """What was not sent; the step under way leaves what will count in `pending`, and v is made there."""
 
     keeps = True
 
@@ -127,11 +119,7 @@ class Residual(Memory):
         self._left = left
         #: What the step under way leaves.
         self.pending = pending
-        #: What is left from before is multiplied with it.
-        self.factor = factor
-        # Where v is until the step counts, if that is not the pending half; shared with parts, which begin at `_start`.
-        self._wide: list[Tensor] = []
-        self._start, self._count = 0, left.numel()
+        self._factor = factor  # what is left from before is multiplied with it
         self._owed: Product | None = None  # by what is left
         self._owing: Product | None = None  # by the pending half
 
@@ -144,50 +132,35 @@ class Residual(Memory):
         return self._left
 
     @classmethod
-    def zeros(cls, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Residual:
+    def zeros(cls, count: int, device: torch.device, factor: float = 1.0) -> Residual:
         """Nothing is left yet."""
-        return cls(torch.zeros(count, dtype=dtype, device=device), torch.zeros(count, dtype=dtype, device=device))
+        left, pending = (torch.zeros(count, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(left, pending, factor)
 
     def part(self, start: int, stop: int) -> Residual:
-        part = Residual(self.left[start:stop], self.pending[start:stop], self.factor)
-        part._wide, part._start, part._count = self._wide, self._start + start, self._count
-        return part
+        return Residual(self.left[start:stop], self.pending[start:stop], self._factor)
 
     def take(self, values: Tensor, start: int = 0) -> Tensor:
         """Give v = values + factor * left, in memory that may be changed."""
-        left = self.left[start : start + values.numel()].view(values.shape)
-        return torch.add(values, left, alpha=self.factor, out=self.again(values, start))
-
-    def again(self, values: Tensor, start: int = 0) -> Tensor:
-        if self.pending.dtype == torch.float32:
-            return self.pending[start : start + values.numel()].view(values.shape)
-        if not self._wide:
-            self._wide.append(torch.empty(self._count, dtype=torch.float32, device=self.pending.device))
-        start += self._start
-        return self._wide[0][start : start + values.numel()].view(values.shape)
+        part = slice(start, start + values.numel())
+        left, pending = self.left[part].view(values.shape), self.pending[part].view(values.shape)
+        return torch.add(values, left, alpha=self._factor, out=pending)
 
     def owe(self, product: Product) -> None:
         self._owing = product
 
-    def unsettled(self) -> tuple[Tensor, Product | None]:
-        """What is left, for a kernel that reads all of it, and what has yet to be subtracted from it."""
-        return self._left, self._owed
+    def unsettled(self) -> tuple[Tensor, Product | None, float]:
+        """What is left, for a kernel that reads all of it, what has yet to be subtracted from it, and its factor."""
+        return self._left, self._owed, self._factor
 
     def addresses(self, count: int) -> tuple[int, int, float]:
-        self._wide.clear()
         left = self._left if self._owed is None else self.left
         assert left.numel() == self.pending.numel() == count
-        return left.data_ptr(), self.pending.data_ptr(), self.factor
+        return left.data_ptr(), self.pending.data_ptr(), self._factor
 
     def commit(self) -> None:
-        owing, self._owing = self._owing, None
-        if self._wide:
-            wide = self._wide.pop()
-            if owing is not None:  # before it is rounded
-                owing.subtract_from(wide)
-                owing = None
-            self.pending.copy_(wide)
-        self._left, self.pending, self._owed = self.pending, self._left, owing
+        self._left, self.pending = self.pending, self._left
+        self._owed, self._owing = self._owing, None
 
 
 def lay_together(memories: Sequence[Memory]) -> None:

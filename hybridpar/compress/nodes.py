@@ -14,15 +14,11 @@ Workers that sum gradients with each other are a **party**: all workers, or the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from hybridpar.comm.group import Group, split
+from hybridpar.comm.group import Group
 from hybridpar.comm.world import World
-from hybridpar.compress.codec import Coder
-from hybridpar.compress.exchange import Exchange, PhaseTimer, Traffic
 from hybridpar.machine.process import host_identity
 
 
@@ -39,10 +35,10 @@ class Nodes:
     @classmethod
     def of(cls, names: Sequence[object]) -> Nodes:
         """Workers with equal names are on one node."""
-        found: dict[object, list[int]] = defaultdict(list)
+        ranks: dict[object, list[int]] = defaultdict(list)
         for rank, name in enumerate(names):
-            found[name].append(rank)
-        return cls(tuple(map(tuple, found.values())))
+            ranks[name].append(rank)
+        return cls(tuple(map(tuple, ranks.values())))
 
     @property
     def share(self) -> bool:
@@ -62,10 +58,10 @@ class Nodes:
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
         """Workers that lead together, one of each node; then those that lead nothing, each alone."""
-        led = [tuple(sorted(node[place] for node in self.members)) for place in range(self.leaders)]
+        led = [tuple(sorted(node[index] for node in self.members)) for index in range(self.leaders)]
         return (*led, *((rank,) for node in self.members for rank in node[self.leaders :]))
 
-    def place_of(self, rank: int) -> int:
+    def rank_in_node(self, rank: int) -> int:
         """A worker's place in its node."""
         return next(node.index(rank) for node in self.members if rank in node)
 
@@ -93,51 +89,6 @@ class Leaders:
         return self.chosen[name]
 
 
-class NodeExchange:
-    """Exchanges the gradients of some parameters in full precision inside a node, and by a codec between nodes."""
-
-    def __init__(self, sizes: Sequence[int], coders: Sequence[Coder | None], share: float = 1.0) -> None:
-        led = [coder for coder in coders if coder is not None]
-        self._sizes = list(sizes)
-        self._leads = [coder is not None for coder in coders]
-        self._exchange = Exchange(led) if led else None
-        self._share = share
-
-    @property
-    def led(self) -> int:
-        """Elements that this worker exchanges with other nodes."""
-        return sum(size for size, leads in zip(self._sizes, self._leads, strict=True) if leads)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes that this worker sends to other nodes in the next step; those inside a node are not counted."""
-        return self._exchange.traffic if self._exchange is not None else Traffic()
-
-    def run(self, inside: Group | None, across: Group | None, flat: Tensor) -> PhaseTimer | None:
-        """Do a step, over the node, where it has other workers, and over the leaders, where this worker leads."""
-        if inside is not None:
-            inside.all_reduce(flat)
-        if self._share != 1:
-            flat.mul_(self._share)
-        parts = split(flat, self._sizes)
-        mine = [part for part, leads in zip(parts, self._leads, strict=True) if leads]
-        timer = None
-        if self._exchange is not None:
-            assert across is not None
-            timer = self._exchange.run(across, mine, mine)
-        for part, leads in zip(parts, self._leads, strict=True):
-            if not leads:
-                part.zero_()
-        if inside is not None:
-            inside.all_reduce(flat)
-        return timer
-
-    def commit(self, unused: Collection[str] = ()) -> None:
-        """Keep the state of the step: it counts, but for the parameters named in `unused`."""
-        if self._exchange is not None:
-            self._exchange.commit(unused)
-
-
 class NodeWorlds:
     """The two worlds of a worker: its party on this node, and those of its party with its place on the other nodes."""
 
@@ -157,23 +108,18 @@ class NodeWorlds:
             return None
         inside, across = list[list[int]](), list[list[int]]()
         for party, nodes in zip(parties, divided, strict=True):
-            inside += ([party[place] for place in node] for node in nodes.members)
-            columns = nodes.columns if nodes.share else [(place,) for place in range(len(party))]
-            across += ([party[place] for place in column] for column in columns)
+            inside += ([party[index] for index in node] for node in nodes.members)
+            columns = nodes.columns if nodes.share else [(index,) for index in range(len(party))]
+            across += ([party[index] for index in column] for column in columns)
         nodes = next(nodes for party, nodes in zip(parties, divided, strict=True) if job.rank in party)
         worlds = job.split(inside, lanes), job.split(across, lanes)
         # Worlds of one worker have nothing to close.
         return cls(nodes, *worlds) if nodes.share else None
 
-    def inner(self, lane: int) -> Group | None:
-        """What adds inside the node on a sync lane; None where this worker is alone there."""
-        return self.inside.lane_groups[lane] if self.inside.size > 1 else None
-
-    def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> PhaseTimer | None:
-        """Exchange a bucket on a sync lane."""
-        # A worker that leads nothing has no group.
-        group = self.across.lane_groups[lane] if self.across.size > 1 else None
-        return exchange.run(self.inner(lane), group, flat)
+    def groups(self, lane: int) -> tuple[Group | None, Group | None]:
+        """Who exchanges by codecs on a sync lane, and who adds inside the node; None where this worker is alone."""
+        across, inside = (world.lane_groups[lane] if world.size > 1 else None for world in (self.across, self.inside))
+        return across, inside
 
     def close(self) -> None:
         """Leave both worlds. Safe to call twice."""

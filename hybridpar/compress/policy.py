@@ -14,7 +14,7 @@ Codecs are read and written as text, such as `onebit:decay=0.9,warmup=20`: parsi
     name                    onebit
     name:option=value,...   onebit:decay=0.9,warmup=20    powersgd:rank=2,cast=bf16    onebit:feedback=off
 
-Options are those of the codec, of error feedback (`feedback`, `decay`, `warmup`, `rescale`) and `cast`. Reading a text
+Options are those of the codec, of error feedback (`feedback`, `decay`, `warmup`) and `cast`. Reading a text
 and writing it again gives one text for one meaning: options in a fixed order, without those that are as by default.
 """
 
@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
-from hybridpar.compress.codecs.casts import Cast
+from hybridpar.compress.codecs.none import Cast
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
 from hybridpar.errors import HybridparError, UsageError, check, shortened
@@ -59,11 +59,11 @@ def parse_codec(text: str) -> Codec:
         raise UsageError(f"the codec {shortened(repr(text))}", f"Its text has at most {_LONGEST} characters.")
     name, _, tail = text.strip().partition(":")
     kind = CODECS.get(name)
-    own, around = _options(kind), _options(ErrorFeedback)
-    types_of = {"feedback": bool, "cast": Literal["fp16", "bf16"], **around, **own}
+    of_codec, around = _options(kind), _options(ErrorFeedback)
+    types_of = {"feedback": bool, "cast": Literal["fp16", "bf16"], **around, **of_codec}
     defaults = {**defaults_of(ErrorFeedback), **defaults_of(kind)}
     values = read_values(f"codec {name!r}", split_fields(repr(text), tail), types_of, defaults)
-    codec: Codec = kind(**_chosen(values, own))
+    codec: Codec = kind(**_chosen(values, of_codec))
     if "cast" in values:
         codec = Cast(codec, values["cast"])
     tuned = _chosen(values, around)

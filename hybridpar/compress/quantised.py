@@ -26,13 +26,10 @@ from torch import Tensor
 from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import OWNER, WORKER, Memory, Scratch
 from hybridpar.compress.packing import aligned
-from hybridpar.compress.received import Received
+from hybridpar.compress.received import Messages, Received
 
 #: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
 Meet = Literal["auto", "shard", "gather"]
-
-#: Ranges of `Quantiser.view`, each with the messages whose sum it is, by rank.
-Messages = list[tuple[int, int, list[Tensor]]]
 
 
 class Quantiser(ABC):
@@ -148,14 +145,11 @@ class QuantisedCoder(Coder):
         spec: The parameter.
         quantiser: How a stripe becomes bytes.
         meet: How messages are exchanged.
-        reply: How owners encode the sum of a stripe; the quantiser, if it is not given.
     """
 
-    def __init__(self, spec: TensorSpec, quantiser: Quantiser, meet: Meet, reply: Quantiser | None = None) -> None:
-        #: How a stripe becomes bytes.
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser, meet: Meet) -> None:
+        #: How a stripe, and the sum of a stripe, becomes bytes.
         self.quantiser = quantiser
-        #: How the sum of a stripe does.
-        self.reply = reply or quantiser
         gather = meet == "gather" or (meet == "auto" and spec.workers <= 2)
         layout = quantiser.view(torch.empty(spec.count, device="meta"))
         self._shape = layout.shape
@@ -164,14 +158,12 @@ class QuantisedCoder(Coder):
         self._ranges = [range(start * row, stop * row) for start, stop in self._stripes]
         self._shapes = [(stop - start, *layout.shape[1:]) for start, stop in self._stripes]
         self._sizes = [quantiser.size(shape) if shape[0] else 0 for shape in self._shapes]
-        self._reply_sizes = [self.reply.size(shape) if shape[0] else 0 for shape in self._shapes]
-        sent, merged = (tuple(map(aligned, sizes)) for sizes in (self._sizes, self._reply_sizes))
         collective = Collective.GATHER if gather else Collective.SHARD
-        super().__init__(spec, [Round(collective, torch.uint8, sent, merged)])
+        super().__init__(spec, [Round(collective, torch.uint8, tuple(map(aligned, self._sizes)))])
         if quantiser.lossy:
             self.residuals[WORKER] = range(spec.count)
-        if self.reply.lossy and not gather:
-            self.residuals[OWNER] = self._ranges[spec.rank]
+            if not gather:
+                self.residuals[OWNER] = self._ranges[spec.rank]
         self._total = torch.empty(0 if gather else self._shapes[spec.rank], dtype=torch.float32, device=spec.device)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
@@ -185,22 +177,22 @@ class QuantisedCoder(Coder):
                 out[size:].zero_()
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        size, answer = self._sizes[self.spec.rank], self._reply_sizes[self.spec.rank]
+        size = self._sizes[self.spec.rank]
         if not size:
             return
         self._total.zero_()
         for message in received:
             self.quantiser.read(message[:size], self._total, self.scratch, 1, add=True)
         self._process(self._total.view(-1))
-        self.reply.encode(self._total, self.memory[OWNER], out[:answer], self.scratch)
-        out[answer:].zero_()
+        self.quantiser.encode(self._total, self.memory[OWNER], out[:size], self.scratch)
+        out[size:].zero_()
 
     def _process(self, total: Tensor) -> None:
         """What the owner of a stripe does to the sum, 1-D, before it is sent; nothing here."""
 
     def by_stripe(self) -> Messages:
         """What came of the step."""
-        stripes = list(zip(self._stripes, self._reply_sizes, strict=True))
+        stripes = list(zip(self._stripes, self._sizes, strict=True))
         if self.rounds[0].collective is Collective.GATHER:
             ((start, stop), size), *_ = stripes
             return [(start, stop, [message[:size] for message in self.messages])]
@@ -208,11 +200,11 @@ class QuantisedCoder(Coder):
         return [(start, stop, [message[:size]]) for ((start, stop), size), message in received if size]
 
     def received(self) -> Received:
-        return self.reply.received(super().received(), self.by_stripe())
+        return self.quantiser.received(super().received(), self.by_stripe())
 
     def finish(self, out: Tensor) -> None:
         """Messages are added by rank, so that all workers get the same bits."""
         shaped, divisor = out.view(self._shape), self.spec.divisor
         for start, stop, messages in self.by_stripe():
             for number, message in enumerate(messages):
-                self.reply.read(message, shaped[start:stop], self.scratch, divisor, add=number > 0)
+                self.quantiser.read(message, shaped[start:stop], self.scratch, divisor, add=number > 0)

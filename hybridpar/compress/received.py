@@ -64,7 +64,7 @@ class Sgd:
         """The compiled kernels of this step, by the kind of sums; for parameters in float32."""
         kind = "nesterov" if self.nesterov else "momentum" if self.momentum else "plain"
         ending = f"_{kind}_decay" if self.weight_decay else f"_{kind}"
-        return {name.removesuffix(ending): one for name, one in functions().items() if name.endswith(ending)}
+        return {name.removesuffix(ending): kernel for name, kernel in functions().items() if name.endswith(ending)}
 
     @functools.cached_property
     def rates(self) -> tuple[float, ...]:
@@ -160,30 +160,18 @@ class Decoded(Received):
         return bool(torch.isfinite(out).all())
 
 
-@dataclass(frozen=True)
-class SignGroups:
-    """Groups of a parameter as they were received.
-
-    Attributes:
-        first: The first group.
-        groups: How many there are.
-        length: Values in each.
-        messages: Their sum is what the groups stand for; each is [a0 of each][a1 of each][bits].
-    """
-
-    first: int
-    groups: int
-    length: int
-    messages: Sequence[Tensor]
+#: Ranges along a parameter's first dimension, each with the messages whose sum it is, by rank.
+Messages = list[tuple[int, int, list[Tensor]]]
 
 
 class Signs(Received):
-    """Signs, and two levels for each group."""
+    """Signs, and two levels for each group of `length` values; messages are [a0 of each][a1 of each][bits]."""
 
-    def __init__(self, plain: Received, parts: Sequence[SignGroups]) -> None:
-        self._plain = plain
-        self._parts = parts
-        self._levels = [one[: 8 * part.groups].view(torch.float32) for part in parts for one in part.messages]
+    def __init__(self, plain: Received, length: int, parts: Messages) -> None:
+        self._plain, self._length, self._parts = plain, length, parts
+        self._levels = [
+            message[: 8 * (stop - start)].view(torch.float32) for start, stop, messages in parts for message in messages
+        ]
 
     def write(self, out: Tensor, start: int = 0) -> None:
         self._plain.write(out)
@@ -193,19 +181,19 @@ class Signs(Received):
         return bool(torch.isfinite(torch.cat(self._levels)).all()) if self._levels else True
 
     def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
-        workers = len(self._parts[0].messages) if self._parts else 0
-        if workers not in (1, 2) or self._parts[0].length % LANES:
+        workers = len(self._parts[0][2]) if self._parts else 0
+        if workers not in (1, 2) or self._length % LANES:
             return False
         kernel = options.kernels.get(f"signs{workers}")
         if kernel is None or weight.dtype != torch.float32:
             return False
         sums = torch.empty(len(self._parts), dtype=torch.float64)
-        for number, part in enumerate(self._parts):
-            skipped = weight.element_size() * part.first * part.length
+        for number, (start, stop, messages) in enumerate(self._parts):
+            skipped = weight.element_size() * start * self._length
             addresses = weight.data_ptr() + skipped, 0 if momentum is None else momentum.data_ptr() + skipped
-            messages = part.messages[0].data_ptr(), part.messages[-1].data_ptr()
-            numbers = sums.data_ptr() + sums.element_size() * number, part.groups, part.length
-            kernel(*addresses, *messages, *numbers, *options.rates)
+            signs = messages[0].data_ptr(), messages[-1].data_ptr()
+            numbers = sums.data_ptr() + sums.element_size() * number, stop - start, self._length
+            kernel(*addresses, *signs, *numbers, *options.rates)
         torch.sum(sums, 0, out=squares)
         return True
 

@@ -467,7 +467,7 @@ class Executor:
     def _compute_last(self, index: int, compute: _Work, step: StepState) -> None:
         """The last backward pass of a stage; without samples its gradients are zero, and added to those of others."""
         gradients = self.stages[index].gradients
-        gradients.begin_last(step.flights[index], step.rate)
+        gradients.begin_last(step.flights[index])
         if step.inputs:
             compute(step)
         step.used[index] = gradients.flush()

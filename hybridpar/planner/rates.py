@@ -215,5 +215,6 @@ def _time_exchanges(
     for _ in range(1 + _TRIES):  # the first makes the scratch memory
         times.append(exchange.run(_Alone(workers), gradients, results).times())
         exchange.commit()
-    encode, decode = (statistics.median(getattr(phase, way) for phase in times[1:]) for way in ("encode", "decode"))
-    return encode / pieces, decode / pieces, halves_apart([phase.encode + phase.decode for phase in times[1:]])
+    encode, decode = [phases["encode"] for phases in times[1:]], [phases["decode"] for phases in times[1:]]
+    both = halves_apart([sum(pair) for pair in zip(encode, decode, strict=True)])
+    return statistics.median(encode) / pieces, statistics.median(decode) / pieces, both

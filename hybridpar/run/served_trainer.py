@@ -37,10 +37,9 @@ from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.engine import ServedEngine
 from hybridpar.server.ledger import StepRow
 from hybridpar.server.link import Servers
-from hybridpar.server.process import find_process
+from hybridpar.server.process import ServerWorld, find_process
 from hybridpar.server.rules import Rules
 from hybridpar.server.wire import AskState, Start, Weights
-from hybridpar.server.world import ServerWorld
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.checkpoint import load_checkpoint, usable
 from hybridpar.train.checkpoint_files import latest_checkpoint

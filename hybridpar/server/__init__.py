@@ -4,22 +4,9 @@ The shards' rules (`Shard`, `Rules`) know nothing of processes; `hybridpar train
 shards on processes.
 """
 
-from hybridpar.server.encoding import PushDecoder, PushEncoder
 from hybridpar.server.ledger import Push
 from hybridpar.server.rules import SCALES, Rules
-from hybridpar.server.shard import Answer, Shard
-from hybridpar.server.stripes import Piece, Stripe, cut_model, described_parameters
+from hybridpar.server.shard import Shard
+from hybridpar.server.stripes import cut_model
 
-__all__ = [
-    "SCALES",
-    "Answer",
-    "Piece",
-    "Push",
-    "PushDecoder",
-    "PushEncoder",
-    "Rules",
-    "Shard",
-    "Stripe",
-    "cut_model",
-    "described_parameters",
-]
+__all__ = ["SCALES", "Push", "Rules", "Shard", "cut_model"]

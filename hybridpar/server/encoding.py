@@ -4,9 +4,6 @@ A codec guarantees that all workers read the same numbers from the messages of i
 job by itself, and sends what came of each round; the server reads that as another worker would, which sends nothing. It
 remembers nothing of a worker: where a message cannot be read without what the coder knows (`Codec.reads_state`), the
 push brings that along. What a message leaves out of the gradient stays with the worker.
-
-Messages whose stripes have owners are sent before the owner adds them up, where that makes them larger (as for
-`twobit:pull=full`, whose owners answer in full precision): the server does the owner's part.
 """
 
 from __future__ import annotations
@@ -28,9 +25,8 @@ from hybridpar.compress import (
     format_codec,
 )
 from hybridpar.compress.codec import Full
-from hybridpar.compress.feedback import RescaledCoder
 from hybridpar.compress.memory import Residual, Scratch
-from hybridpar.errors import UsageError
+from hybridpar.errors import check
 from hybridpar.server.stripes import Piece, Stripe
 
 #: The gradient of a piece in full precision, or the messages of its codec's rounds.
@@ -41,16 +37,10 @@ def check_for_servers(policy: Policy) -> None:
     """Check that codecs hand over gradients and nothing else, parameter by parameter."""
     for rule in policy.rules:
         core, given = rule.codec.core, f"codec {format_codec(rule.codec)!r} with parameter servers"
-        if not core.gives_sums:
-            raise UsageError(
-                given,
-                "It has owners of stripes make an update of the gradients, and with servers these do that.",
-                "Use onebit, and momentum as usual: servers keep it.",
-            )
-        if getattr(core, "scope", "") == "bucket":
-            raise UsageError(
-                given, "Workers push parameter by parameter, so there are no buckets.", "Leave out scope=bucket."
-            )
+        what = "It has owners of stripes make an update of the gradients, and with servers these do that."
+        check(core.gives_sums, given, what, "Use onebit, and momentum as usual: servers keep it.")
+        what = "Workers push parameter by parameter, so there are no buckets."
+        check(getattr(core, "scope", "") != "bucket", given, what, "Leave out scope=bucket.")
 
 
 class PushEncoder:
@@ -97,16 +87,6 @@ class PushEncoder:
         """The push was taken in."""
         for coder in self._coders:
             coder.commit()
-
-    def rescale(self, rate: float) -> None:
-        """Say which learning rate the coming pushes have.
-
-        Args:
-            rate: Learning rate as a fraction of its peak.
-        """
-        for coder in self._coders:
-            if isinstance(coder, RescaledCoder):
-                coder.set_rate(rate)
 
     def state_dict(self) -> dict[str, Any]:
         """All of the coders' state by piece; residuals included."""
@@ -169,25 +149,20 @@ class PushDecoder:
             sizes = {key: len(part) for key, part in coder.residuals.items()}
             coder.memory.update({key: Residual(self._zeros[:size], self._spare[:size]) for key, size in sizes.items()})
         for index, (entry, came) in enumerate(zip(coder.rounds, messages, strict=True)):
-            _check_message(came, min(sum(entry.sizes), sum(entry.merged)), entry.dtype)
-            is_owned = entry.collective is Collective.SHARD and sum(entry.merged) > sum(entry.sizes)
-            coder.read(index, [_merge(coder, index, came) if is_owned else came])
+            _check_message(came, sum(entry.sizes), entry.dtype)
+            coder.read(index, [came])
         coder.finish(out)
 
 
 def _write(coder: Coder, index: int, entry: Round) -> Tensor:
-    """Run a round by itself; what is sent of it."""
-    written = torch.zeros(sum(entry.sizes), dtype=entry.dtype)
-    coder.write(index, [written])
-    came = _merge(coder, index, written) if entry.collective is Collective.SHARD else written
+    """Run a round by itself; what comes of it."""
+    came = torch.zeros(sum(entry.sizes), dtype=entry.dtype)
+    coder.write(index, [came])
+    if entry.collective is Collective.SHARD:
+        written = came.clone()
+        coder.merge(index, [written], came)
     coder.read(index, [came])
-    return came if came.numel() <= written.numel() else written
-
-
-def _merge(coder: Coder, index: int, written: Tensor) -> Tensor:
-    merged = torch.zeros(sum(coder.rounds[index].merged), dtype=written.dtype)
-    coder.merge(index, [written], merged)
-    return merged
+    return came
 
 
 def _check_message(message: Tensor, count: int, dtype: torch.dtype) -> None:

@@ -134,19 +134,10 @@ class ServedOutcome(StepOutcome):
         return self._step.sync
 
     @property
-    def stop(self) -> bool:
-        """Whether any worker asked to stop."""
-        return self._answer.stop
-
-    @property
-    def save(self) -> bool:
-        """Whether any worker asked for a checkpoint; this one, where each goes at its pace."""
-        return self._answer.save or self._step.save
-
-    @property
     def values(self) -> StepValues:
-        """What this worker knows of its step."""
-        return self._step.values
+        """What this worker knows of its step; whether any worker asked to stop or, if all are in step, to save."""
+        values = self._step.values
+        return values._replace(stop=float(self._answer.stop), save=float(self._answer.save or values.save > 0))
 
 
 class ServedEngine(Engine):
@@ -170,8 +161,8 @@ class ServedEngine(Engine):
 
     def step(self, given: StepRequest) -> StepOutcome:
         """Push the gradient of this worker's share of a batch, and take the weights that come for it."""
-        whole = given.global_samples if self._servers.barrier else None
-        given = replace(given, global_samples=whole or given.samples)
+        in_step = given.global_samples if self._servers.barrier else None
+        given = replace(given, global_samples=in_step or given.samples)
         self._share = given.samples / (given.global_samples or 1)
         self.gradients.given = given
         before = self._servers.traffic

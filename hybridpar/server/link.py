@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.handshake import HandshakeError
+from hybridpar.comm.handshake import HandshakeError, knock
 from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError
@@ -57,24 +57,16 @@ class ServerLink:
         self.encoder = PushEncoder(read_policy(config.compress), stripe)
         self._views = piece_views(stripe, tensors)
         self._connection: wire.Connection | None = None
-        self._before = 0, 0  # bytes of connections that broke
+        #: Bytes sent and received.
+        self.traffic = [0, 0]
         self._closed = False
         self.clock = self.sequence = 0
         #: Running statistics as they came last.
         self.statistics = torch.empty(0)
 
-    def come(self) -> Any:
-        """Come to the server, and wait until it has weights, unless this is worker 0, which brings them."""
-        return self.ask(self.hello)
-
-    def start(self, answer: wire.Weights | wire.Missing, start: wire.Start) -> Any:
-        """Bring the weights, where they are missing."""
-        return self.ask(start) if isinstance(answer, wire.Missing) else answer
-
     def push(self, push: wire.Gradient, gradients: Sequence[Tensor]) -> Any:
         """Push a gradient, and wait for the weights, or for what is to be added up before."""
         self.sequence += 1
-        self.encoder.rescale(push.rate)
         pieces, states = self.encoder.encode(gradients)
         message = replace(push, sequence=self.sequence, clock=self.clock, pieces=pieces, states=states)
         return self.ask(message, again=self._returns)  # computed on the weights of its clock, whenever it arrives
@@ -87,7 +79,6 @@ class ServerLink:
             except (OSError, wire.Garbled):
                 if self._closed or not again:
                     raise
-                self._before = self.traffic
                 if self._connection is not None:
                     self._connection.end()
                     self._connection = None
@@ -116,18 +107,12 @@ class ServerLink:
                     self._connection.send(wire.Bye())
             self._connection.end()
 
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received."""
-        now = (0, 0) if self._connection is None else (self._connection.sent, self._connection.received)
-        return self._before[0] + now[0], self._before[1] + now[1]
-
     def _connect(self) -> wire.Connection:
         if self._connection is None:
             host, _, port = self._address.rpartition(":")
             connected = socket.create_connection((host, int(port)), self._timeout)
-            self._connection = wire.Connection(connected, self._timeout, self._timeout)
-            self._connection.knock(self._token, self._address)
+            self._connection = wire.Connection(connected, self._timeout, self._timeout, traffic=self.traffic)
+            knock(connected, self._token, self._address)
         return self._connection
 
     @torch.no_grad()
@@ -166,10 +151,10 @@ class Servers:
         self.clipping = Clipping.of(config, model, optimizer)
         #: Name of the optimizer's class, by which checkpoints know its state.
         self.kind = type(optimizer).__name__
-        own = config.groups
-        scales = learning_rate_scales(model, own.layer_decay, own.head_lr) if own.scales_rates else None
-        described, whole = described_parameters(model, config.groups), needs_whole_parameters(config)
-        self.stripes = cut_model(described, len(addresses), scales, whole=whole)
+        groups = config.groups
+        scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr) if groups.scales_rates else None
+        described, uncut = described_parameters(model, config.groups), needs_whole_parameters(config)
+        self.stripes = cut_model(described, len(addresses), scales, uncut=uncut)
         #: Where weights arrive, by name: in the parameters, or for those of a GPU in memory of the host.
         self.host: dict[str, Tensor] = {
             name: held.data if held.device.type == "cpu" else torch.empty_like(held.data, device="cpu").pin_memory()
@@ -192,9 +177,13 @@ class Servers:
 
         Worker 0 makes what servers without weights start with.
         """
-        answers = self._all(ServerLink.come)
+        answers = self._all(lambda link: link.ask(link.hello))
         if starts is not None and any(isinstance(answer, wire.Missing) for answer in answers):
-            answers = self._all(ServerLink.start, answers, starts())
+
+            def start(link: ServerLink, answer: Any, start: wire.Start) -> Any:
+                return link.ask(start) if isinstance(answer, wire.Missing) else answer
+
+            answers = self._all(start, answers, starts())
         first: wire.Weights = answers[0]
         return first
 

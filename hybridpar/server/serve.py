@@ -2,7 +2,7 @@
 
 Each connection has a thread, which reads what a worker asks, does it under the lock, waits where others are to push
 first, and writes the answer. What goes wrong on a connection ends that connection, and the others are served on. The
-thread that called `run` lets workers in, and looks whether any of them is silent for too long.
+thread that called `run` looks whether any worker is silent for too long.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.comm.handshake import Door
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError, UsageError
@@ -56,27 +57,23 @@ class _Peer:
     """The other end of a connection, and what it is to hear next.
 
     Attributes:
-        source: Its address.
-        since: When it came, or was let in.
-        is_known: Whether it has shown that it knows the token.
+        since: When it was let in.
         hello: What it said of itself.
         waits: Whether it waits for what others are to do.
         clock: Of the weights that it has.
         heard: As its last push said.
         answer: To its push, once it is known.
-        missed: Since when nothing has come from it, once that has been said.
+        missed: Since when nothing has come from it, when that was said last.
     """
 
     connection: Connection
-    source: str
     since: float
-    is_known: bool = False
     hello: wire.Hello | None = None
     waits: bool = False
     clock: int = 0
     heard: int | None = None
     answer: wire.Weights | None = None
-    missed: float | None = None
+    missed: float = -math.inf
 
 
 class ShardServer:
@@ -92,10 +89,12 @@ class ShardServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert config.parameter_servers is not None
-        self._config, self._rules, self._number, self._token, self._now = config, rules, number, token, clock
+        self._config, self._rules, self._number, self._now = config, rules, number, clock
         self._half = config.parameter_servers.pull == "fp16"
-        self._listener = socket.create_server((host, 0), backlog=128)
-        self.host, self.port = host, int(self._listener.getsockname()[1])
+        listener = socket.create_server((host, 0), backlog=128)
+        self.host, self.port = host, int(listener.getsockname()[1])
+        most_waiting = max(_LEAST_WAITING, _WAITING_PER_WORKER * rules.learners)
+        self._door = Door(listener, self.address, token, HANDSHAKE_SECONDS, most_waiting)
         # Held by who reads or changes what follows; notified when it changed.
         self._changed = threading.Condition()
         self.shard: Shard | None = None
@@ -114,7 +113,6 @@ class ShardServer:
         self._lowered: float | None = None
         self._news: list[str] = []
         self._items: dict[str, dict[int, Any]] = {}  # what was said under a tag
-        self._most_waiting = max(_LEAST_WAITING, _WAITING_PER_WORKER * rules.learners)
         self._refused: set[str] = set()  # addresses
 
     @property
@@ -124,15 +122,14 @@ class ShardServer:
 
     def run(self, give_up: Callable[[], bool] = lambda: False) -> None:
         """Serve until all workers that came have left."""
-        self._listener.settimeout(0.05)
+        self._door.open(self._attend, self._refuse)
         try:
             while not give_up():
-                with contextlib.suppress(OSError):
-                    self._accept(*self._listener.accept())
                 with self._changed:
                     if self._is_over():
                         return
                     self._keep_time()
+                    self._changed.wait(0.05)
         except HybridparError as error:
             with self._changed:
                 self._problem = error
@@ -143,7 +140,7 @@ class ShardServer:
                     peer.connection.send(wire.Refused(error=error))
             raise
         finally:
-            self._listener.close()
+            self._door.close()
             with self._changed:
                 self._ended = True
                 for peer in self._peers:
@@ -151,33 +148,22 @@ class ShardServer:
 
     # ------------------------------------------------------------- connections
 
-    def _accept(self, accepted: socket.socket, address: tuple[str, int]) -> None:
-        peer = _Peer(Connection(accepted, self._config.timeout, clock=self._now), address[0], self._now())
-        with self._changed:
-            strangers = [other for other in self._peers if not other.is_known]
-            if len(strangers) >= self._most_waiting:
-                self._refuse(strangers[0], "too many came at the same time")
-            self._peers.append(peer)
-        threading.Thread(target=self._attend, args=(peer,), daemon=True).start()
-
-    def _refuse(self, peer: _Peer, reason: str) -> None:
-        """Close a connection whose other end has not shown that it knows the token."""
-        if peer not in self._peers:
-            return
-        self._peers.remove(peer)
-        peer.connection.end()
-        if peer.source not in self._refused and len(self._refused) < _MOST_NAMED:
-            self._refused.add(peer.source)
+    def _refuse(self, source: str, reason: str) -> None:
+        """Say where somebody came from who has not shown to know the token."""
+        if source not in self._refused and len(self._refused) < _MOST_NAMED and not self._ended:
+            self._refused.add(source)
             text = "server at %s refused a connection from %s: %s; training goes on, and further ones from there are "
-            _log.warning(f"{text}refused silently", self.address, peer.source, reason)
+            _log.warning(f"{text}refused silently", self.address, source, reason)
 
-    def _attend(self, peer: _Peer) -> None:
+    def _attend(self, accepted: socket.socket, _: bytes) -> None:
         """The thread of a connection."""
+        peer = _Peer(Connection(accepted, self._config.timeout, clock=self._now), self._now())
+        with self._changed:
+            self._peers.append(peer)
+            if self._ended:
+                peer.connection.end()
         problem: Exception | None = None
         try:
-            peer.connection.let_in(self._token, self.address)
-            with self._changed:
-                peer.is_known, peer.since = True, self._now()
             while not isinstance(message := peer.connection.receive(self._most_bytes(peer)), wire.Bye):
                 with self._changed:
                     answer = self._handle(peer, message)
@@ -193,9 +179,6 @@ class ShardServer:
 
     def _part(self, peer: _Peer, error: Exception | None) -> None:
         """A connection has ended, with an error or without; whatever it is, the others are served on."""
-        if not peer.is_known:
-            self._refuse(peer, str(error))
-            return
         if isinstance(error, HybridparError) and peer.hello is not None:
             raise error
         self._peers.remove(peer)
@@ -415,12 +398,10 @@ class ShardServer:
         return self._farewell
 
     def _keep_time(self) -> None:
-        """End slow handshakes, name workers that are silent, and go on without those that keep others waiting."""
+        """Name workers that are silent, and go on without those that keep others waiting."""
         now, timeout, barrier = self._now(), self._config.timeout, self._rules.barrier
-        for peer in list(self._peers):
-            if not peer.is_known and now - peer.since > HANDSHAKE_SECONDS:
-                self._refuse(peer, f"it sent no reply within {HANDSHAKE_SECONDS:g} s")
-            elif peer.is_known and peer.hello is None and now - peer.since > timeout:
+        for peer in self._peers:
+            if peer.hello is None and now - peer.since > timeout:
                 peer.connection.end()  # its thread then ends
         waiting = {worker for worker, peer in self._workers.items() if peer.waits}
         self._waiting_since = (self._waiting_since or now) if waiting else None
@@ -433,8 +414,16 @@ class ShardServer:
             waited = 0.0 if self._waiting_since is None else min(quiet, now - self._waiting_since)
             if waited > timeout * (_PATIENCE if tests and worker == 0 else 1):
                 late.append(worker)
-            elif silent is not None and not barrier and self._number == 0:  # a single shard says it for all
-                self._note_silence(worker, silent, quiet, is_waited_for=bool(waiting))
+            elif (
+                silent is not None
+                and quiet > timeout
+                and silent.missed < silent.connection.active
+                and (worker == 0 or not waiting)
+                and self._number == 0  # a single shard says it for all
+            ):
+                silent.missed = silent.connection.active
+                then = "others wait for it" if waiting else "the others go on, and its next gradient still counts"
+                self._say(worker, f"nothing has come from worker {worker} for {quiet:.0f} s; {then}")
         if late and barrier:
             raise SyncError(
                 f"worker{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not push a gradient within "
@@ -447,19 +436,6 @@ class ShardServer:
             self._say(worker, f"worker {worker} did not answer within {timeout:g} s, and others waited for it; {then}")
             self._workers[worker].connection.end()
             self._leave(worker)
-
-    def _note_silence(self, worker: int, peer: _Peer, quiet: float, *, is_waited_for: bool) -> None:
-        """Say once that nothing comes from a worker, and when something does again."""
-        timeout, active = self._config.timeout, peer.connection.active
-        if peer.missed is not None and active > peer.missed:
-            self._say(worker, f"worker {worker} goes on after {active - peer.missed:.0f} s of silence")
-            peer.missed = None
-        elif peer.missed is None and quiet > timeout and (worker == 0 or not is_waited_for):
-            peer.missed = active
-            then = "the others go on, and its next gradient still counts"
-            if is_waited_for:
-                then = f"others wait for it, at most {_PATIENCE * timeout:g} s where it is testing"
-            self._say(worker, f"nothing has come from worker {worker} for {quiet:.0f} s; {then}")
 
     def _say(self, worker: int, text: str) -> None:
         """Have worker 0 tell the user something about a worker, or do it here where worker 0 hears nothing now."""

@@ -36,7 +36,7 @@ class Piece:
         start: First element of the parameter in memory order.
         shape: Of the piece; the whole parameter's but for the first dimension.
         decays: Whether weight decay applies.
-        whole: Whether it is all of the parameter.
+        uncut: Whether it is all of the parameter.
         scale: What the learning rate is multiplied with.
     """
 
@@ -44,7 +44,7 @@ class Piece:
     start: int
     shape: tuple[int, ...]
     decays: bool
-    whole: bool
+    uncut: bool
     scale: float = 1.0
 
     @property
@@ -55,7 +55,7 @@ class Piece:
     @property
     def label(self) -> str:
         """The parameter's name, with the range where the piece is not all of it."""
-        return self.name if self.whole else f"{self.name}[{self.start}:{self.start + self.count}]"
+        return self.name if self.uncut else f"{self.name}[{self.start}:{self.start + self.count}]"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def cut_model(
     shards: int,
     scales: Mapping[str, float] | None = None,
     *,
-    whole: bool = False,
+    uncut: bool = False,
 ) -> list[Stripe]:
     """Cut parameters into stripes.
 
@@ -156,7 +156,7 @@ def cut_model(
         parameters: Name, shape, and whether weight decay applies, in the model's order.
         shards: Number of stripes.
         scales: What the learning rate of a parameter is multiplied with, by name; 1 for those that are not named.
-        whole: Cut between parameters only.
+        uncut: Cut between parameters only.
 
     Returns:
         The stripes, one for each shard.
@@ -174,7 +174,7 @@ def cut_model(
     begins = list(accumulate((math.prod(shape) for _, shape, _ in filled), initial=0))
     borders = set(begins)
     for begin, (_, shape, _) in zip(begins, filled, strict=False):
-        if shape and not whole:
+        if shape and not uncut:
             borders.update(range(begin, begin + math.prod(shape), math.prod(shape[1:])))
     total = begins[-1]
     cuts = _nearest(sorted(borders)[1:-1], [total * number // shards for number in range(1, shards)])

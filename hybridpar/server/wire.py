@@ -10,7 +10,6 @@ running code, and its fields are checked before anybody looks at them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import socket
@@ -26,14 +25,7 @@ from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from hybridpar.comm.group import buffer_of
-from hybridpar.comm.handshake import (
-    GREETING_BYTES,
-    PROOF_BYTES,
-    REPLY_BYTES,
-    HandshakeError,
-    ServerHandshake,
-    WorkerHandshake,
-)
+from hybridpar.comm.handshake import end
 from hybridpar.errors import HybridparError
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.formats.messages import DTYPES, put_together, take_apart, tensor_facts
@@ -211,9 +203,7 @@ class Refused(ServerMessage):
     error: HybridparError
 
 
-_REQUESTS = (Hello, Start, Gradient, Squares, GatherItem, AskState, Bye)
-_ANSWERS = (Missing, Weights, GatheredItems, ShardState, Wait, Refused)
-_KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*_REQUESTS, *_ANSWERS)}
+_KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in ServerMessage.__subclasses__()}
 
 
 class Connection:
@@ -228,30 +218,16 @@ class Connection:
         timeout: float,
         patience: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        traffic: list[int] | None = None,
     ) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed some day
-        self._socket, self._timeout, self._patience, self._now = connection, timeout, patience, clock
+        self.socket, self._timeout, self._patience, self._now = connection, timeout, patience, clock
         self._sending = threading.Lock()
-        self.sent = self.received = 0
+        #: Bytes sent and received; those of earlier connections are given.
+        self.traffic = [0, 0] if traffic is None else traffic
         #: When bytes last came or went.
         self.active = clock()
-
-    def let_in(self, token: str, address: str) -> None:
-        """The server's side of the handshake."""
-        handshake = ServerHandshake(token, address)
-        self._write(memoryview(handshake.greeting))
-        self._write(memoryview(handshake.proof(bytes(self._read(REPLY_BYTES)))))
-
-    def knock(self, token: str, address: str) -> None:
-        """The worker's side of the handshake."""
-        handshake = WorkerHandshake(token, address)
-        self._write(memoryview(handshake.reply(bytes(self._read(GREETING_BYTES)))))
-        try:
-            proof = bytes(self._read(PROOF_BYTES))
-        except ConnectionError as error:
-            raise HandshakeError("it did not let this worker in; HYBRIDPAR_TOKEN must be equal everywhere") from error
-        handshake.check(proof)
 
     def send(self, message: ServerMessage) -> None:
         """Send a message; its tensors must stay as they are until this returns."""
@@ -293,9 +269,9 @@ class Connection:
 
     def is_over(self) -> bool:
         """Whether the other end, which should be waiting, is gone or says something."""
-        self._socket.settimeout(0.0)
+        self.socket.settimeout(0.0)
         try:
-            self._socket.recv(1, socket.MSG_PEEK)
+            self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
@@ -304,17 +280,15 @@ class Connection:
 
     def end(self) -> None:
         """Wake whoever reads from the connection, and close it. Safe to call twice, from any thread."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that reads
-        self._socket.close()
+        end(self.socket)
 
     def _write(self, memory: memoryview) -> None:
-        self._socket.settimeout(self._timeout)
+        self.socket.settimeout(self._timeout)
         for start in range(0, len(memory), _PART):
             part = memory[start : start + _PART]
             self.active = self._now()  # before the other end can go on
-            self._socket.sendall(part)
-            self.sent += len(part)
+            self.socket.sendall(part)
+            self.traffic[0] += len(part)
 
     def _read(self, count: int) -> bytearray:
         data = bytearray(count)
@@ -322,11 +296,11 @@ class Connection:
         return data
 
     def _fill(self, into: memoryview) -> None:
-        self._socket.settimeout(self._patience)
+        self.socket.settimeout(self._patience)
         while len(into):
-            count = self._socket.recv_into(into)
+            count = self.socket.recv_into(into)
             if not count:
                 raise ConnectionResetError("the connection was closed")
-            self.received += count
+            self.traffic[1] += count
             self.active = self._now()
             into = into[count:]

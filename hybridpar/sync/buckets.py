@@ -99,14 +99,6 @@ class Bucket:
                 torch._foreach_copy_(views, gradients)
             return as_real(self._buffer)
 
-    def flat(self) -> Tensor:
-        """The 1-D tensor that `collect` returned in this step."""
-        if self._buffer is not None:
-            return as_real(self._buffer)
-        gradient = self.slots[0].parameter.grad
-        assert gradient is not None
-        return as_real(flat_view(gradient))
-
 
 def as_real(tensor: Tensor) -> Tensor:
     """A tensor, or if it is complex its real and imaginary parts, 1-D; of what is contiguous a view."""
@@ -132,7 +124,7 @@ def make_buckets(order: Sequence[tuple[str, nn.Parameter]], limit: int) -> list[
     cuts: list[list[int]] = []
     for members in kinds.values():
         sizes = [order[index][1].numel() * order[index][1].element_size() for index in members]
-        cuts += [[members[place] for place in cut] for cut in cut_buckets(sizes, limit)]
+        cuts += [[members[number] for number in cut] for cut in cut_buckets(sizes, limit)]
     buckets = []
     for number, cut in enumerate(sorted(cuts, key=lambda cut: cut[-1])):
         slots, offset = [], 0

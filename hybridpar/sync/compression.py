@@ -13,19 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.group import Group, split
+from hybridpar.comm.group import Group
 from hybridpar.comm.world import World, all_reduce_bytes
-from hybridpar.compress import (
-    Coder,
-    Exchange,
-    Phase,
-    PhaseTimer,
-    Policy,
-)
+from hybridpar.compress import Coder, Exchange, PhaseTimer, Policy
 from hybridpar.compress.codec import Full
-from hybridpar.compress.coders import ParameterCoders, in_rows
+from hybridpar.compress.coders import BucketExchange, ParameterCoders
 from hybridpar.compress.feedback import FeedbackCoder
-from hybridpar.compress.nodes import NodeExchange, NodeWorlds
+from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
 from hybridpar.sync.buckets import Bucket
@@ -86,13 +80,13 @@ class Compression(ParameterCoders):
             *(policy, party.rank, party.size, seed),
             average=False,
             nodes=None if nodes is None else nodes.nodes,
-            place=0 if nodes is None else nodes.inside.rank,  # ranks there are in the order of places in the node
+            node_rank=0 if nodes is None else nodes.inside.rank,  # ranks there are in the order of places in the node
         )
         self._world = world
         self._nodes = nodes
         self._groups = list(groups)
         self._buckets: tuple[Bucket, ...] = ()
-        self._exchanges: dict[int, Exchange | NodeExchange] = {}
+        self._exchanges: dict[int, BucketExchange] = {}
         self._steps = 0
         #: Whether what was loaded last was restored.
         self.went_on = False
@@ -112,32 +106,24 @@ class Compression(ParameterCoders):
 
     def exchange(self, bucket: Bucket) -> Exchange:
         """What sends a bucket whose gradients are encoded one by one."""
-        exchange = self._exchanges[bucket.index]
-        assert isinstance(exchange, Exchange)
+        exchange = self._exchanges[bucket.index].coded
+        assert exchange is not None
         return exchange
 
     def add(self, bucket: Bucket, flat: Tensor, group: Group) -> BucketCost:
         """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them."""
+        across, inside = (group, None) if self._nodes is None else self._nodes.groups(self._groups.index(group))
         exchange = self._exchanges.get(bucket.index)
         if exchange is None:
-            inner = self._nodes.inner(self._groups.index(group)) if self._nodes and self._on_one_node else None
-            return add_plainly(bucket, flat, inner or group, self._world.size)
-        parameters = [slot.parameter for slot in bucket.slots]
-        with in_rows(flat, parameters):
-            if isinstance(exchange, NodeExchange):
-                assert self._nodes is not None
-                timer = self._nodes.run(exchange, self._groups.index(group), flat)
-                full = all_reduce_bytes(4 * exchange.led, self._party.size)
-            else:
-                parts = split(flat, [one.numel() for one in parameters])
-                timer = exchange.run(group, parts, parts)
-                full = all_reduce_bytes(bucket.bytes, self._world.size)
-        return BucketCost(full, exchange.traffic.wire, timer)
+            return add_plainly(bucket, flat, inside if self._on_one_node and inside else group, self._world.size)
+        timer = exchange.add(flat, across, inside)
+        return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), exchange.traffic.wire, timer)
 
     def settle(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
         """A step is over, in which all buckets were added."""
         for exchange in self._exchanges.values() if committed else ():
-            exchange.commit(unused)
+            if exchange.coded is not None:
+                exchange.coded.commit(unused)
         if costs is not None and self._steps % RESIDUAL_EVERY == 0:
             for name, coder in self._coders.items():
                 if isinstance(coder, FeedbackCoder):
@@ -157,13 +143,6 @@ class Compression(ParameterCoders):
         if self._undecided is not None:
             (decision, unused, costs), self._undecided = self._undecided, None
             self.settle(decision.committed, unused, costs)
-            self.use_rate()
-
-    def set_rate(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use, see `ParameterCoders`."""
-        super().set_rate(learning_rate)
-        if self._undecided is None:
-            self.use_rate()
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """For each parameter the codec that it is sent as, and bytes of a step: as it is, and as that codec.
@@ -221,7 +200,7 @@ def add_plainly(bucket: Bucket, flat: Tensor, group: Group, workers: int) -> Buc
     timer = PhaseTimer(flat.device) if flat.device.type == "cpu" else None
     group.all_reduce(flat)
     if timer is not None:
-        timer.end(Phase.WIRE)
+        timer.end("wire")
     sent = all_reduce_bytes(bucket.bytes, workers)
     return BucketCost(sent, sent, timer)
 

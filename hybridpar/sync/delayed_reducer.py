@@ -36,9 +36,8 @@ class DelayedReducer(Reducer):
         # Of the host: whether gradients of a step before wait to be sent, and what is known of that step.
         self._waits = False
         self._before: StepGradients | None = None
-        # Of the stage's lane: the gradients that wait, by parameter, and the rate of their step; those that are summed.
+        # Of the stage's lane: the gradients that wait, by parameter; those that are summed.
         self._waiting: dict[str, Tensor] = {}
-        self._rate = 0.0
         self._summed: dict[str, Tensor] = {}
         self._used: list[bool] = []
 
@@ -67,7 +66,6 @@ class DelayedReducer(Reducer):
         """On the stage's lane: bring the gradients that wait together in their buckets."""
         if self.compression is not None:
             self.compression.catch_up()
-            self.compression.set_rate(self._rate)
         waiting, self._waiting = self._waiting, {}
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._used = [slot.name in waiting for slot in slots]
@@ -85,9 +83,8 @@ class DelayedReducer(Reducer):
         """No events: the backward pass sends nothing."""
         return []
 
-    def begin_last(self, step: StepGradients, rate: float | None = None) -> None:
-        """The next backward pass is the last of the step. The rate counts when its gradients are sent."""
-        self._rate = self._rate if rate is None else rate
+    def begin_last(self, step: StepGradients) -> None:
+        """The backward pass sends nothing."""
 
     def flush(self) -> list[bool]:
         """After the last backward pass: keep its gradients to be sent when the next step begins."""
@@ -126,8 +123,7 @@ class DelayedReducer(Reducer):
         """The order of buckets, what codecs keep, and the gradients that wait."""
         state = super().state_dict()
         if self._waits:
-            gradients = {name: gradient.detach().clone() for name, gradient in self._waiting.items()}
-            state["late"] = {"gradients": gradients, "rate": self._rate}
+            state["late"] = {name: gradient.detach().clone() for name, gradient in self._waiting.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,5 +133,4 @@ class DelayedReducer(Reducer):
         late = state.get("late") if sorted(state.get("order", ())) == sorted(self._parameters) else None
         self._waits, self._waiting = late is not None, {}
         if late is not None:
-            self._waiting = {name: value.to(self._world.device) for name, value in late["gradients"].items()}
-            self._rate = float(late["rate"])
+            self._waiting = {name: value.to(self._world.device) for name, value in late.items()}

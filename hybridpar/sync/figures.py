@@ -90,9 +90,9 @@ def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
     return SyncFigures(
         sum(cost.full for cost in costs),
         sum(cost.sent for cost in costs),
-        encode_ms=sum(time.encode for time in times) if times else None,
-        wire_ms=sum(time.wire for time in times) if times else None,
-        decode_ms=sum(time.decode for time in times) if times else None,
+        encode_ms=sum(time["encode"] for time in times) if times else None,
+        wire_ms=sum(time["wire"] for time in times) if times else None,
+        decode_ms=sum(time["decode"] for time in times) if times else None,
         sync_ms=_covered(timer.span(timers[0]) for timer in timers) if timers else None,
         residual_norm=sum(squares.values()) ** 0.5 if squares else None,
         residual_norms={name: square**0.5 for name, square in squares.items()} or None,

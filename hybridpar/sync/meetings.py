@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hybridpar.comm.connections import Connected, connect
 from hybridpar.comm.group import Group
 from hybridpar.comm.world import World, all_reduce_bytes
-from hybridpar.compress import Exchange, Phase, PhaseTimer
+from hybridpar.compress import Exchange, PhaseTimer
 from hybridpar.compress.received import Received, Sum, hand_over
 from hybridpar.sync.buckets import Bucket, sum_of_squares
 from hybridpar.sync.figures import BucketCost
@@ -30,9 +30,6 @@ from hybridpar.sync.pieces import PIECE
 
 #: Slots of shared memory begin at whole cache lines.
 _ALIGN = 64
-
-#: A worker's gradient of a larger norm counts as not finite.
-_MOST_NORM = 1e35
 
 
 class Meeting(ABC):
@@ -219,7 +216,7 @@ class SharedMeeting(Meeting):
         self.received = [Sum(terms) for terms in self._terms]
         self._squares = torch.zeros(len(bucket.slots), dtype=torch.float64)
         # Below this sum of squares the sum of all workers' gradients cannot overflow.
-        self._safe_squares = min(torch.finfo(bucket.dtype).max / shared.world.size, _MOST_NORM) ** 2
+        self._safe_squares = min(torch.finfo(bucket.dtype).max / shared.world.size, 1e150) ** 2
         self._into = self._squares.unbind()
 
     def take(self, index: int, gradient: Tensor) -> None:
@@ -229,7 +226,7 @@ class SharedMeeting(Meeting):
     def meet(self, group: Group) -> BucketCost:
         timer = PhaseTimer(torch.device("cpu"))
         self._shared.meet()
-        timer.end(Phase.WIRE)
+        timer.end("wire")
         return BucketCost(self._sent, self._sent, timer)
 
     def squares(self, world: World, *, exact: bool) -> Tensor | float | None:
@@ -241,16 +238,14 @@ class SharedMeeting(Meeting):
                 for index in order[world.rank :: world.size]
             ]
             return torch.stack(mine).sum() if mine else 0.0
-        total = float(self._squares.sum())
-        if not total < self._safe_squares:  # the sum itself may have overflowed
-            total = float(torch.stack([sum_of_squares(one) for one in self._mine]).sum())
-        is_safe = total < self._safe_squares
-        if not is_safe and total < _MOST_NORM**2:  # of a type with a smaller range: only the sums themselves tell
-            sums = [torch.empty_like(one) for one in self._mine]
-            for received, out in zip(self.received, sums, strict=True):
-                received.write(out)
-            is_safe = all(bool(torch.isfinite(out).all()) for out in sums)
-        return 0.0 if is_safe else float("inf")
+        if float(self._squares.sum()) < self._safe_squares:
+            return 0.0
+        for received, mine in zip(self.received, self._mine, strict=True):  # only the sums themselves tell
+            out = torch.empty_like(mine)
+            received.write(out)
+            if not bool(torch.isfinite(out).all()):
+                return float("inf")
+        return 0.0
 
 
 def _squares_of(received: Received, parameter: nn.Parameter) -> Tensor:

@@ -58,7 +58,7 @@ OuterOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 _STAYS = 0.5
 
 #: What of an exchange under way is saved.
-_SAVED = ("fragment", "message", "head", "plain", "whole", "sound", "good")
+_SAVED = ("fragment", "message", "head", "plain", "as_weights", "sound", "good")
 
 
 class Transfer(NamedTuple):
@@ -147,7 +147,7 @@ class OuterExchange:
         message: What workers add up: the report, the weight, then the statistics.
         head: How many numbers the report has.
         plain: The result is the mean, whatever the optimizer.
-        whole: Weights are sent, not outer gradients.
+        as_weights: Weights are sent, not outer gradients.
         sound: Whether what this worker sent was finite.
         good: Whether what came of it is finite, and somebody had samples; on all workers alike.
         costs: What it cost.
@@ -158,7 +158,7 @@ class OuterExchange:
     message: Tensor
     head: int
     plain: bool
-    whole: bool
+    as_weights: bool
     sound: Tensor | None = None
     good: Tensor | None = None
     costs: SyncCosts = field(default_factory=SyncCosts)
@@ -199,17 +199,17 @@ class _Fragment:
         torch._foreach_copy_(self.weights, [*self.parameters.values()])
         self.optimizer = None if make is None else make(self.weights)
 
-    def collect(self, bucket: Bucket, *, whole: bool) -> Tensor:
+    def collect(self, bucket: Bucket, *, as_weights: bool) -> Tensor:
         """What this worker sends of a bucket: its weights, or how far it is from those of the last exchange."""
         for slot in bucket.slots:
             parameter = self.parameters[slot.name]
-            slot.parameter.grad = parameter.clone() if whole else slot.parameter - parameter
+            slot.parameter.grad = parameter.clone() if as_weights else slot.parameter - parameter
         return bucket.collect()
 
     def step(self, exchange: OuterExchange) -> None:
         """Move the weights by what came of the exchange; without an optimizer to the mean."""
         gradients: Any = [weight.grad for weight in self.weights]
-        if exchange.whole:
+        if exchange.as_weights:
             torch._foreach_copy_(self.weights, gradients)
         elif exchange.plain or self.optimizer is None:
             torch._foreach_sub_(self.weights, gradients)
@@ -348,12 +348,12 @@ class OuterLoop:
                 "Freeze parameters before the Trainer is made.",
             )
         fragment = self.fragments[index]
-        whole = fragment.compression is None and (plain or self.is_mean)
+        as_weights = fragment.compression is None and (plain or self.is_mean)
         message = torch.tensor([*report, weight], dtype=torch.float64, device=self._team.device)
         if index == len(self.fragments) - 1 and self._team.size > 1:  # with which the statistics go
             message = torch.cat((message, self._statistics.message(weight).to(message.device)))
-        exchange = self.exchange = OuterExchange(index, message, len(report), plain, whole)
-        flats = {bucket: fragment.collect(bucket, whole=whole) for bucket in self._buckets(fragment)}
+        exchange = self.exchange = OuterExchange(index, message, len(report), plain, as_weights)
+        flats = {bucket: fragment.collect(bucket, as_weights=as_weights) for bucket in self._buckets(fragment)}
         self._lane.wait(self._lanes.caller.record())
         self._lane.submit(lambda: self._carry(exchange, flats), uses=[*flats.values(), message])
         exchange.done = self._lane.record()

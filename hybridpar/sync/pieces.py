@@ -50,10 +50,10 @@ class Gradients:
         squares = []
         for parameter in self.received:
             parameter.grad = torch.empty_like(parameter)
-            whole = flat_view(parameter.grad)
-            self.write(parameter, whole)
+            flat = flat_view(parameter.grad)
+            self.write(parameter, flat)
             if self.unmeasured:
-                squares.append(sum_of_squares(whole))
+                squares.append(sum_of_squares(flat))
         return torch.stack(squares).sum() if squares else None
 
 
@@ -81,15 +81,6 @@ def can_step(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def step_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients | None) -> Tensor | None:
-    """Step any optimizer: in pieces where it can be stepped so, else on what is in `.grad`."""
-    if gradients is not None and can_step(optimizer):
-        return step_in_pieces(optimizer, gradients)
-    squares = None if gradients is None else gradients.materialise()
-    optimizer.step()
-    return squares
-
-
 @torch.no_grad()
 def step_in_pieces(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Tensor | None:
     """Step an optimizer on gradients that were not written; return their sum of squares where it is wanted."""
@@ -108,17 +99,17 @@ def _go_through(
     parameter: nn.Parameter, gradients: Gradients, squares: Tensor, step: Callable[..., None], *state: Tensor
 ) -> None:
     """Step a parameter piece by piece. `step` is given elements, their gradients, and those of `state`."""
-    whole = flat_view(parameter)
-    size = PIECE * torch.get_num_threads() if gradients.received[parameter].in_pieces else max(whole.numel(), 1)
-    memory = torch.empty(min(size, whole.numel()), dtype=whole.dtype)
-    for start in range(0, whole.numel(), size):
+    flat = flat_view(parameter)
+    size = PIECE * torch.get_num_threads() if gradients.received[parameter].in_pieces else max(flat.numel(), 1)
+    memory = torch.empty(min(size, flat.numel()), dtype=flat.dtype)
+    for start in range(0, flat.numel(), size):
         piece = slice(start, start + size)
-        part = whole[piece]
+        part = flat[piece]
         gradient = memory[: part.numel()]
         gradients.write(parameter, gradient, start)
         if gradients.unmeasured:
             squares += torch.dot(gradient, gradient)
-        step(part, gradient, *(one[piece] for one in state))
+        step(part, gradient, *(tensor[piece] for tensor in state))
 
 
 def _as_laid(state: dict[str, Any], name: str, parameter: nn.Parameter) -> Tensor:
@@ -168,7 +159,7 @@ def _adam(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gr
         state["step"] += 1
 
         def update_piece(part: Tensor, gradient: Tensor, *averages: Tensor) -> None:
-            lists = [[one] for one in averages] + [[]] * (3 - len(averages))
+            lists = [[tensor] for tensor in averages] + [[]] * (3 - len(averages))
             update([part], [gradient], *lists, [state["step"]], **fixed)
 
         _go_through(parameter, gradients, squares, update_piece, *(_as_laid(state, name, parameter) for name in names))

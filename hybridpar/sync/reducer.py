@@ -105,7 +105,7 @@ class Reducer:
         self._sync_lanes = sync_lanes
         self._options = options
         self._measure = measure
-        self._complex = any(one.is_complex() for one in parameters.values())
+        self._complex = any(parameter.is_complex() for parameter in parameters.values())
         self._steps = 0
         #: What compresses gradients here, if anything does.
         self.compression: Compression | None = None
@@ -139,11 +139,11 @@ class Reducer:
         """Decide how all buckets meet, from the options, the device and the parameters."""
         options, parameters = self._options, self._parameters.values()
         in_hook = self._compute.device.type == "cpu" and not options.delayed  # the gradient is in the cache there
-        in_hook = in_hook and all(one.is_floating_point() and is_dense(one) for one in parameters)
+        in_hook = in_hook and all(parameter.is_floating_point() and is_dense(parameter) for parameter in parameters)
         if not options.policy.changes_nothing:
             groups = [group for _, group in self._sync_lanes]
             self.compression = Compression(options.policy, self._world, groups, options.seed, nodes)
-            fits = all(one.dtype == torch.float32 and has_rows(one) for one in parameters)
+            fits = all(parameter.dtype == torch.float32 and has_rows(parameter) for parameter in parameters)
             self._encodes = in_hook and fits and nodes is None and options.policy.at_once
         elif in_hook and self._world.transport == "shared memory":
             try:
@@ -188,13 +188,10 @@ class Reducer:
             step.marks = [self._lanes.event() for _ in self.buckets]
         return step.marks
 
-    def begin_last(self, step: StepGradients, rate: float | None = None) -> None:
+    def begin_last(self, step: StepGradients) -> None:
         """On the stage's lane: the next backward pass is the last of the step, so full buckets are sent from now on."""
-        if self.compression is not None:
-            if self._encodes or not self._inline:
-                self.compression.catch_up()
-            if rate is not None and self.compression.rescaling:
-                self.compression.set_rate(rate)
+        if self.compression is not None and (self._encodes or not self._inline):
+            self.compression.catch_up()
         for meeting in self._meetings:
             meeting.open()
         step.releasing = True
@@ -222,7 +219,7 @@ class Reducer:
         """
         if self._world.size > 1 or not self._measure:
             return
-        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if not gradients:
             return
         if self._complex:
@@ -261,12 +258,9 @@ class Reducer:
         if self.unwritten is not None:
             self.unwritten.factor = factor
             return
-        used = [bucket for bucket in self.buckets if any(slot.parameter.grad is not None for slot in bucket.slots)]
-        gradients = [bucket.flat() for bucket in used]
-        if not self.buckets:
-            gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def first_bad(self) -> str | None:
         """Name of the first parameter, in the model's order, whose gradient is not finite."""
@@ -385,13 +379,15 @@ class Reducer:
 
     def is_cut(self) -> bool:
         """Whether the buckets still fit: no parameter was frozen or thawed since they were cut."""
-        return self._world.size == 1 or self._trainable == [one.requires_grad for one in self._parameters.values()]
+        return self._world.size == 1 or self._trainable == [
+            parameter.requires_grad for parameter in self._parameters.values()
+        ]
 
     def follow_trainable(self) -> None:
         """Cut the buckets anew where parameters were frozen or thawed since the last step."""
         if self.is_cut():
             return
-        self._trainable = [one.requires_grad for one in self._parameters.values()]
+        self._trainable = [parameter.requires_grad for parameter in self._parameters.values()]
         order = [(name, self._parameters[name]) for name in self._order if self._parameters[name].requires_grad]
         self.buckets = make_buckets(order, self._options.bucket_bytes if self._shared is None else 1 << 62)
         self.layout = layout_fingerprint(self.buckets)

@@ -11,8 +11,8 @@ from benchmarks.outer.accuracy import RESULTS, Run, table_of
 from benchmarks.rig.emulated import run_emulated
 from benchmarks.rig.records import read_records
 from hybridpar.comm.world import World
+from hybridpar.models.state_dicts import copy_of
 from hybridpar.planner.outer_steps import TABLE
-from hybridpar.sync.statistics import copy_of
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.training import config, make_net, share

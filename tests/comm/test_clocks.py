@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from hybridpar.comm.clocks import clock_identity, gather_spans
+from hybridpar.comm.clocks import gather_spans
 from hybridpar.comm.world import World
 from hybridpar.schedule.actions import parse_action
 from hybridpar.schedule.spans import Span, StepSpans
@@ -43,11 +43,3 @@ def test_alone_nothing_moves():
     found = gather_spans(World(), {7: spans_at(3.0)})
     assert found.steps == {7: {0: spans_at(3.0)}}
     assert (found.clocks, found.ahead) == (1, 0.0)
-
-
-def identity(world):
-    return clock_identity()
-
-
-def test_processes_of_one_machine_read_one_clock():
-    assert len({clock_identity(), *run_ranks(identity, 2)}) == 1

@@ -133,12 +133,6 @@ def test_workers_must_fill_the_layout(workers: int) -> None:
     assert f"Start {workers} workers" in caught.value.fix
 
 
-@pytest.mark.parametrize("pair", [(1, 1), (0, 3), (-1, 2)])
-def test_channels_are_between_two_stages(pair: tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match=f"from stage {pair[0]} to stage {pair[1]} of 3"):
-        Grid(World(rank=1, size=3), line(3, 3), [(0, 1), pair])
-
-
 def disagree(world: World) -> str:
     with pytest.raises(SyncError) as caught:
         Grid(world, line(2, 2), [(0, 1)] if world.rank else [(0, 1), (1, 0)])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rig.in_process import InProcessGroup, Meeting
-from hybridpar.comm import connections
+from hybridpar.comm import connections, handshake
 from hybridpar.comm import sockets as sockets_module
 from hybridpar.comm.connections import connect
 from hybridpar.comm.group import Group, Reduction, TorchGroup, open_group
@@ -418,12 +418,12 @@ def test_the_token_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     token, sent = "a token of this job", list[bytes]()
     monkeypatch.setenv(TOKEN_VARIABLE, token)
 
-    def receive(connection: socket.socket, size: int) -> bytes:
-        sent.append(real(connection, size))
+    def receive(connection: socket.socket, size: int, *deadline: float) -> bytes:
+        sent.append(real(connection, size, *deadline))
         return sent[-1]
 
-    real = connections._receive
-    monkeypatch.setattr(connections, "_receive", receive)
+    real = handshake._receive
+    monkeypatch.setattr(handshake, "_receive", receive)
     gathered = list[object]()
 
     def open_group(meeting: Meeting, rank: int) -> Group:
@@ -434,7 +434,7 @@ def test_the_token_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         return opened(SocketGroup, gather, 2, rank)
 
     on_threads(2, lambda group: None, open_group)
-    assert len(sent) == 2
+    assert sorted(map(len, sent)) == [8, 32, 36, 64]  # what the caller says, proof, greeting and reply
     assert not any(token.encode() in data for data in sent)
     assert token not in repr(gathered)
 
@@ -463,14 +463,14 @@ def problem_of(meeting: Meeting, rank: int) -> str:
 def test_where_a_worker_cannot_listen_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def door(address: str) -> Any:
+    def listen(address: str) -> Any:
         tried.append(address)
         if len(tried) == 2:
             raise OSError("no such address")
         return real(address)
 
-    real = connections._Door
-    monkeypatch.setattr(connections, "_Door", door)
+    real = connections._listen
+    monkeypatch.setattr(connections, "_listen", listen)
     meeting = Meeting(2)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: problem_of(meeting, rank), range(2))

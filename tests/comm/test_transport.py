@@ -165,35 +165,3 @@ def cross_traffic(world: World, count: int, check: bool) -> bool:
 @pytest.mark.parametrize(("size", "count", "check"), [(2, 400, False), (3, 60, True)])
 def test_traffic_in_all_directions_keeps_its_order(size: int, count: int, check: bool, shared_memory: bool) -> None:
     assert run_ranks(cross_traffic, size, count, check, shared_memory=shared_memory) == [True] * size
-
-
-def silent_peer(world: World, sends: bool) -> str:
-    inner = World.join(lanes=1, timeout=1.0, shared_memory=world.share_memory)
-    grid = Grid(inner, Layout.dealt(2, 2), [(0, 1)])
-    # Where the second worker should receive it does not, and where the first should send.
-    waits = world.rank == (0 if sends else 1)
-    error = ""
-    try:
-        with inner.named_errors("exchanging activations"):
-            if waits and sends:
-                grid.senders[1].send([torch.zeros(1 << 25, dtype=torch.uint8)])  # more than sockets and slots hold
-            elif waits:
-                grid.receivers[0].receive([MessagePart((3,))])
-    except SyncError as caught:
-        error = str(caught)
-    try:
-        world.barrier()
-    finally:
-        grid.close()
-        inner.close()
-    return error
-
-
-@BOTH_FORMS
-@pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
-def test_a_silent_peer_is_an_error_after_the_time_out(sends: bool, shared_memory: bool) -> None:
-    errors = run_ranks(silent_peer, 2, sends, timeout=60, shared_memory=shared_memory)
-    waiting = 0 if sends else 1
-    doing = f"worker {waiting} of 2 stopped while exchanging activations"
-    assert errors[waiting].startswith(f"worker {1 - waiting} did not answer within 1 s, so {doing}")
-    assert errors[1 - waiting] == ""

@@ -159,18 +159,12 @@ def divide(world):
         tensor = torch.tensor([float(world.rank + 1)])
         for group in party.lane_groups:
             group.all_reduce(tensor)
-        try:
-            party.split([[0, 1]])
-            further = ""
-        except UsageError as error:
-            further = str(error)
         return {
             "place": (party.rank, party.size, party.members, party.job_rank, party.job_size, party.is_main),
             "sum": tensor.item(),
             "gathered": party.gather(world.rank),
             "transport": party.transport,
             "error": party.peer_error("testing", RuntimeError("Timed out")).what,
-            "further": further,
         }
     finally:
         party.close()
@@ -190,14 +184,6 @@ def test_a_world_divides_into_parties(shared_memory, transport):
     assert [answer["transport"] for answer in (first, second, third)] == [transport, "none", transport]
     assert "worker 2 of 3 stopped while testing with worker 0: a peer did not answer" in third["error"]
     assert "worker 1 of 3 stopped while testing: " in second["error"]
-    assert "workers [0, 2] of 3 cannot be divided further" in first["further"]
-
-
-@pytest.mark.parametrize("parties", [[[0, 1]], [[0, 1, 2], [2]], [[0], [1], [3]], []])
-def test_every_worker_is_in_one_party(parties):
-    with pytest.raises(UsageError) as caught:
-        World(rank=1, size=3).split(parties)
-    assert "3 workers cannot be divided into" in caught.value.what
 
 
 def at_work(world: World) -> tuple[object, bool]:

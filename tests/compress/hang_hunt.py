@@ -26,9 +26,8 @@ from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.step import whole_options
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.pieces import step_optimizer
 from tests.lanes.checked import Checker, Lanes
-from tests.pipeline.oracle import run_step
+from tests.pipeline.oracle import run_step, step_optimizer
 from tests.ranks import run_ranks
 
 #: Process groups that are made; a hunt uses some of them.

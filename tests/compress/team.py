@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.rig import in_process
 from benchmarks.rig.in_process import InProcessGroup, Meeting
 from hybridpar.comm.group import Reduction
 from hybridpar.compress import Coder, Exchange, TensorSpec, bind, parse_codec
@@ -26,7 +27,7 @@ def unsent(coder: Coder) -> Tensor:
     out = torch.zeros(coder.spec.count)
     if isinstance(coder, FeedbackCoder):
         for key, part in coder.lasting.residuals.items():
-            out[part.start : part.stop].add_(coder.residual(key))
+            out[part.start : part.stop].add_(coder.unsent[key].left)
     return out
 
 
@@ -56,9 +57,24 @@ class CountedGroup(InProcessGroup):
 
 def run_together(
     exchanges: Sequence[Exchange], gradients: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]]
-) -> list[Any]:
-    """One step of all workers; the groups over which it went."""
-    return list(in_process.run_together(exchanges, gradients, outs, CountedGroup))
+) -> list[CountedGroup]:
+    """One step of all workers, by rank, on a thread each; the groups over which it went."""
+    meeting = Meeting(len(exchanges))
+    groups = [CountedGroup(meeting, rank) for rank in range(len(exchanges))]
+
+    def run(rank: int) -> None:
+        try:
+            exchanges[rank].run(groups[rank], gradients[rank], outs[rank])
+        except BaseException:
+            groups[rank].close()  # so that nobody waits for this worker
+            raise
+
+    with ThreadPoolExecutor(len(exchanges)) as pool:
+        steps = [pool.submit(run, rank) for rank in range(len(exchanges))]
+    errors = [error for error in (step.exception() for step in steps) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return groups
 
 
 class Team:

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridpar.comm import connections
 from hybridpar.comm.world import World
 from hybridpar.compress.ddp import CodecState, ddp_hook
-from hybridpar.compress.memory import WORKER, Residual
 from hybridpar.errors import CheckpointError, UsageError
 from tests.ranks import run_ranks
 
@@ -172,24 +171,3 @@ def over_torch(world: World) -> bool:
 
 def test_groups_of_torch_are_closed_once() -> None:
     assert run_ranks(over_torch, 2) == [True, True]
-
-
-def factors_of_residuals(world: World) -> list[float]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = nn.Linear(64, 8, bias=False)
-    ddp, state = make("onebit:rescale=on", model)
-    assert state is not None
-    factors = []
-    with state:
-        for rate in (0.1, 0.1, 0.05, 0.05):
-            state.set_rate(rate)
-            ddp(torch.randn(4, 64)).square().sum().backward()
-            memory = state.rescaling[0].lasting.memory[WORKER]
-            assert isinstance(memory, Residual)
-            factors.append(memory.factor)
-    dist.destroy_process_group()
-    return factors
-
-
-def test_what_is_left_follows_the_rate_that_is_said_before_a_backward_pass() -> None:
-    assert run_ranks(factors_of_residuals, 1) == [[1.0, 1.0, 2.0, 1.0]]

@@ -69,22 +69,21 @@ def test_stripes_are_cut_as_cntk_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gradient", "fix"),
+    "gradient",
     [
-        (torch.zeros(9, dtype=torch.float64), "in float32"),
-        (torch.zeros(9, dtype=torch.complex64), "view_as_real"),
-        (torch.zeros(9).to_sparse(), "sparse=False"),
-        (torch.zeros(9, 1), "view"),
-        (torch.zeros(8), "Bind a new coder"),
+        torch.zeros(9, dtype=torch.float64),
+        torch.zeros(9, dtype=torch.complex64),
+        torch.zeros(9).to_sparse(),
+        torch.zeros(9, 1),
+        torch.zeros(8),
     ],
     ids=["type", "complex", "sparse", "shape", "size"],
 )
-def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor, fix: str) -> None:
+def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor) -> None:
     exchange = exchange_of({"a": "onebit", "b": "none"}, workers=1)
     tensors = [torch.zeros(1320), gradient]
-    with pytest.raises(UsageError, match=r"gradient of 'b' is .* and torch.float32 of shape") as caught:
+    with pytest.raises(UsageError, match=r"gradient of 'b' is .* and torch.float32 of shape"):
         exchange.run(InProcessGroup(Meeting(1), 0), tensors, tensors)
-    assert fix in caught.value.fix
     # Nothing was started.
     right = [[torch.zeros(1320), torch.zeros(9)]]
     run_together([exchange], right, right)

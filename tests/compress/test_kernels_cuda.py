@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,13 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen import nvrtc as kernel_cuda
-from hybridpar.compress import kernels, parse_codec
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
+from hybridpar.compress.codecs.qsgd import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, THREADS, CudaKernels
-from hybridpar.compress.levels import LevelQuantiser
 from hybridpar.compress.memory import Memory, Residual, Scratch
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
@@ -35,9 +34,6 @@ from tests.compress.team import same_bits
 
 CPU = torch.device("cpu")
 SCRATCH = Scratch(CPU)
-
-#: Registers of a thread such that four blocks fit on a multiprocessor, which has 65536.
-MOST_REGISTERS = 65536 // (4 * THREADS)
 
 
 @pytest.fixture
@@ -56,27 +52,11 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 
-def figures(log: str) -> dict[str, tuple[int, int, int]]:
-    """Bytes of stack, bytes spilled and registers of each kernel, as ptxas says."""
-    found = re.findall(
-        r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers",
-        log,
-        flags=re.DOTALL,
-    )
-    return {name: (int(stack), int(spilled), int(registers)) for name, stack, spilled, registers in found}
-
-
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_it_compiles_and_keeps_to_registers(
-    architecture: str, tmp_path: Path, cuda_compiler: kernel_cuda.Compile
-) -> None:
-    code, log = cuda_compiler(SOURCE.read_bytes(), architecture, tmp_path)
+def test_it_compiles(architecture: str, tmp_path: Path, cuda_compiler: kernel_cuda.Compile) -> None:
+    code, _ = cuda_compiler(SOURCE.read_bytes(), architecture, tmp_path)
     assert code[:4] == b"\x7fELF"
-    seen = figures(log)
-    assert set(seen) == set(PARAMETERS)
-    for name, (stack, spilled, registers) in seen.items():
-        assert stack == spilled == 0, name
-        assert registers <= MOST_REGISTERS, name
+    assert all(name.encode() in code for name in PARAMETERS)
 
 
 def test_numbers_are_those_of_the_source() -> None:
@@ -281,17 +261,3 @@ def test_what_is_too_long_goes_to_torch(found: CudaKernels, monkeypatch: pytest.
     monkeypatch.setattr(found, "most_values", 99, raising=False)
     assert not kernels.largest(torch.ones(100), torch.empty(1))
     assert kernels.largest(torch.ones(99), torch.empty(1))
-
-
-def test_kernels_are_built_for_the_device_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
-    kernels.table.cache_clear()
-    asked: list[torch.device] = []
-    monkeypatch.setattr(CudaKernels, "load", classmethod(lambda cls, device: asked.append(device)))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    kernels.prepare(parse_codec("onebit"), torch.device("cuda", 1))
-    kernels.prepare(parse_codec("twobit"), torch.device("cuda"))
-    kernels.prepare(parse_codec("twobit"), torch.device("cuda", 1))
-    kernels.prepare(parse_codec("powersgd"), torch.device("cuda", 3))
-    assert asked == [torch.device("cuda", 1), torch.device("cuda", 2)]
-    kernels.table.cache_clear()

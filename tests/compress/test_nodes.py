@@ -34,7 +34,7 @@ def test_nodes(names: tuple[str, ...], members: Any, leaders: int, columns: Any)
     nodes = Nodes.of(names)
     assert (nodes.members, nodes.leaders, nodes.columns, nodes.pays) == (members, leaders, columns, True)
     for node in nodes.members:
-        assert [nodes.place_of(rank) for rank in node] == list(range(len(node)))
+        assert [nodes.rank_in_node(rank) for rank in node] == list(range(len(node)))
 
 
 @pytest.mark.parametrize("names", ["aaaa", "abcd", "a"])
@@ -83,7 +83,7 @@ def test_replicas_stay_equal_and_leaders_share_the_work(names: tuple[str, ...], 
     assert sum(count for _, _, count in found) == 2 * len(list(net().parameters()))  # once on each node
     sending = [wire > 0 for _, wire, _ in found]
     nodes = Nodes.of(names)
-    assert sending == [nodes.place_of(rank) < nodes.leaders for rank in range(4)]
+    assert sending == [nodes.rank_in_node(rank) < nodes.leaders for rank in range(4)]
 
 
 # ---------------------------------------------------------------------------------------------------------- training

@@ -29,7 +29,7 @@ from hybridpar.schedule.costs import Costs, Link, unit_ms
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.pieces import step_optimizer
+from hybridpar.sync.pieces import Gradients, can_step, step_in_pieces
 from tests.lanes.checked import Checker, Lanes
 
 Batch = tuple[Tensor, Tensor]
@@ -489,3 +489,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 #: Those that need a loss of their own, by name.
 MORE_MODELS: dict[str, Callable[[], nn.Module]] = {**MODELS, "ignored": Ignored}
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients | None) -> Tensor | None:
+    """Step any optimizer: in pieces where it can be stepped so, else on what is in `.grad`."""
+    if gradients is not None and can_step(optimizer):
+        return step_in_pieces(optimizer, gradients)
+    squares = None if gradients is None else gradients.materialise()
+    optimizer.step()
+    return squares

@@ -23,7 +23,6 @@ from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.schedule.actions import Action, Kind
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
-from hybridpar.sync.pieces import step_optimizer
 from tests.lanes.checked import Checker
 from tests.partition.nets import CASES as HARD_MODELS
 from tests.pipeline.oracle import (
@@ -43,6 +42,7 @@ from tests.pipeline.oracle import (
     run_step,
     seeded,
     state_of,
+    step_optimizer,
     train_stages,
     train_whole,
     with_sync,

@@ -23,7 +23,6 @@ from hybridpar.errors import TrainingError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.schedule.layout import Layout
-from hybridpar.sync.pieces import step_optimizer
 from tests.pipeline.oracle import (
     Residuals,
     Setting,
@@ -35,6 +34,7 @@ from tests.pipeline.oracle import (
     run_step,
     seeded,
     sgd,
+    step_optimizer,
     train_stages,
     with_sync,
 )

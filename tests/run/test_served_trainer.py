@@ -14,8 +14,7 @@ from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.run import served_trainer
 from hybridpar.run.served_trainer import ServedTrainer
-from hybridpar.server.process import Process
-from hybridpar.server.world import ServerWorld
+from hybridpar.server.process import Process, ServerWorld
 
 
 @pytest.fixture(params=["ps", "ps-async"])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.server import PushEncoder, Rules, Shard, cut_model
+from hybridpar.server import Rules, Shard, cut_model
+from hybridpar.server.encoding import PushEncoder
 from tests.compress.team import unsent as unsent_by
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,8 +93,7 @@ class Served:
     def kill(self, number: int) -> None:
         """As the system would: all sockets of a shard are closed."""
         server = self.servers[number]
-        with contextlib.suppress(OSError):
-            server._listener.shutdown(socket.SHUT_RDWR)
+        server._door.close()
         for peer in list(server._peers):
             peer.connection.end()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hybridpar.compress import CODECS, Policy, parse_codec, read_policy
-from hybridpar.server import PushDecoder, PushEncoder, cut_model
+from hybridpar.server import cut_model
+from hybridpar.server.encoding import PushDecoder, PushEncoder
 from tests.compress.team import same_bits
 from tests.compress.test_every_codec import VARIANTS
 

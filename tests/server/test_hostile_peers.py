@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hybridpar.comm.handshake import GREETING_BYTES, PROOF_BYTES, WorkerHandshake
+from hybridpar.comm.handshake import knock
 from hybridpar.errors import SyncError
 from hybridpar.formats.messages import take_apart, tensor_facts
-from hybridpar.server import Rules
-from hybridpar.server.serve import HANDSHAKE_SECONDS
-from tests.server.serving import TOKEN, Clock, Served, Worker, copies, serving
+from hybridpar.server import Rules, serve
+from tests.server.serving import TOKEN, Served, Worker, copies, serving
 
 RULES = Rules.asynchronous(2)
 
@@ -63,14 +62,13 @@ def connect(served: Served) -> socket.socket:
 
 def shaken(served: Served, token: str = TOKEN) -> socket.socket:
     """A connection of somebody who knows the token."""
-    made, handshake = connect(served), WorkerHandshake(token, served.servers[0].address)
-    made.sendall(handshake.reply(received(made, GREETING_BYTES)))
-    handshake.check(received(made, PROOF_BYTES))
+    made = connect(served)
+    knock(made, token, served.servers[0].address)
     return made
 
 
 def strangers(served: Served) -> list[object]:
-    return [peer for peer in served.servers[0]._peers if not peer.is_known]
+    return list(served.servers[0]._door._strangers)
 
 
 def received(connection: socket.socket, count: int) -> bytes:
@@ -182,8 +180,8 @@ def test_a_worker_that_goes_wrong_is_gone_and_the_others_go_on(served, worker, w
     other = Worker(served, 1, model, RULES)
     other.begin()
     link = other.servers.links[0]
-    sent(link._connection._socket, wrong)
-    assert_closed(link._connection._socket.dup())
+    sent(link._connection.socket, wrong)
+    assert_closed(link._connection.socket.dup())
     assert_served(worker)
     assert served.servers[0]._workers.keys() == {0}
     other.servers.close(graceful=False)
@@ -216,19 +214,15 @@ def test_a_worker_tells_nothing_to_a_server_that_does_not_know_the_token():
         stranger.close()
 
 
-def test_who_is_slow_to_reply_is_not_waited_for():
-    clock = Clock()
-    with serving(RULES, clock=clock) as served:
+def test_who_is_slow_to_reply_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 1.0)
+    with serving(RULES) as served:
         worker = Worker(served, 0, copies(1)[0], RULES)
         worker.begin()
         silent, slow = connect(served), connect(served)
-        received(silent, GREETING_BYTES), received(slow, GREETING_BYTES)
-        slow.sendall(bytes(10))
-        clock.seconds += HANDSHAKE_SECONDS - 1
+        received(silent, 36), received(slow, 36)
         slow.sendall(bytes(10))
         worker.step(0)
-        assert len(strangers(served)) == 2
-        clock.seconds += 2
         assert_closed(silent), assert_closed(slow)
         assert_served(worker)
         worker.close()
@@ -236,11 +230,11 @@ def test_who_is_slow_to_reply_is_not_waited_for():
 
 def test_many_who_wait_for_nothing_keep_nobody_out(served, worker, monkeypatch):
     server = served.servers[0]
-    server._most_waiting = 5
+    server._door._most = 5
     crowd = []
     for _ in range(20):
         crowd.append(connect(served))
-        received(crowd[-1], GREETING_BYTES)
+        received(crowd[-1], 36)
     other = Worker(served, 1, copies(1)[0], RULES)
     other.begin()
     assert len(strangers(served)) <= 5

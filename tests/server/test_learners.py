@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hybridpar.compress import CODECS, ErrorFeedback, Policy, parse_codec
-from hybridpar.server import Push, PushDecoder, PushEncoder, Rules, Shard, cut_model
+from hybridpar.server import Push, Rules, Shard, cut_model
+from hybridpar.server.encoding import PushDecoder, PushEncoder
 from tests.server.problems import DigitsGradient, sgd, unsent
 from tests.server.test_encoding import STRIPES
 

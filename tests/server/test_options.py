@@ -14,35 +14,6 @@ from tests.small_nets import plain
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"sync": "softsync:0", "nproc": 3}, "--sync softsync:0: split=0"),
-        ({"sync": "softsync:4", "nproc": 3}, "softsync:4 with 3 workers"),
-        ({"sync": "ps,servers=-1"}, "--sync ps,servers=-1: servers=-1"),
-        ({"sync": "ps", "plan": "some.json"}, "--plan some.json with --sync ps"),
-        ({"sync": "ps", "replicas": 2}, "--replicas 2 with --sync ps"),
-        (
-            {"sync": "ps", "stages": 2, "replicas": 2, "placement": "0,0;1,2"},
-            "--placement 0,0;1,2 with --sync ps",
-        ),
-        ({"sync": "ps", "optimizer": "timm/kron"}, "--optimizer timm/kron with --sync ps"),
-        (
-            {"sync": "ps", "optimizer": "adafactor", "memory_format": "channels_last"},
-            "--optimizer adafactor with --sync ps",
-        ),
-        ({"sync": "ps", "compress": "auto"}, "--compress auto with --sync ps"),
-        ({"sync": "ps", "batch_norm": "sync"}, "--batch-norm sync with --sync ps"),
-        ({"sync": "ps", "kernels": "auto"}, "--kernels auto with --sync ps"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(options, what):
-    with pytest.raises(UsageError) as refused:
-        TrainConfig(**options).check()
-    assert what in refused.value.what
-    assert refused.value.why or refused.value.fix
-
-
-@pytest.mark.parametrize(
     ("sync", "workers", "collect", "barrier", "rate"),
     [
         ("ps", 3, 3, True, 1.0),

@@ -15,6 +15,7 @@ import torch
 from timm.utils import dispatch_clip_grad
 from torch import nn
 
+from hybridpar.comm.handshake import knock
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.models import learning_rate_scales
@@ -369,7 +370,6 @@ def test_a_worker_that_is_silent_is_said_to_be_where_nobody_waits_for_it(silent,
         assert len(told) + len(caplog.messages) == count == 1, "it is said once"
         assert silent in server._workers
         assert team[silent].step(9).applied  # its gradient counts, by its age
-        hear(f"worker {silent} goes on after 120 s of silence")
         together([worker.close for worker in team])
     assert not served.problems
 
@@ -386,7 +386,7 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
         eventually(lambda: server._waiting_since is not None)
         clock.seconds += 21
         if silent == 0:
-            eventually(lambda: "worker 0 for 21 s; others wait for it, at most 200 s" in caplog.text)
+            eventually(lambda: "worker 0 for 21 s; others wait for it" in caplog.text)
             assert not waits.done()
             clock.seconds += 180
         assert waits.result(20) == {other.number: "here"}
@@ -456,8 +456,8 @@ def test_a_server_that_has_ended_takes_nobody_in():
         link = late.servers.links[0]
         host, _, port = link._address.rpartition(":")
         link._connection = Connection(socket.create_connection((host, int(port)), 10), 10.0, 10.0)
-        link._connection.knock(link._token, link._address)  # it is let in, and has not said who it is
-        eventually(lambda: any(peer.is_known and peer.hello is None for peer in served.servers[0]._peers))
+        knock(link._connection.socket, link._token, link._address)  # it is let in, and has not said who it is
+        eventually(lambda: any(peer.hello is None for peer in served.servers[0]._peers))
         first.close()
         eventually(lambda: served.servers[0]._ended)
         with pytest.raises(OSError, match=r"closed|reset|pipe"):

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.server import Piece, Push, Rules, Shard, Stripe
+from hybridpar.server import Push, Rules, Shard
 from hybridpar.server.ledger import Ledger
+from hybridpar.server.stripes import Piece, Stripe
 from tests.server.problems import sgd, small_shard
 
 ONES = torch.ones(4)

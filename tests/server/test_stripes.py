@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hybridpar.config.optimizer import Groups
 from hybridpar.errors import UsageError
-from hybridpar.server import cut_model, described_parameters
-from hybridpar.server.stripes import piece_views, trained_parameters
+from hybridpar.server import cut_model
+from hybridpar.server.stripes import described_parameters, piece_views, trained_parameters
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=12), st.integers(1, 12))

@@ -135,7 +135,7 @@ def test_a_device_decides_about_buffers_of_another_shape_too(commit):
 def test_tensors_of_the_step_before_need_no_new_memory():
     net = nn.BatchNorm1d(12)
     rollback = BufferRollback(net)
-    memory = [copies.saved for copies in rollback._copies]
+    memory = list(rollback._saved)
     net(batch(0)[0])
     rollback.keep()
-    assert all(copies.saved is saved for copies, saved in zip(rollback._copies, memory, strict=True))
+    assert all(one is other for one, other in zip(rollback._saved, memory, strict=True))

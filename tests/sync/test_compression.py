@@ -11,11 +11,8 @@ from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
-from hybridpar.compress import kernels, read_policy
-from hybridpar.compress.memory import WORKER, Residual
+from hybridpar.compress import kernels
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.sync.buckets import make_buckets
-from hybridpar.sync.compression import Compression, Decision
 from tests.ranks import run_ranks
 
 
@@ -153,18 +150,3 @@ def test_kernels_on_some_workers_only_are_refused_where_they_round_otherwise() -
         pytest.skip("no kernels on this machine")
     assert all("with kernels, without kernels" in text for text in run_ranks(kernels_on_one, 2, "powersgd"))
     assert run_ranks(kernels_on_one, 2, "onebit") == ["", ""]
-
-
-def test_a_rate_that_is_said_before_the_last_step_is_settled_counts_from_the_next() -> None:
-    compression = Compression(read_policy("onebit:rescale=on,least=1"), World(), [])
-    compression.cut(make_buckets([("w", nn.Parameter(torch.ones(8, 8)))], 1 << 20))
-    (coder,) = compression.rescaling
-    factors = []
-    for rate in (0.1, 0.1, 0.05, 0.05):
-        compression.set_rate(rate)
-        compression.catch_up()
-        memory = coder.lasting.memory[WORKER]
-        assert isinstance(memory, Residual)
-        factors.append(memory.factor)
-        compression.settle_later(Decision(torch.ones(())))
-    assert factors == [1.0, 1.0, 2.0, 1.0]

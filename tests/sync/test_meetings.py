@@ -156,19 +156,16 @@ def test_sums_of_float16_may_be_large_and_must_not_overflow() -> None:
     assert run_ranks(half_sums, 2, 130000.0) == [False, False]
 
 
-def hand_over_only(world: World) -> tuple[bool, bool]:
-    """Whether gradients are gone after the backward pass, and whether one beyond 1e35 counts as not finite."""
-    torch.manual_seed(0)
+def hand_over_only(world: World) -> bool:
+    """Whether gradients are gone after the backward pass."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
     with Trainer(net, config=make_config(), world=world) as trainer:
         trainer.step(make_data(4))
-        gone = all(one.grad is None for one in net.parameters())
-        images, labels = make_data(4)
-        return gone, trainer.step((images * 1e36, (labels + 1) % 5)).outcome.committed
+        return all(one.grad is None for one in net.parameters())
 
 
-def test_gradients_are_dropped_and_sums_cannot_overflow() -> None:
-    assert run_ranks(hand_over_only, 2, shared_memory=True) == [(True, False)] * 2
+def test_gradients_are_dropped() -> None:
+    assert run_ranks(hand_over_only, 2, shared_memory=True) == [True] * 2
 
 
 def without_memory(world: World, codec: str) -> tuple[type[object], int]:
@@ -207,7 +204,7 @@ CODED: list[dict[str, Any]] = [
     {"compress": "fp16", "model_ema": "0.9998"},
     {"compress": "powersgd:rank=2,gain=0.5,decay=0.9", "weight_decay": 0.01},
     {"compress": "powersgd:rank=6,gain=0,warmup=2", "clip_grad": 0.1, "micro_batches": 2},
-    {"compress": "powersgd:rank=1,gain=0.5,residual=bf16", "optimizer": "adamw", "lr": 0.01},
+    {"compress": "powersgd:rank=1,gain=0.5", "optimizer": "adamw", "lr": 0.01},
     {"compress": "powersgd:rank=3,gain=0.5,feedback=off"},
 ]
 

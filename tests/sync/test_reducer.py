@@ -242,24 +242,6 @@ def test_parameters_thawed_in_mid_training_join_the_buckets() -> None:
         assert torch.equal(first[name], second[name]), name
 
 
-def freeze_on_one(world: World) -> str:
-    net = Net(frozen=world.rank == 1)
-    with Trainer(net, config=make_config(sync="allreduce:bucket=100", timeout=5), world=world) as trainer:
-        try:
-            for step in range(2):
-                trainer.step(make_data(8, seed=step))
-        except SyncError as error:
-            return str(error)
-    return "passed"
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_ranks_that_freeze_differently_are_told(shared_memory: bool) -> None:
-    answers = run_ranks(freeze_on_one, 2, timeout=60, shared_memory=shared_memory)
-    assert any("requires_grad" in answer for answer in answers), answers
-    assert "passed" not in answers
-
-
 def another_model(world: World) -> str:
     with pytest.raises(SyncError) as caught:
         Trainer(nn.Linear(3, 4 + world.rank), config=make_config(), world=world)

@@ -13,12 +13,12 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
+from hybridpar.models.state_dicts import copy_of
 from hybridpar.optim.build import build_optimizer
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.opening import as_asked
 from hybridpar.run.part import sync_of
-from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.outer import OuterEngine
 from hybridpar.train.trainer import Trainer

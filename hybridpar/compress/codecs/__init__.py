@@ -1,1 +1,1 @@
-"""The codecs, one per file. Each module here enters its codec into `CODECS`, which imports it when it is asked for."""
+"""The codecs, a family in each file. A module enters its codecs into `CODECS`, which imports it when asked for one."""

@@ -20,8 +20,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from hybridpar.compress.agreed import BITS, GridsCoder, check_grids, steps_of
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
+from hybridpar.compress.codecs.qsgd_mn import BITS, GridsCoder, steps_of
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
@@ -48,10 +48,10 @@ class GlobalRandomK(LargeTensorCodec):
     feedback = True
 
     def __post_init__(self) -> None:
-        check_grids(self.name, self.levels)
+        steps_of(self.name, self.levels)
 
     def bind(self, spec: TensorSpec) -> QueueCoder:
-        return QueueCoder(spec, self.rate, steps_of(self.levels))
+        return QueueCoder(spec, self.rate, steps_of(self.name, self.levels))
 
 
 class QueueCoder(GridsCoder):

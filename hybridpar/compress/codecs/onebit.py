@@ -23,8 +23,8 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, CODECS, Codec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, pack_bits, select, slices, unpack_bits
-from hybridpar.compress.quantised import Meet, Messages, QuantisedCoder, Quantiser, put
-from hybridpar.compress.received import Received, SignGroups, Signs
+from hybridpar.compress.quantised import Meet, QuantisedCoder, Quantiser, put
+from hybridpar.compress.received import Messages, Received, Signs
 from hybridpar.spec import AT_LEAST_1
 
 
@@ -70,7 +70,7 @@ class RowSigns(Quantiser):
         return 8 * groups + bits_size(groups * length)
 
     def received(self, plain: Received, messages: Messages) -> Received:
-        return Signs(plain, [SignGroups(start, stop - start, self._length, parts) for start, stop, parts in messages])
+        return Signs(plain, self._length, messages)
 
     def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
         groups = len(values)

@@ -20,7 +20,8 @@ rows, in memory and in messages: BLAS multiplies a large matrix with a few long 
 rows of a few numbers.
 
 * On a CPU each pass is a kernel that reads memory once (`hybridpar/compress/kernels/powersgd_source.py`). Without
-  kernels, error feedback, or for ranks above 4 it is done by BLAS and further passes.
+  kernels, error feedback, for ranks above 4, or where rows are no multiple of 16 values, it is done by BLAS and further
+  passes.
 * On a GPU, where starting a kernel is what costs, matrices of one shape are multiplied together: `Exchange` calls
   `LowRank.write_together` for all that it has. It moves their residuals together once (`lay_together`), so that they
   are one tensor of three dimensions without a copy. Factors of all shapes are made orthonormal together.
@@ -38,7 +39,7 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
-from hybridpar.compress.memory import WORKER, Product, lay_together, stacked
+from hybridpar.compress.memory import WORKER, Product, Residual, lay_together, stacked
 from hybridpar.compress.received import Factors, Received
 from hybridpar.spec import AT_LEAST_0, AT_LEAST_1
 
@@ -136,10 +137,14 @@ class LowRank(Coder):
         left = factor if self.spec.share == 1 else factor * self.spec.share
         out = message if message.dtype == torch.float32 else torch.empty_like(message, dtype=torch.float32)
         if index == 0:
-            if not kernels.powersgd_left(self.gradient, self._memory, left, out):
-                torch.mm(left, self._memory.take(self.gradient).t(), out=out)
-            self._matrix = self._memory.again(self.gradient)
-        elif not kernels.powersgd_right(self._memory, left, out):
+            memory = self._memory
+            if kernels.powersgd_left(self.gradient, memory, left, out):
+                assert isinstance(memory, Residual)
+                self._matrix = memory.pending.view_as(self.gradient)
+            else:
+                self._matrix = memory.take(self.gradient)
+                torch.mm(left, self._matrix.t(), out=out)
+        elif not kernels.powersgd_right(self._matrix, left, out):
             torch.mm(left, self._matrix, out=out)
         if out is not message:
             message.copy_(out)
@@ -180,14 +185,14 @@ def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
 
     A row that depends on those before it is replaced by a direction that does not; the device decides, nothing waits.
     """
-    sizes = [one.shape for one in factors]
+    sizes = [matrix.shape for matrix in factors]
     shape = len(factors), *(max(side) for side in zip(*sizes, strict=True))
     # Shorter rows end in zeros, which change no product; rows that a matrix does not have come last and are not used.
     rows, spare, done = (factors[0].new_zeros(shape) for _ in range(3))
     down, across = (torch.arange(1, count + 1, dtype=rows.dtype, device=rows.device) for count in shape[1:])
     directions = torch.cos((down[:, None] + 0.37) * across)
     for block, values in ((rows, factors), (spare, [directions[:r, :n] for r, n in sizes])):
-        torch._foreach_copy_([one[:r, :n] for one, (r, n) in zip(block, sizes, strict=True)], list(values))
+        torch._foreach_copy_([matrix[:r, :n] for matrix, (r, n) in zip(block, sizes, strict=True)], list(values))
     rows /= rows.abs().amax(2, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)  # squares stay in range
     for turn in range(shape[1]):
         pair = torch.stack((rows[:, turn], spare[:, turn]), 1)
@@ -195,9 +200,9 @@ def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
         for _ in range(2 if turn else 0):
             pair = pair.baddbmm_(pair @ done[:, :turn].mT, done[:, :turn], alpha=-1)
         left = torch.linalg.vector_norm(pair, dim=2, keepdim=True)
-        own, other = (pair / left).unbind(1)
-        done[:, turn] = torch.where(left[:, 0] <= _DEPENDENT * length[:, 0], other, own)  # NaN stays NaN
-    return [one[:r, :n] for one, (r, n) in zip(done, sizes, strict=True)]
+        itself, other = (pair / left).unbind(1)
+        done[:, turn] = torch.where(left[:, 0] <= _DEPENDENT * length[:, 0], other, itself)  # NaN stays NaN
+    return [matrix[:r, :n] for matrix, (r, n) in zip(done, sizes, strict=True)]
 
 
 def _one_by_one(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, magnitude, pack_bits, slices, unpack_bits
-from hybridpar.compress.quantised import Meet, Plain, QuantisedCoder, Quantiser, put
-from hybridpar.errors import check
+from hybridpar.compress.quantised import Meet, QuantisedCoder, Quantiser, put
 from hybridpar.spec import AT_LEAST_1, AT_MOST_1, POSITIVE
 
 #: Bytes before the codes of a stripe: the level.
@@ -45,31 +44,21 @@ class TwoBit(LargeTensorCodec):
             batch; for averages, as here, that is 0.5 / batch size.
         factor: See above.
         cap: See above.
-        pull: `codes`: the owner of a stripe encodes the sum, too. `full`: it sends the sum in float32, as MXNet's
-            server does, and little more than half of all bytes is saved.
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
-        meet: As that of `onebit`. `pull=full` needs owners, so it is always `shard`.
+        meet: As that of `onebit`.
     """
 
     threshold: Annotated[float | None, POSITIVE] = None
     factor: Annotated[float, POSITIVE] = 1.5
     cap: Annotated[float, AT_MOST_1] = 0.5
-    pull: Literal["codes", "full"] = "codes"
     least: Annotated[int, AT_LEAST_1] = 1000
     meet: Meet = "auto"
     at_once = True
     feedback = True
     kernels = ("cpu", "cuda")
 
-    def __post_init__(self) -> None:
-        useless = self.pull == "full" and self.meet == "gather"
-        check(not useless, "pull=full with meet=gather", "Where all send to all nobody owns a sum.", "Leave one out.")
-
     def bind(self, spec: TensorSpec) -> QuantisedCoder:
-        quantiser = TernaryQuantiser(self.threshold, self.factor, self.cap)
-        if self.pull == "full":
-            return QuantisedCoder(spec, quantiser, "shard", Plain())
-        return QuantisedCoder(spec, quantiser, self.meet)
+        return QuantisedCoder(spec, TernaryQuantiser(self.threshold, self.factor, self.cap), self.meet)
 
 
 class TernaryQuantiser(Quantiser):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
+from hybridpar.codegen.tir_writer import LANES
 from hybridpar.compress.codec import CHUNK
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import CudaKernels
@@ -65,11 +66,9 @@ class CpuKernels:
         return cls(functions) if functions else None
 
     def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
-        """Call the encoder that leaves what is not sent in the type of the residual, or nowhere."""
+        """Call the encoder that leaves what is not sent, or the one that does not."""
         left, pending, factor = memory.addresses(values.numel())
-        if isinstance(memory, Residual):
-            name += "_keep" if memory.pending.dtype == torch.float32 else "_short"
-        self.functions[name](values.data_ptr(), left, pending, *arguments, factor)
+        self.functions[f"{name}_keep" if memory.keeps else name](values.data_ptr(), left, pending, *arguments, factor)
 
 
 @functools.cache
@@ -117,7 +116,7 @@ def onebit_encode(
     if not values.is_contiguous():
         values = _side_by_side(values, scratch)
     kernels = _kernels(values)
-    if kernels is None or (isinstance(kernels, CudaKernels) and _is_short(memory)):
+    if kernels is None:
         return False
     groups, length = values.shape
     assert packed.numel() == -(-groups * length // 8)
@@ -162,7 +161,7 @@ def twobit_encode(
     """Encode values, and leave what is not sent."""
     values = _side_by_side(values, scratch)
     kernels = _kernels(values)
-    if kernels is None or _is_short(memory):
+    if kernels is None:
         return False
     assert codes.numel() == -(-values.numel() // 16) * 4
     assert level.numel() == 1
@@ -228,7 +227,7 @@ def qsgd_encode(
     bits = 8 * words.itemsize
     if isinstance(kernels, CpuKernels):
         at = torch.tensor(starts)
-        kernels.functions[f"qsgd_encode{bits}"](*addresses, at.data_ptr(), *layout, steps, CHUNK)
+        kernels.functions[f"qsgd_encode_{bits}"](*addresses, at.data_ptr(), *layout, steps, CHUNK)
         return True
     chunks = cuda.MOST_PLACES // fields.per_word  # a launch takes so many starts
     for first in range(0, fields.words, chunks * CHUNK):
@@ -247,13 +246,13 @@ def qsgd_read(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int
         return False
     assert out.numel() == fields.count
     assert words.numel() == fields.words
-    addresses = words.data_ptr(), scale.data_ptr(), out.data_ptr()
     numbers = fields.count, fields.words, fields.width, fields.per_word, zero, float(unit)
-    name, bits = f"qsgd_{'add' if add else 'decode'}", 8 * words.itemsize
+    name = f"qsgd_{'add' if add else 'decode'}_{8 * words.itemsize}"
+    addresses = words.data_ptr(), scale.data_ptr(), out.data_ptr()
     if isinstance(kernels, CpuKernels):
-        kernels.functions[f"{name}{bits}"](*addresses, *numbers)
+        kernels.functions[name](*addresses, *numbers)
     else:
-        kernels.launch(f"{name}_{bits}", cuda.word_blocks(fields.words), *addresses, *numbers)
+        kernels.launch(name, cuda.word_blocks(fields.words), *addresses, *numbers)
     return True
 
 
@@ -261,40 +260,36 @@ def powersgd_left(values: Tensor, memory: Memory, right: Tensor, out: Tensor) ->
     """Make v, leave it in the residual, and set out = right v^T; on a CPU alone, as all of PowerSGD's kernels."""
     if not isinstance(memory, Residual):
         return False
-    left, owed = memory.unsettled()
+    left, owed, factor = memory.unsettled()
     first, second = (torch.zeros_like(out), right) if owed is None else (owed.left, owed.right)
-    assert left.numel() == memory.pending.numel() == values.numel()
-    tensors = values, left, first, second, memory.pending, right, out
-    pairs = (out, right), (first, second)
-    return _by_factors("powersgd_left", pairs, values, tensors, _streams(values), memory.factor)
+    pending = memory.pending.view(values.shape)
+    tensors = values, left.view(values.shape), first, second, pending, right, out
+    return _by_factors("left", [(out, right), (first, second)], tensors, _streams(values), factor)
 
 
-def powersgd_right(memory: Memory, left: Tensor, out: Tensor) -> bool:
-    """Set out = left v, of what `powersgd_left` has left."""
-    if not isinstance(memory, Residual):
-        return False
-    matrix = memory.pending.view(left.shape[1], out.shape[1])
-    return _by_factors("powersgd_right", [(left, out)], matrix, (matrix, left, out))
+def powersgd_right(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
+    """Set out = left matrix."""
+    return _by_factors("right", [(left, out)], (matrix, left, out))
 
 
 def powersgd_product(left: Tensor, right: Tensor, out: Tensor, scale: float) -> bool:
     """Set out = scale * left^T right."""
-    return _by_factors("powersgd_product", [(left, right)], out, (left, right, out), _streams(out), scale)
+    return _by_factors("product", [(left, right)], (out, left, right), _streams(out), scale)
 
 
 def powersgd_subtract(left: Tensor, right: Tensor, out: Tensor) -> bool:
-    """Set out -= left^T right, rounded as `powersgd_left` rounds what it subtracts."""
-    return _by_factors("powersgd_subtract", [(left, right)], out, (left, right, out))
+    """Set out -= left^T right, as the kernel `left` does on its way: it reads a number before it writes it."""
+    tensors = torch.zeros_like(out), out, left, right, out, right, torch.empty_like(left)
+    return _by_factors("left", [(left, right)], tensors, 0, 1.0)
 
 
-def _by_factors(
-    name: str, pairs: Sequence[tuple[Tensor, Tensor]], matrix: Tensor, tensors: Sequence[Tensor], *numbers: float
-) -> bool:
-    """Call a kernel for a matrix and factors of it; whether there is one for factors of so many rows."""
-    if matrix.device.type != "cpu":  # other kernels of a GPU are not loaded for that
+def _by_factors(name: str, pairs: Sequence[tuple[Tensor, Tensor]], tensors: Sequence[Tensor], *numbers: float) -> bool:
+    """Call a kernel for a matrix, the first of the tensors, and factors of it; whether there is one for it."""
+    matrix, rows = tensors[0], len(pairs[0][0])
+    if matrix.device.type != "cpu" or matrix.shape[1] % LANES:  # other kernels of a GPU are not loaded for that
         return False
-    kernels, rows = _kernels(*tensors), len(pairs[0][0])
-    function = kernels.functions.get(f"{name}{rows}") if isinstance(kernels, CpuKernels) else None
+    kernels = _kernels(*tensors)
+    function = kernels.functions.get(f"powersgd_{name}{rows}") if isinstance(kernels, CpuKernels) else None
     if function is None:
         return False
     for left, right in pairs:
@@ -302,10 +297,6 @@ def _by_factors(
         assert (left.shape[1], right.shape[1]) == matrix.shape
     function(*(tensor.data_ptr() for tensor in tensors), *matrix.shape, *numbers)
     return True
-
-
-def _is_short(memory: Memory) -> bool:
-    return isinstance(memory, Residual) and memory.pending.dtype == torch.bfloat16
 
 
 def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:

@@ -8,47 +8,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridpar.codegen.tir_script import T, fence, floats, kernels, like, magnitude_bits, past_caches, put, total, w
+from hybridpar.codegen.tir_script import T, fence, floats, kernels, magnitude_bits, past_caches, put, total, w
 from hybridpar.codegen.tir_writer import INFINITE, LANES
 
 
 def define(_: Any) -> dict[str, Any]:
-    """The functions of this file by name; the type says how a residual is stored."""
+    """The functions of this file by name."""
     return kernels(
-        onebit_encode=encode.specialize(dtype=None),
-        onebit_encode_keep=encode.specialize(dtype="float32"),
-        onebit_encode_short=encode.specialize(dtype="uint16"),
+        onebit_encode=encode.specialize(keeps=False),
+        onebit_encode_keep=encode.specialize(keeps=True),
         onebit_decode=decode.specialize(add=False),
         onebit_add=decode.specialize(add=True),
     )
 
 
-def v(g: Any, r: Any, factor: Any, i: Any, dtype: str | None) -> Any:
+def v(g: Any, r: Any, factor: Any, i: Any, keeps: bool) -> Any:
     """A value, or a vector of them, with what is left from before."""
-    if dtype is None:
-        return g[i]
-    left = r[i]
-    if dtype == "uint16":
-        left = T.reinterpret(like(left, "float32"), T.cast(left, like(left, "int32")) << 16)
-    return g[i] + factor * left
-
-
-def stored(value: Any, dtype: str) -> Any:
-    """As a residual is stored: in bfloat16 the nearest, ties to even; for numbers, not for NaN."""
-    if dtype == "float32":
-        return value
-    bits = w.keep(T.reinterpret(like(value, "int32"), value))
-    return T.cast((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16, like(value, dtype))
+    return g[i] + factor * r[i] if keeps else g[i]
 
 
 @T.jit
 def encode(
     values: T.int64, residual: T.int64, pending: T.int64, lower: T.int64, upper: T.int64, bits: T.int64,
-    groups: T.int64, length: T.int64, stream: T.int64, factor: T.float32, dtype: T.constexpr,
+    groups: T.int64, length: T.int64, stream: T.int64, factor: T.float32, keeps: T.constexpr,
 ):  # fmt: skip
     """Encode groups, and write v - C(v) where a residual is kept; `stream` says that this goes past the caches."""
-    g, a0s, a1s = floats(values, lower, upper)
-    r, left = w.view(residual, dtype or "float32"), w.view(pending, dtype or "float32")
+    g, r, left, a0s, a1s = floats(values, residual, pending, lower, upper)
     packed = w.view(bits, "uint8")
     new = T.int32(0)  # bits, the last one lowest
     for row in range(groups):
@@ -60,7 +45,7 @@ def encode(
         ones = T.int32(0)
         for block in range(length // LANES):
             i: T.let = start + block * LANES
-            value: T.let = v(g, r, factor, w.at(i), dtype)
+            value: T.let = v(g, r, factor, w.at(i), keeps)
             signs: T.let = w.call("int32", "hp_bits", value >= 0)
             # Whole 16s are written: where a row begins within 16 bits, they begin with the last ones of the row before.
             new = (new << 16) | signs
@@ -72,7 +57,7 @@ def encode(
         low = total(below)
         high = total(above)
         for i in range(tail, end):
-            value: T.let = v(g, r, factor, i, dtype)
+            value: T.let = v(g, r, factor, i, keeps)
             sign: T.let = T.cast(value >= 0, "int32")
             new = (new << 1) | sign
             if i % 16 == 15:
@@ -86,17 +71,15 @@ def encode(
         a1: T.let = T.Select(magnitude_bits(a0) > INFINITE, a0, mean)
         a0s[row] = a0
         a1s[row] = a1
-        if dtype is not None:
-            size = T.meta_var(2 if dtype == "uint16" else 4)
-            past: T.let = past_caches(stream, pending + start * size, LANES * size)
+        if keeps:
+            past: T.let = past_caches(stream, pending + start * 4)
             for block in range(length // LANES):
                 i: T.let = start + block * LANES
-                value: T.let = v(g, r, factor, w.at(i), dtype)
-                unsent: T.let = value - T.Select(value >= 0, w.lanes(a1), w.lanes(a0))
-                put(left, i, stored(unsent, dtype), past)
+                value: T.let = v(g, r, factor, w.at(i), keeps)
+                put(left, i, value - T.Select(value >= 0, w.lanes(a1), w.lanes(a0)), past)
             for i in range(tail, end):
-                value: T.let = v(g, r, factor, i, dtype)
-                left[i] = stored(value - T.Select(value >= 0, a1, a0), dtype)
+                value: T.let = v(g, r, factor, i, keeps)
+                left[i] = value - T.Select(value >= 0, a1, a0)
     # Bits that fill no 16 are a byte or two, with zeros behind them.
     count: T.let = groups * length
     rest: T.let = new << T.cast(16 - count % 16, "int32")

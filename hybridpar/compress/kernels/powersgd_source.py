@@ -3,7 +3,7 @@
 BLAS multiplies a large matrix with one row as fast as memory allows, but with two to four rows at half of that or less,
 and cannot make the matrix on the way. Factors lie as rows: `p` has as many numbers per row as the matrix has rows, `q`
 as many as it has columns. Some rows of the matrix are worked on at a time, so that numbers of factors are read once for
-all of them. In what follows, k counts rows of factors and n rows of the matrix.
+all of them. The columns are a multiple of `LANES`. In what follows, k counts rows of factors and n rows of the matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS = 4
 
 def define(_: Any) -> dict[str, Any]:
     """The functions of this file by name."""
-    passes = {"left": left, "right": right, "product": product, "subtract": subtract}
+    passes = {"left": left, "right": right, "product": product}
     functions = {}
     for rank in RANKS:
         functions |= {f"powersgd_{name}{rank}": script.specialize(rank=rank) for name, script in passes.items()}
@@ -36,8 +36,7 @@ def left(
 ):  # fmt: skip
     """Set pending = values + factor * (residual - owed_p^T owed_q), and p = q pending^T."""
     g, r, ps, qs, result, numbers, products = floats(values, residual, owed_p, owed_q, pending, q, p)
-    past: T.let = T.And(past_caches(stream, pending), columns % LANES == 0)
-    tail: T.let = columns // LANES * LANES
+    past: T.let = past_caches(stream, pending)
 
     @T.inline
     def some(first, count):
@@ -64,19 +63,9 @@ def left(
                 wide: T.let = numbers[w.at(k * columns + column)]
                 for n in T.unroll(count):
                     sums[k, n] = muladd(wide, v[n], sums[k, n])
-        for column in range(tail, columns):
-            for n in T.unroll(count):
-                i: T.let = (first + n) * columns + column
-                value = r[i]
-                for k in T.unroll(rank):
-                    value += owed[k, n] * qs[k * columns + column]
-                result[i] = g[i] + factor * value
         for k in T.unroll(rank):
             for n in T.unroll(count):
-                end = total(sums[k, n])
-                for column in range(tail, columns):
-                    end += numbers[k * columns + column] * result[(first + n) * columns + column]
-                products[k * rows + first + n] = end
+                products[k * rows + first + n] = total(sums[k, n])
 
     in_groups(rows, ROWS, some)
     fence(stream)
@@ -105,24 +94,18 @@ def right(matrix: T.int64, p: T.int64, q: T.int64, rows: T.int64, columns: T.int
                 for n in T.unroll(count):
                     sums = muladd(numbers[k, n], v[n], sums)
                 result[w.at(k * columns + column)] = sums
-        for column in range(columns // LANES * LANES, columns):
-            for k in T.unroll(rank):
-                end = result[k * columns + column]
-                for n in T.unroll(count):
-                    end += numbers[k, n] * values[(first + n) * columns + column]
-                result[k * columns + column] = end
 
     in_groups(rows, 2 * ROWS, some)
 
 
 @T.jit
 def product(
-    p: T.int64, q: T.int64, out: T.int64, rows: T.int64, columns: T.int64, stream: T.int64, scale: T.float32,
+    out: T.int64, p: T.int64, q: T.int64, rows: T.int64, columns: T.int64, stream: T.int64, scale: T.float32,
     rank: T.constexpr,
 ):  # fmt: skip
     """Set out = scale * p^T q."""
-    ps, qs, result = floats(p, q, out)
-    past: T.let = T.And(past_caches(stream, out), columns % LANES == 0)
+    result, ps, qs = floats(out, p, q)
+    past: T.let = past_caches(stream, out)
 
     @T.inline
     def some(first, count):
@@ -140,41 +123,6 @@ def product(
                 for k in T.unroll(1, rank):
                     value = muladd(numbers[k, n], wide[k], value)
                 put(result, (first + n) * columns + column, value * scale, past)
-        for column in range(columns // LANES * LANES, columns):
-            for n in T.unroll(count):
-                value = numbers[0, n] * qs[column]
-                for k in T.unroll(1, rank):
-                    value += numbers[k, n] * qs[k * columns + column]
-                result[(first + n) * columns + column] = value * scale
 
     in_groups(rows, ROWS, some)
     fence(stream)
-
-
-@T.jit
-def subtract(p: T.int64, q: T.int64, out: T.int64, rows: T.int64, columns: T.int64, rank: T.constexpr):
-    """Set out -= p^T q, in the arithmetic of `left`."""
-    ps, qs, result = floats(p, q, out)
-
-    @T.inline
-    def some(first, count):
-        owed = T.alloc_local((rank, count), "float32")
-        for k in T.unroll(rank):
-            for n in T.unroll(count):
-                owed[k, n] = -ps[k * rows + first + n]
-        for block in range(columns // LANES):
-            column: T.let = block * LANES
-            for n in T.unroll(count):
-                i: T.let = (first + n) * columns + column
-                value = result[w.at(i)]
-                for k in T.unroll(rank):
-                    value = muladd(owed[k, n], qs[w.at(k * columns + column)], value)
-                result[w.at(i)] = value
-        for column in range(columns // LANES * LANES, columns):
-            for n in T.unroll(count):
-                value = result[(first + n) * columns + column]
-                for k in T.unroll(rank):
-                    value += owed[k, n] * qs[k * columns + column]
-                result[(first + n) * columns + column] = value
-
-    in_groups(rows, ROWS, some)

@@ -22,9 +22,9 @@ def define(_: Any) -> dict[str, Any]:
     """The functions of this file by name."""
     functions = {"qsgd_scale": scale_of.specialize()}
     for dtype, bits in _WORDS.items():
-        functions[f"qsgd_encode{bits}"] = encode.specialize(dtype=dtype)
-        functions[f"qsgd_decode{bits}"] = decode.specialize(dtype=dtype, add=False)
-        functions[f"qsgd_add{bits}"] = decode.specialize(dtype=dtype, add=True)
+        functions[f"qsgd_encode_{bits}"] = encode.specialize(dtype=dtype)
+        functions[f"qsgd_decode_{bits}"] = decode.specialize(dtype=dtype, add=False)
+        functions[f"qsgd_add_{bits}"] = decode.specialize(dtype=dtype, add=True)
     return kernels(**functions)
 
 

@@ -19,11 +19,9 @@ from tests.compress.team import Team, same_bits, unsent
 VARIANTS = (
     "onebit:feedback=off",
     "onebit:warmup=2",
-    "onebit:decay=0.9,rescale=on",
+    "onebit:decay=0.9",
     "onebit:least=1,meet=shard",
     "onebit:least=1,meet=gather",
-    "onebit:residual=bf16",
-    "onebit:residual=bf16,least=1,meet=shard",
 )
 
 SCRATCH = Scratch(torch.device("cpu"))

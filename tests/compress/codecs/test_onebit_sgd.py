@@ -53,22 +53,6 @@ def test_without_bits_owners_do_what_an_optimizer_does_to_the_whole(adagrad, mem
             torch.testing.assert_close(out.view(parameter.shape), old - parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_without_bits_and_adagrad_it_is_torchs_momentum():
-    team = Team("onebit_sgd:adagrad=off,momentum=0.9,bits=off", SHAPES, 2)
-    whole = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
-    optimizer = torch.optim.SGD(whole, lr=1.0, momentum=0.9)
-    total = [torch.zeros(math.prod(shape)) for shape in SHAPES.values()]
-    for step in range(4):
-        gradients = team.gradients(step)
-        for sum_, out in zip(total, team.step(gradients), strict=True):
-            sum_ += out
-        for index, parameter in enumerate(whole):
-            parameter.grad = torch.stack([own[index] for own in gradients]).mean(0).view(parameter.shape)
-        optimizer.step()
-    for sum_, parameter in zip(total, whole, strict=True):
-        torch.testing.assert_close(-sum_.view(parameter.shape), parameter.detach(), rtol=1e-5, atol=1e-5)
-
-
 def test_one_worker_quantises_its_own_gradient_twice():
     bits = Team("onebit_sgd:adagrad=off,momentum=0", SHAPES, 1)
     plain = Team("onebit:meet=shard", SHAPES, 1)

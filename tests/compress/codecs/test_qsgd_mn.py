@@ -1,4 +1,4 @@
-"""Tests the codec QSGD-MN: no bias, bounded error, no overflow of sums.
+"""Tests QSGD-MN with one grid, two and several, and TernGrad: no bias, bounded errors, exact sums.
 
 A single training run shows none of these.
 """
@@ -8,23 +8,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import TensorSpec
+from hybridpar.compress import TensorSpec, parse_codec
 from hybridpar.compress.codec import CHUNK
 from hybridpar.compress.memory import Scratch
 from hybridpar.compress.noise import Noise
+from hybridpar.errors import UsageError
 from tests.compress.codecs.test_qsgd import draws
-from tests.compress.team import Team
+from tests.compress.team import Team, same_bits
 
-#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+#: For tests/compress/test_every_codec.py: each option of the codecs with another value than its own.
 VARIANTS = (
     "qsgd_mn:bits=8,least=1",
     "qsgd_mn:meet=shard,bits=3",
     "qsgd_mn:rounding=zero,bits=3",
     "qsgd_mn:rounding=zero,feedback=on",
     "qsgd_mn:rounding=zero,meet=shard,feedback=on",
+    "qsgd_mn_ts:bits=2,high=5,least=1",
+    "qsgd_mn_ms:levels=2/3/5/9,least=1",
+    "terngrad:clip=0,least=1",
 )
 
 SHAPES = {"w": (50, 20)}
+MORE = {"w": (50, 40)}
 
 
 def test_variance_is_within_the_bound_and_workers_draw_apart() -> None:
@@ -65,3 +70,123 @@ def test_noise_is_uniform_and_fits_the_float() -> None:
     assert float(drawn.mean()) == pytest.approx(0.5, abs=0.01)
     assert float(drawn.var()) == pytest.approx(1 / 12, abs=0.005)
     assert torch.equal((255 + drawn) - 255, drawn)
+
+
+def limit(scale: float, coarse: int, fine: int) -> float:
+    return scale * coarse / fine
+
+
+def test_small_elements_have_the_error_of_the_fine_grid() -> None:
+    team = Team("qsgd_mn_ts:bits=4,high=8", MORE, 3)
+    for seed in range(3):
+        gradients = team.gradients(seed)
+        (out,) = team.step(gradients)
+        values = torch.stack([own[0] for own in gradients])
+        scale = float(values.abs().max())
+        error = (out - values.mean(0)).abs()
+        small = (values.abs() <= 0.999 * limit(scale, 15, 255)).all(0)
+        assert small.any()
+        assert float(error.max()) < scale / 15
+        assert float(error[small].max()) < scale / 255
+        assert float(error[~small].max()) > scale / 255, "large ones are on the coarse grid"
+
+
+def test_unbiased_also_at_the_limit_between_the_grids() -> None:
+    times, coarse, fine = 2000, 3, 63
+    edge = limit(1.0, coarse, fine)
+    gradient = torch.linspace(edge - 1 / fine, edge + 1 / fine, 100)
+    gradient[0] = 1.0
+    # Each element stands there 40 times, so that a step is 40 draws of it.
+    team = Team("qsgd_mn_ts:bits=2,high=6,least=1", {"w": (40, 100)}, 1)
+    found = [team.step([[gradient.repeat(40)]])[0].view(40, 100) for _ in range(times // 40)]
+    mean = torch.cat(found).double().mean(0)
+    fine_ones = gradient.abs() * fine <= coarse
+    assert float((mean - gradient)[fine_ones].abs().max()) < 5 * (1 / (2 * fine)) / times**0.5
+    assert float((mean - gradient)[~fine_ones].abs().max()) < 5 * (1 / (2 * coarse)) / times**0.5
+
+
+def test_each_element_has_the_error_of_the_finest_grid_that_fits_everywhere() -> None:
+    team = Team("qsgd_mn_ms:levels=2/4/6", MORE, 3)
+    gradients = team.gradients(0)
+    values = torch.stack([own[0] for own in gradients])
+    scale, top = float(values.abs().max()), values.abs().amax(0)
+    error = (team.step(gradients)[0] - values.mean(0)).abs()
+    for steps, finer in ((3, 15), (15, 63), (63, None)):
+        fits = top * steps <= 3 * scale * 0.999
+        only = fits & (top * finer > 3 * scale * 1.001) if finer else fits
+        assert only.any()
+        assert float(error[fits].max()) < scale / steps
+        if finer:
+            assert float(error[only].max()) > scale / finer
+
+
+def test_two_scales_are_two_scales() -> None:
+    many, two = Team("qsgd_mn_ms:levels=4/8", MORE, 3), Team("qsgd_mn_ts:bits=4,high=8", MORE, 3)
+    for seed in range(2):
+        gradients = many.gradients(seed)
+        assert same_bits(many.step(gradients)[0], two.step(gradients)[0])
+    assert many.exchanges[0].traffic == two.exchanges[0].traffic
+
+
+def test_one_scale_is_one_scale() -> None:
+    one, plain = Team("qsgd_mn_ms:levels=4", MORE, 2), Team("qsgd_mn:bits=4", MORE, 2)
+    gradients = one.gradients(0)
+    torch.testing.assert_close(one.step(gradients)[0], plain.step(gradients)[0])
+    assert one.exchanges[0].traffic == plain.exchanges[0].traffic
+
+
+def test_each_finer_grid_costs_one_bit() -> None:
+    def total(text: str) -> int:
+        return sum(entry.bytes for entry in parse_codec(text).bind(TensorSpec("w", (100, 80), workers=2)).rounds)
+
+    assert total("qsgd_mn_ms:levels=4/6/8") == total("qsgd_mn_ms:levels=4/8") + 1000 == total("qsgd_mn:bits=4") + 2000
+
+
+@pytest.mark.parametrize(
+    ("levels", "rule"),
+    [
+        ("4/4", "from coarse to fine"),
+        ("9/12", "the first of 8 at most"),
+        ("0/3", "It must be at least 1"),
+        ("4/17", "It must be at most 16"),
+        ("4/", "a valid integer"),
+        ("a/b", "a valid integer"),
+    ],
+)
+def test_levels_that_are_none_are_refused(levels: str, rule: str) -> None:
+    with pytest.raises(UsageError, match=rule):
+        parse_codec(f"qsgd_mn_ms:levels={levels}")
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "most"),
+    [("qsgd_mn:bits=8", 40_000, 7), ("qsgd_mn_ms:levels=8/9", 300_000, 4), ("grandk_mn:levels=3", 2_000_000, 2)],
+)
+def test_codes_that_cannot_be_added_exactly_are_refused_with_the_largest_that_can(
+    text: str, workers: int, most: int
+) -> None:
+    with pytest.raises(UsageError, match=f"added up over {workers} workers") as caught:
+        parse_codec(text).bind(TensorSpec("w", (100, 80), workers=workers))
+    assert f"at most {most};" in caught.value.fix
+
+
+def test_codes_are_three_and_their_sum_is_exact() -> None:
+    team = Team("terngrad:clip=0", MORE, 3)
+    gradients = team.gradients(0)
+    scale = max(float(own[0].abs().max()) for own in gradients)
+    steps = team.step(gradients)[0] / scale * 3
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-5)
+    assert set(steps.round().int().tolist()) == set(range(-3, 4))
+    assert parse_codec("terngrad").biased
+    assert not parse_codec("terngrad:clip=0").biased
+
+
+def test_clipping_is_by_the_layer_and_makes_the_scale_smaller() -> None:
+    gradient = torch.randn(2000)
+    gradient[7] = 1000.0
+    rms = float(gradient.square().mean().sqrt())
+    out = Team("terngrad:clip=2.5", MORE, 1).step([[gradient]])[0]
+    assert float(out.abs().max()) == pytest.approx(2.5 * rms, rel=1e-5)
+    assert out[7] > 0, "what is clipped is sent for certain"
+    even = torch.full((2000,), 3.0)
+    assert torch.equal(Team("terngrad:clip=2.5", MORE, 2).step([[even], [even]])[0], even)

@@ -20,7 +20,6 @@ VARIANTS = (
     "topk:feedback=off",
     "topk:scope=bucket,least=1",
     "topk:scope=bucket,rate=0.6,cast=bf16",
-    "topk:residual=bf16",
 )
 
 SHAPES = {"w": (40, 50)}

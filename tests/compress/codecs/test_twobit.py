@@ -21,7 +21,6 @@ from tests.compress.team import Team
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
 VARIANTS = (
     "twobit:threshold=0.5",
-    "twobit:pull=full",
     "twobit:feedback=off",
     "twobit:least=1,meet=gather",
     "twobit:factor=1,cap=0.8,least=1,meet=shard",
@@ -47,14 +46,13 @@ def coded(quantiser: TernaryQuantiser, values: Tensor, kept: Tensor | None = Non
     return message, out, residual.pending
 
 
-@pytest.mark.parametrize("pull", ["codes", "full"])
-def test_vector_of_mxnet_through_the_exchange(pull: str) -> None:
-    team = Team(f"twobit:threshold=4,least=1,pull={pull}", {"w": (2, 5)}, 1)
+def test_vector_of_mxnet_through_the_exchange() -> None:
+    team = Team("twobit:threshold=4,least=1", {"w": (2, 5)}, 1)
     coder = team.coders("w")[0]
     assert isinstance(coder, FeedbackCoder)
-    coder.residual("worker").copy_(torch.tensor(RESIDUAL))
+    coder.unsent["worker"].left.copy_(torch.tensor(RESIDUAL))
     assert team.step([[torch.tensor(GRADIENT)]])[0].tolist() == DECODED
-    assert coder.residual("worker").tolist() == LEFT
+    assert coder.unsent["worker"].left.tolist() == LEFT
 
 
 @settings(max_examples=50, deadline=None)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.formats.messages import pack
-from hybridpar.server.process import Process
-from hybridpar.server.world import ServerWorld
+from hybridpar.server.process import Process, ServerWorld
 from tests.server.serving import TOKEN, together
 
 
