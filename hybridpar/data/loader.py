@@ -13,7 +13,7 @@ import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from hybridpar.data.augment import normalise
+from hybridpar.data.images import ImageSource, Loaded, to_device
 from hybridpar.data.sampling import (
     COPY,
     FEWEST_PER_PART,
@@ -35,13 +36,11 @@ from hybridpar.data.sampling import (
     epoch_order,
     repeated,
 )
-from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
+from hybridpar.data.sources import ImageData
 from hybridpar.errors import DataError, LaunchError, check
 from hybridpar.lanes import Lane, Lanes
 
 _log = logging.getLogger(__name__)
-
-_CPU = torch.device("cpu")
 
 #: Loader processes per worker where images are read from files.
 DEFAULT_LOADER_WORKERS = 2
@@ -50,9 +49,6 @@ DEFAULT_LOADER_WORKERS = 2
 _NAMED = 5
 
 LabelledImages = tuple[Tensor, Tensor]
-
-#: Samples to load, and how they are augmented.
-_Job = tuple[IntArray, AugmentKey | None]
 
 
 @dataclass(frozen=True)
@@ -71,6 +67,7 @@ class Batch:
     global_samples: int
 
 
+@dataclass(eq=False)
 class TrainBatches:
     """One worker's view of the training images.
 
@@ -88,45 +85,34 @@ class TrainBatches:
         channels_last: Give images in the channels-last memory format.
         in_pairs: Cut a step at even positions, for `hybridpar.data.mix`.
         repeats: Copies of a sample in a step, each augmented by itself; an epoch has that many times fewer samples.
-        shares: What each worker gets of a step, in any unit; None for equal parts. See `allot`.
+        shares: What each worker gets of a step, in any unit; None for equal parts. See `allot`. Other ones count from
+            the next call of `epoch` on, for all workers alike.
         idle: A worker may get no sample in a step.
-
-    Attributes:
-        shares: As given. Other ones count from the next call of `epoch` on, for all workers alike.
 
     Raises:
         UsageError: The batch or the data set is too small, see `cut_epoch`; or there is no such worker.
     """
 
-    def __init__(
-        self,
-        data: ImageData,
-        *,
-        seed: int,
-        batch_size: int,
-        rank: int,
-        workers: int,
-        micro_batches: int,
-        loader_workers: int | None = None,
-        device: torch.device | str | None = None,
-        channels_last: bool = False,
-        in_pairs: bool = False,
-        repeats: int = 1,
-        shares: Sequence[float] | None = None,
-        idle: bool = True,
-    ) -> None:
-        check(0 <= rank < workers, f"rank {rank} of {workers} workers")
-        self.shares = shares
-        self._idle = idle
-        self._in_pairs = in_pairs
-        self._repeats = repeats
-        self.seed = seed
-        self.rank = rank
-        self.workers = workers
-        self.micro_batches = micro_batches
-        self._steps = cut_epoch(len(data.train), batch_size, workers * micro_batches)
-        self._samples = len(data.train)
-        self._reader = _Reader(data, data.train, loader_workers, device, channels_last)
+    data: ImageData
+    _: KW_ONLY
+    seed: int
+    batch_size: int
+    rank: int
+    workers: int
+    micro_batches: int
+    loader_workers: int | None = None
+    device: torch.device | str = "cpu"
+    channels_last: bool = False
+    in_pairs: bool = False
+    repeats: int = 1
+    shares: Sequence[float] | None = None
+    idle: bool = True
+
+    def __post_init__(self) -> None:
+        check(0 <= self.rank < self.workers, f"rank {self.rank} of {self.workers} workers")
+        self._steps = cut_epoch(len(self.data.train), self.batch_size, self.workers * self.micro_batches)
+        size = self.data.sample_shape[1:]
+        self._reader = _Reader(self.data, self.data.train, size, self.loader_workers, self.device, self.channels_last)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -151,8 +137,7 @@ class TrainBatches:
         return self._batches(epoch, start_step)
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        order = epoch_order(self._samples, self.seed, epoch)
-        order = repeated(order, self._steps, self._repeats)
+        order = repeated(epoch_order(len(self.data.train), self.seed, epoch), self._steps, self.repeats)
         steps = self._steps[start_step:]
         parts = [self._parts(start, stop) for start, stop in steps]
         jobs = [order[first:last] for step in parts for first, last in step]
@@ -166,14 +151,15 @@ class TrainBatches:
         """Where this worker's micro-batches of a step are; none where it has no sample."""
         each = self.micro_batches
         if self.shares is None:
-            parts = divide(start, stop, self.workers * each, in_pairs=self._in_pairs)
+            parts = divide(start, stop, self.workers * each, in_pairs=self.in_pairs)
             return parts[self.rank * each : (self.rank + 1) * each]
-        options = {"idle": self._idle, "in_pairs": self._in_pairs}
+        options = {"idle": self.idle, "in_pairs": self.in_pairs}
         ends = [*accumulate(allot(stop - start, self.shares, FEWEST_PER_PART * each, **options), initial=start)]
         first, last = ends[self.rank : self.rank + 2]
-        return divide(first, last, each, in_pairs=self._in_pairs) if last > first else []
+        return divide(first, last, each, in_pairs=self.in_pairs) if last > first else []
 
 
+@dataclass(eq=False)
 class TestBatches:
     """One worker's share of the test images: together, the workers test every image exactly once.
 
@@ -193,29 +179,28 @@ class TestBatches:
 
     __test__ = False  # Not a test case, whatever pytest makes of its name.
 
-    def __init__(
-        self,
-        data: ImageData,
-        *,
-        batch_size: int,
-        rank: int,
-        workers: int,
-        loader_workers: int | None = None,
-        device: torch.device | str | None = None,
-        channels_last: bool = False,
-        shares: Sequence[float] | None = None,
-    ) -> None:
-        check(0 <= rank < workers, f"rank {rank} of {workers} workers")
-        check(batch_size >= 1, f"batch_size is {batch_size}", "It must be at least 1.")
+    data: ImageData
+    _: KW_ONLY
+    batch_size: int
+    rank: int
+    workers: int
+    loader_workers: int | None = None
+    device: torch.device | str = "cpu"
+    channels_last: bool = False
+    shares: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        check(0 <= self.rank < self.workers, f"rank {self.rank} of {self.workers} workers")
+        check(self.batch_size >= 1, f"batch_size is {self.batch_size}", "It must be at least 1.")
+        data = self.data
         #: Test images of all workers.
         self.total = len(data.test)
-        start, stop = [*accumulate(allot(self.total, shares or [1.0] * workers, 1), initial=0)][rank : rank + 2]
-        self.samples = stop - start
-        firsts = range(start, stop, batch_size)
-        self._jobs = [np.arange(first, min(first + batch_size, stop), dtype=np.int64) for first in firsts]
-        if data.test_size is not None:
-            data = replace(data, sample_shape=(data.sample_shape[0], data.test_size, data.test_size))
-        self._reader = _Reader(data, data.test, loader_workers, device, channels_last)
+        counts = allot(self.total, self.shares or [1.0] * self.workers, 1)
+        start, self.samples = sum(counts[: self.rank]), counts[self.rank]
+        mine = np.arange(start, start + self.samples)
+        self._jobs = [mine[first : first + self.batch_size] for first in range(0, self.samples, self.batch_size)]
+        size = data.sample_shape[1:] if data.test_size is None else (data.test_size, data.test_size)
+        self._reader = _Reader(data, data.test, size, self.loader_workers, self.device, self.channels_last)
 
     def __len__(self) -> int:
         """Number of batches of this worker."""
@@ -229,27 +214,31 @@ class TestBatches:
 
 
 class _Reader:
-    """Reads lists of samples, in order, as normalised images on the device."""
+    """Reads lists of samples, in order, as normalised images of a size on the device."""
 
     def __init__(
         self,
         data: ImageData,
         source: ImageSource,
+        size: tuple[int, int],
         loader_workers: int | None,
-        device: torch.device | str | None,
+        device: torch.device | str,
         channels_last: bool,
     ) -> None:
         self.source = source
         default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
         self._loader_workers = default if loader_workers is None else loader_workers
-        self._device = torch.device(device or "cpu")
-        self._size = data.sample_shape[1:]
+        self._device = torch.device(device)
+        self._size = size
         self._channels_last = channels_last
         self._opened: tuple[Lanes, Lane] | None = None
         self._mean = torch.tensor(data.mean, device=self._device)
         self._std = torch.tensor(data.std, device=self._device)
         self._damaged: set[str] = set()
-        self._idle: tuple[DataLoader[Any], list[_Job]] | None = None
+        #: Torch's processes, which are kept from epoch to epoch, and what they are to load.
+        self._loader: DataLoader[Any] | None = None
+        self._jobs: list[tuple[IntArray, AugmentKey | None]] = []
+        self._reading: object = None
 
     def read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
         ahead = self._loader_workers > 0 and len(jobs) > 0
@@ -305,42 +294,15 @@ class _Reader:
 
     def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         for indices in jobs:
-            yield self.source.load_readable(indices, key, self._device)
+            yield self.source.load(indices, key, self._device)
 
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
-        loader, queue = self._processes(min(self._loader_workers, len(jobs)))
-        queue[:] = [(indices, key) for indices in jobs]
-        with _starting_processes():
-            iterator = iter(loader)
-        try:
-            for left in reversed(range(len(jobs))):
-                with _watching_processes():
-                    loaded = next(iterator)
-                if isinstance(loaded, DataError):
-                    raise loaded
-                if not left:  # before the last batch is handed over: nobody may ask whether there is another one
-                    self._idle = loader, queue
-                yield loaded
-        finally:
-            # Ends the processes now, unless all was read: the traceback of an error would keep them as long as somebody
-            # looks at it.
-            del iterator, loader
-
-    def _processes(self, count: int) -> tuple[DataLoader[Any], list[_Job]]:
-        """Loader processes that wait for jobs, and the list to put the jobs on: those of the last epoch, or new ones.
-
-        Processes are kept from epoch to epoch, as starting them takes a tenth of a second.
-        """
-        idle, self._idle = self._idle, None
-        if idle is not None and idle[0].num_workers == count:
-            return idle
-        queue: list[_Job] = []
-        with _starting_processes():
-            loader = DataLoader(
-                _Jobs(self.source),
+        if self._loader is None:
+            self._loader = DataLoader(
+                self.source,
                 batch_size=None,  # A job is a batch already.
-                sampler=queue,
-                num_workers=count,
+                sampler=self._jobs,
+                num_workers=self._loader_workers,
                 collate_fn=_as_is,
                 pin_memory=self._device.type == "cuda",
                 worker_init_fn=_begin_process,
@@ -348,32 +310,31 @@ class _Reader:
                 # Without a generator of its own, a loader draws a seed from the global one.
                 generator=torch.Generator(),
             )
-        return loader, queue
-
-
-class _Jobs(Dataset[Loaded | DataError]):
-    """What runs in the loader processes. It must survive pickling, for platforms that cannot fork.
-
-    An error is handed over as a value: torch would bury an exception's message in the traceback of the process.
-    """
-
-    def __init__(self, source: ImageSource) -> None:
-        self._source = source
-
-    def __getitem__(self, job: _Job) -> Loaded | DataError:
-        try:
-            return self._source.load_readable(*job, _CPU)
-        except DataError as error:
-            return error
+        self._reading = reading = object()
+        self._jobs[:] = [(indices, key) for indices in jobs]
+        with _processes_of_torch(), warnings.catch_warnings():
+            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            iterator = iter(self._loader)
+        for _ in jobs:
+            if self._reading is not reading:
+                raise RuntimeError("another epoch of these batches was begun: only the last one can be read on")
+            with _processes_of_torch():
+                loaded = next(iterator)
+            if isinstance(loaded, DataError):
+                raise loaded
+            yield loaded
 
 
 @contextmanager
-def _watching_processes() -> Iterator[None]:
+def _processes_of_torch() -> Iterator[None]:
     """Inside, a loader process that died is an error after which the workers start again.
 
-    Torch's handler of SIGCHLD would raise one anywhere else, so it is taken back.
+    Torch's handler of SIGCHLD would raise one anywhere else, so it is taken back. The garbage collector does not run,
+    here and in processes that are forked, until `_begin_process`.
     """
-    before = signal.getsignal(signal.SIGCHLD)
+    handler, collects = signal.getsignal(signal.SIGCHLD), gc.isenabled()
+    gc.disable()
     try:
         yield
     except RuntimeError as error:
@@ -385,23 +346,10 @@ def _watching_processes() -> Iterator[None]:
             "A run that ended goes on from its last checkpoint with --resume.",
         ) from error
     finally:
-        if signal.getsignal(signal.SIGCHLD) is not before:
-            signal.signal(signal.SIGCHLD, before)
-
-
-@contextmanager
-def _starting_processes() -> Iterator[None]:
-    """Inside, the garbage collector does not run, here and in processes that are forked, until `_begin_process`."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with warnings.catch_warnings(), _watching_processes():
-            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            yield
-    finally:
-        if enabled:
+        if collects:
             gc.enable()
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def _as_is(loaded: Any) -> Any:
