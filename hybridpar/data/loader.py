@@ -68,7 +68,122 @@ class Batch:
 
 
 @dataclass(eq=False)
-class TrainBatches:
+class _Batches:
+    """Reads a worker's lists of samples, in order, as normalised images on the device."""
+
+    data: ImageData
+    _: KW_ONLY
+    batch_size: int
+    rank: int
+    workers: int
+    loader_workers: int | None = None
+    device: torch.device | str = "cpu"
+    channels_last: bool = False
+    shares: Sequence[float] | None = None
+
+    def _open(self, source: ImageSource, size: tuple[int, int]) -> None:
+        check(0 <= self.rank < self.workers, f"rank {self.rank} of {self.workers} workers")
+        self._source = source
+        self._size = size
+        default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
+        self._loader_workers = default if self.loader_workers is None else self.loader_workers
+        self._device = torch.device(self.device)
+        self._lanes: tuple[Lanes, Lane] | None = None
+        self._mean, self._std = (torch.tensor(each, device=self._device) for each in (self.data.mean, self.data.std))
+        self._damaged: set[str] = set()
+        #: Torch's processes, which are kept from epoch to epoch, and what they are to load.
+        self._loader: DataLoader[Any] | None = None
+        self._jobs: list[tuple[IntArray, AugmentKey | None]] = []
+        self._reading: object = None
+
+    def _read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
+        ahead = self._loader_workers > 0 and len(jobs) > 0
+        lanes, lane = self._lanes_of_this_thread()
+        lane = lane if ahead else lanes.caller
+        lane.wait(lanes.caller.record())  # for the mean and the deviation
+        for loaded in self._load_ahead(jobs, key) if ahead else self._load(jobs, key):
+            self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
+            if len(loaded.indices) == 0:
+                continue
+            results: list[Tensor] = []
+            lane.submit(partial(self._move, loaded, results), uses=[loaded.images])
+            lanes.caller.wait(lane.record())
+            images, labels = results
+            yield images, labels
+
+    @contextmanager
+    def _lent(self, *parts: LabelledImages) -> Iterator[None]:
+        """Inside, others compute with what was read.
+
+        Its memory belongs to another lane, which must not use it again before this one has passed the computation.
+        """
+        try:
+            yield
+        finally:
+            lanes, _ = self._lanes_of_this_thread()
+            lanes.caller.keep(*(tensor for part in parts for tensor in part))
+
+    def _lanes_of_this_thread(self) -> tuple[Lanes, Lane]:
+        """Lanes, and the one on which batches of loader processes are copied and made floats."""
+        if self._lanes is None or not self._lanes[0].is_issuer():
+            lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
+            self._lanes = lanes, lanes.open("data") if self._device.type == "cuda" else lanes.caller
+        return self._lanes
+
+    def _move(self, loaded: Loaded, results: list[Tensor]) -> None:
+        """Put images, as floats, and labels on the device."""
+        images = loaded.images.to(self._device, non_blocking=True)
+        labels = self._source.labels[torch.from_numpy(loaded.indices % COPY)]
+        if images.dtype == torch.uint8:
+            images = normalise(images, self._mean, self._std, size=self._size, channels_last=self.channels_last)
+        elif self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        results += [images, to_device(labels.float() if labels.ndim == 2 else labels, self._device)]
+
+    def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
+        """Name files that cannot be read, each once; of many only some, and how many there are."""
+        for problem in {*damaged} - self._damaged:
+            self._damaged.add(problem)
+            count = len(self._damaged)
+            if count <= _NAMED or count & (count - 1) == 0:
+                _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
+
+    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
+        for indices in jobs:
+            yield self._source.load(indices, key, self._device)
+
+    def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._source,
+                batch_size=None,  # A job is a batch already.
+                sampler=self._jobs,
+                num_workers=self._loader_workers,
+                collate_fn=_as_is,
+                pin_memory=self._device.type == "cuda",
+                worker_init_fn=_begin_process,
+                persistent_workers=True,
+                # Without a generator of its own, a loader draws a seed from the global one.
+                generator=torch.Generator(),
+            )
+        self._reading = reading = object()
+        self._jobs[:] = [(indices, key) for indices in jobs]
+        with _processes_of_torch(), warnings.catch_warnings():
+            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            iterator = iter(self._loader)
+        for _ in jobs:
+            if self._reading is not reading:
+                raise RuntimeError("another epoch of these batches was begun: only the last one can be read on")
+            with _processes_of_torch():
+                loaded = next(iterator)
+            if isinstance(loaded, DataError):
+                raise loaded
+            yield loaded
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainBatches(_Batches):
     """One worker's view of the training images.
 
     Args:
@@ -93,26 +208,15 @@ class TrainBatches:
         UsageError: The batch or the data set is too small, see `cut_epoch`; or there is no such worker.
     """
 
-    data: ImageData
-    _: KW_ONLY
     seed: int
-    batch_size: int
-    rank: int
-    workers: int
     micro_batches: int
-    loader_workers: int | None = None
-    device: torch.device | str = "cpu"
-    channels_last: bool = False
     in_pairs: bool = False
     repeats: int = 1
-    shares: Sequence[float] | None = None
     idle: bool = True
 
     def __post_init__(self) -> None:
-        check(0 <= self.rank < self.workers, f"rank {self.rank} of {self.workers} workers")
+        self._open(self.data.train, self.data.sample_shape[1:])
         self._steps = cut_epoch(len(self.data.train), self.batch_size, self.workers * self.micro_batches)
-        size = self.data.sample_shape[1:]
-        self._reader = _Reader(self.data, self.data.train, size, self.loader_workers, self.device, self.channels_last)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -141,10 +245,10 @@ class TrainBatches:
         steps = self._steps[start_step:]
         parts = [self._parts(start, stop) for start, stop in steps]
         jobs = [order[first:last] for step in parts for first, last in step]
-        loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
+        loaded = self._read(jobs, AugmentKey(self.seed, epoch))
         for (start, stop), micro_batches in zip(steps, parts, strict=True):
             read = tuple(islice(loaded, len(micro_batches)))
-            with self._reader.lent(*read):
+            with self._lent(*read):
                 yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -159,8 +263,8 @@ class TrainBatches:
         return divide(first, last, each, in_pairs=self.in_pairs) if last > first else []
 
 
-@dataclass(eq=False)
-class TestBatches:
+@dataclass(eq=False, kw_only=True)
+class TestBatches(_Batches):
     """One worker's share of the test images: together, the workers test every image exactly once.
 
     Shares are consecutive. Equal ones differ by at most one image, and are empty where there are more workers than
@@ -179,151 +283,26 @@ class TestBatches:
 
     __test__ = False  # Not a test case, whatever pytest makes of its name.
 
-    data: ImageData
-    _: KW_ONLY
-    batch_size: int
-    rank: int
-    workers: int
-    loader_workers: int | None = None
-    device: torch.device | str = "cpu"
-    channels_last: bool = False
-    shares: Sequence[float] | None = None
-
     def __post_init__(self) -> None:
-        check(0 <= self.rank < self.workers, f"rank {self.rank} of {self.workers} workers")
         check(self.batch_size >= 1, f"batch_size is {self.batch_size}", "It must be at least 1.")
-        data = self.data
+        height, width = self.data.sample_shape[1:]
+        self._open(self.data.test, (self.data.test_size or height, self.data.test_size or width))
         #: Test images of all workers.
-        self.total = len(data.test)
+        self.total = len(self.data.test)
         counts = allot(self.total, self.shares or [1.0] * self.workers, 1)
         start, self.samples = sum(counts[: self.rank]), counts[self.rank]
         mine = np.arange(start, start + self.samples)
-        self._jobs = [mine[first : first + self.batch_size] for first in range(0, self.samples, self.batch_size)]
-        size = data.sample_shape[1:] if data.test_size is None else (data.test_size, data.test_size)
-        self._reader = _Reader(data, data.test, size, self.loader_workers, self.device, self.channels_last)
+        self._lists = [mine[first : first + self.batch_size] for first in range(0, self.samples, self.batch_size)]
 
     def __len__(self) -> int:
         """Number of batches of this worker."""
-        return len(self._jobs)
+        return len(self._lists)
 
     def __iter__(self) -> Iterator[LabelledImages]:
         """Images (float32, NCHW) and labels (int64) of each batch."""
-        for part in self._reader.read(self._jobs, None):
-            with self._reader.lent(part):
+        for part in self._read(self._lists, None):
+            with self._lent(part):
                 yield part
-
-
-class _Reader:
-    """Reads lists of samples, in order, as normalised images of a size on the device."""
-
-    def __init__(
-        self,
-        data: ImageData,
-        source: ImageSource,
-        size: tuple[int, int],
-        loader_workers: int | None,
-        device: torch.device | str,
-        channels_last: bool,
-    ) -> None:
-        self.source = source
-        default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
-        self._loader_workers = default if loader_workers is None else loader_workers
-        self._device = torch.device(device)
-        self._size = size
-        self._channels_last = channels_last
-        self._opened: tuple[Lanes, Lane] | None = None
-        self._mean = torch.tensor(data.mean, device=self._device)
-        self._std = torch.tensor(data.std, device=self._device)
-        self._damaged: set[str] = set()
-        #: Torch's processes, which are kept from epoch to epoch, and what they are to load.
-        self._loader: DataLoader[Any] | None = None
-        self._jobs: list[tuple[IntArray, AugmentKey | None]] = []
-        self._reading: object = None
-
-    def read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
-        ahead = self._loader_workers > 0 and len(jobs) > 0
-        lanes, lane = self._lanes_of_this_thread()
-        lane = lane if ahead else lanes.caller
-        lane.wait(lanes.caller.record())  # for the mean and the deviation
-        for loaded in self._load_ahead(jobs, key) if ahead else self._load(jobs, key):
-            self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
-            if len(loaded.indices) == 0:
-                continue
-            results: list[Tensor] = []
-            lane.submit(partial(self._move, loaded, results), uses=[loaded.images])
-            lanes.caller.wait(lane.record())
-            images, labels = results
-            yield images, labels
-
-    @contextmanager
-    def lent(self, *parts: LabelledImages) -> Iterator[None]:
-        """Inside, others compute with what was read.
-
-        Its memory belongs to another lane, which must not use it again before this one has passed the computation.
-        """
-        try:
-            yield
-        finally:
-            lanes, _ = self._lanes_of_this_thread()
-            lanes.caller.keep(*(tensor for part in parts for tensor in part))
-
-    def _lanes_of_this_thread(self) -> tuple[Lanes, Lane]:
-        """Lanes, and the one on which batches of loader processes are copied and made floats."""
-        if self._opened is None or not self._opened[0].is_issuer():
-            lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
-            self._opened = lanes, lanes.open("data") if self._device.type == "cuda" else lanes.caller
-        return self._opened
-
-    def _move(self, loaded: Loaded, results: list[Tensor]) -> None:
-        """Put images, as floats, and labels on the device."""
-        images = loaded.images.to(self._device, non_blocking=True)
-        labels = self.source.labels[torch.from_numpy(loaded.indices % COPY)]
-        if images.dtype == torch.uint8:
-            images = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
-        elif self._channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        results += [images, to_device(labels.float() if labels.ndim == 2 else labels, self._device)]
-
-    def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
-        """Name files that cannot be read, each once; of many only some, and how many there are."""
-        for problem in {*damaged} - self._damaged:
-            self._damaged.add(problem)
-            count = len(self._damaged)
-            if count <= _NAMED or count & (count - 1) == 0:
-                _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
-
-    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
-        for indices in jobs:
-            yield self.source.load(indices, key, self._device)
-
-    def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
-        if self._loader is None:
-            self._loader = DataLoader(
-                self.source,
-                batch_size=None,  # A job is a batch already.
-                sampler=self._jobs,
-                num_workers=self._loader_workers,
-                collate_fn=_as_is,
-                pin_memory=self._device.type == "cuda",
-                worker_init_fn=_begin_process,
-                persistent_workers=True,
-                # Without a generator of its own, a loader draws a seed from the global one.
-                generator=torch.Generator(),
-            )
-        self._reading = reading = object()
-        self._jobs[:] = [(indices, key) for indices in jobs]
-        with _processes_of_torch(), warnings.catch_warnings():
-            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            iterator = iter(self._loader)
-        for _ in jobs:
-            if self._reading is not reading:
-                raise RuntimeError("another epoch of these batches was begun: only the last one can be read on")
-            with _processes_of_torch():
-                loaded = next(iterator)
-            if isinstance(loaded, DataError):
-                raise loaded
-            yield loaded
 
 
 @contextmanager

@@ -150,15 +150,6 @@ def test_copies_of_a_sample_are_in_one_batch_and_differ():
     assert not torch.equal(images[0], images[1])
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_every_layout_sees_the_same_pairs(repeats):
-    data = load_dataset(synthetic(augment="ta"))
-    options = {"batch_size": 10, "in_pairs": True, "repeats": repeats}
-    whole = read_steps(data, 1, 1, **options)
-    for layout in ((2, 1), (1, 4)):
-        assert same(whole, read_steps(data, *layout, **options))
-
-
 POLICIES = [
     "ra,erase=0.5,erase_mode=pixel",
     "timm:rand-m9-mstd0.5-inc1,erase=0.5,erase_mode=rand",

@@ -163,12 +163,6 @@ def test_two_tables_and_numbers_as_classes(root: Path) -> None:
     assert (data.test.labels.tolist(), data.ignored) == ([3], ("1 images of the split val",))
 
 
-def test_a_table_without_test_images_is_divided_by_class(root: Path) -> None:
-    data = load(table(root / "all.csv", "path,label", *(f"images/{n}.png,{n % 2}" for n in range(10))), "csv")
-    assert torch.bincount(data.train.labels).tolist() == [4, 4]
-    assert torch.bincount(data.test.labels).tolist() == [1, 1]
-
-
 def test_several_labels_become_float_targets(root: Path) -> None:
     rows = [f"images/{number}.png,{labels}" for number, labels in enumerate(("a;c", "b|a", "", "c"))]
     table(root / "train.csv", "path,label", *rows)

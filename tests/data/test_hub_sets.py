@@ -43,17 +43,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 def test_columns_are_found_by_their_type(tmp_path: Path) -> None:
     kinds = datasets.ClassLabel(names=["cat", "dog"])
-    data = load(saved(tmp_path, kinds, column="animal", train=[0, 1, 1], validation=[1, 0]))
+    data = load(saved(tmp_path, kinds, column="animal", train=[0, 1, 1], test=[1, 0], validation=[1]))
     assert (data.name, data.class_names) == ("hf/mine", ("cat", "dog"))
+    assert data.ignored == ("1 rows of the part validation",)
     assert data.train.labels.tolist() == [0, 1, 1]
     assert data.test.labels.tolist() == [1, 0]
     images = data.train.load(np.array([2, 0]), None, torch.device("cpu")).images
     assert images[:, 0, 3, 3].tolist() == [18, 0]
-
-
-def test_parts_that_are_not_used_are_named(tmp_path: Path) -> None:
-    data = load(saved(tmp_path, datasets.Value("string"), train=["b", "a"], validation=["a"] * 3, test=["a"]))
-    assert (len(data.test), data.ignored) == (1, ("3 rows of the part validation",))
 
 
 def test_one_part_is_divided_and_words_are_classes(tmp_path: Path) -> None:

@@ -350,13 +350,13 @@ def on_a_lane(data, checker, micro_batches=2):
     """Batches that are placed on a lane of their own, as on a GPU; a thread is in the place of loader processes."""
     batches = train_batches(data, micro_batches=micro_batches, batch_size=8, loader_workers=1)
     lanes = Lanes("cpu", check=checker)
-    batches._reader._opened = lanes, lanes.open("data")
+    batches._lanes = lanes, lanes.open("data")
 
     def load_ahead(jobs, key):
         with ThreadPoolExecutor(1) as pool:
             yield from pool.map(lambda indices: data.train.load(indices, key, CPU), jobs)
 
-    batches._reader._load_ahead = load_ahead
+    batches._load_ahead = load_ahead
     return batches, lanes
 
 
@@ -385,7 +385,7 @@ def test_batches_from_a_lane_of_their_own_are_the_same(file_data, seed):
 def test_batches_are_kept_until_they_were_used(file_data, seed):
     checker = Checker(seed)
     batches, lanes = on_a_lane(file_data, checker)
-    batches._reader.lent = lambda *_: contextlib.nullcontext()
+    batches._lent = lambda *_: contextlib.nullcontext()
     with pytest.raises(LaneError, match="lane 'data'"), checker, lanes:
         train_on(batches.epoch(0))
 
