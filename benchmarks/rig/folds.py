@@ -22,11 +22,10 @@ from benchmarks.rig.records import append_dicts, claimed, read_records
 from benchmarks.rig.rows import commit, processor
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import TrainBatches, load_dataset
+from hybridpar.data import ImageData, MemoryImages, TrainBatches, load_dataset
 from hybridpar.data.augment import normalise
-from hybridpar.data.labels import FIXED_SEED
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, digit_images
-from hybridpar.data.sources import ImageData, MemoryImages
+from hybridpar.data.sources import FIXED_SEED
 from hybridpar.models import build_model, seed_everything
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.trainer import Trainer
@@ -123,9 +122,9 @@ def _train_worker(world: World, turn: Any, model: nn.Module, data: ImageData, co
 
 def fold_data(fold: int) -> ImageData:
     """The digits at 32x32, divided as one fold says."""
-    images, labels = digit_images(32)
-    parts = fold_of(torch.from_numpy(labels), fold)
-    train, test = (MemoryImages(images[part], torch.from_numpy(labels)[part], pad=4, flip=False) for part in parts)
+    images, numbers = digit_images(32)
+    images, labels = images.expand(-1, 3, -1, -1), torch.from_numpy(numbers)
+    train, test = (MemoryImages(images[part], labels[part]) for part in fold_of(labels, fold))
     return replace(load_dataset(TrainConfig(data="digits")), train=train, test=test)
 
 

@@ -117,7 +117,7 @@ class ModelConfig(Options):
         return read_fields(f"--drop {self.drop}", "" if self.drop is None else str(self.drop), DropRates)
 
 
-Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+Interpolation = Literal["bilinear", "bicubic"]
 
 _FROM_0_TO_1 = between(0, 1)
 
@@ -133,7 +133,7 @@ class Images(Options):
         mean: Mean of each channel of pixels in [0, 1], taken off; None: of the data.
         std: Standard deviation of each channel, divided by; None: of the data.
         interpolation: How images from files are resized; None: bilinear.
-        train_interpolation: The same in training, of which `random` is bilinear or bicubic; None: as `interpolation`.
+        train_interpolation: The same in training, of which `random` is one of the two; None: as `interpolation`.
         channels: Of the images: 1 is grey, 3 is RGB, and 4 is RGBA.
     """
 
@@ -143,7 +143,7 @@ class Images(Options):
     mean: tuple[Annotated[float, _FROM_0_TO_1], ...] | None = None
     std: tuple[Annotated[float, POSITIVE], ...] | None = None
     interpolation: Interpolation | None = None
-    train_interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "random"] | None = None
+    train_interpolation: Literal["bilinear", "bicubic", "random"] | None = None
     channels: int = 3
 
     def __post_init__(self) -> None:
@@ -364,8 +364,6 @@ class TorchvisionSet(NamedTuple):
             training then, chosen once and for all.
         size: Side of the square images that come out, unless --image-size says another.
         flip: Whether a mirrored image is still one of its class.
-        downloads: Whether torchvision can download it.
-        needs: What is to be installed to read it, besides torchvision.
         per_class: Images of each class that are for training where torchvision knows no parts; None: 4 of 5.
     """
 
@@ -374,14 +372,13 @@ class TorchvisionSet(NamedTuple):
     test: dict[str, Any] | None
     size: int = USUAL_SIZE
     flip: bool = True
-    downloads: bool = True
-    needs: str = ""
     per_class: int | None = None
 
 
 _TRAIN, _TEST, _VAL = {"split": "train"}, {"split": "test"}, {"split": "val"}
 _TRAINVAL = {"split": "trainval"}
 _IS_TRAIN, _IS_TEST = {"train": True}, {"train": False}
+_BALANCED, _SMALL = {"split": "balanced"}, {"small": True}
 
 #: The data sets by the name users type: torchvision's own in lower case.
 TORCHVISION_SETS = {
@@ -393,35 +390,31 @@ TORCHVISION_SETS = {
     "fashionmnist": TorchvisionSet("FashionMNIST", _IS_TRAIN, _IS_TEST, 32),
     "kmnist": TorchvisionSet("KMNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
     "qmnist": TorchvisionSet("QMNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
-    "emnist": TorchvisionSet(
-        "EMNIST", {"split": "balanced", "train": True}, {"split": "balanced", "train": False}, 32, flip=False
-    ),
+    "emnist": TorchvisionSet("EMNIST", _BALANCED | _IS_TRAIN, _BALANCED | _IS_TEST, 32, flip=False),
     "usps": TorchvisionSet("USPS", _IS_TRAIN, _IS_TEST, 32, flip=False),
     "semeion": TorchvisionSet("SEMEION", {}, None, 32, flip=False),
-    "svhn": TorchvisionSet("SVHN", _TRAIN, _TEST, 32, flip=False, needs="scipy"),
+    "svhn": TorchvisionSet("SVHN", _TRAIN, _TEST, 32, flip=False),
     "stl10": TorchvisionSet("STL10", _TRAIN, _TEST, 96),
     "gtsrb": TorchvisionSet("GTSRB", _TRAIN, _TEST, 48, flip=False),
     "food101": TorchvisionSet("Food101", _TRAIN, _TEST),
-    "flowers102": TorchvisionSet("Flowers102", _TRAIN, _TEST, needs="scipy"),
+    "flowers102": TorchvisionSet("Flowers102", _TRAIN, _TEST),
     "oxfordiiitpet": TorchvisionSet("OxfordIIITPet", _TRAINVAL, _TEST),
-    "stanfordcars": TorchvisionSet("StanfordCars", _TRAIN, _TEST, downloads=False, needs="scipy"),
+    "stanfordcars": TorchvisionSet("StanfordCars", _TRAIN, _TEST),
     "fgvcaircraft": TorchvisionSet("FGVCAircraft", _TRAINVAL, _TEST),
     "dtd": TorchvisionSet("DTD", _TRAIN, _TEST),
     "eurosat": TorchvisionSet("EuroSAT", {}, None, 64),
     "country211": TorchvisionSet("Country211", _TRAIN, _TEST),
     "sun397": TorchvisionSet("SUN397", {}, None),
     "caltech256": TorchvisionSet("Caltech256", {}, None),
-    "pcam": TorchvisionSet("PCAM", _TRAIN, _TEST, 96, needs="h5py"),
+    "pcam": TorchvisionSet("PCAM", _TRAIN, _TEST, 96),
     "renderedsst2": TorchvisionSet("RenderedSST2", _TRAIN, _TEST, USUAL_SIZE, flip=False),
-    "fer2013": TorchvisionSet("FER2013", _TRAIN, _TEST, 48, downloads=False),
+    "fer2013": TorchvisionSet("FER2013", _TRAIN, _TEST, 48),
     "clevr": TorchvisionSet("CLEVRClassification", _TRAIN, _VAL),
-    "celeba": TorchvisionSet("CelebA", _TRAIN, _TEST, 128, needs="gdown"),
+    "celeba": TorchvisionSet("CelebA", _TRAIN, _TEST, 128),
     "inaturalist": TorchvisionSet("INaturalist", {"version": "2021_train"}, {"version": "2021_valid"}),
-    "places365": TorchvisionSet(
-        "Places365", {"split": "train-standard", "small": True}, {"split": "val", "small": True}
-    ),
+    "places365": TorchvisionSet("Places365", _SMALL | {"split": "train-standard"}, _SMALL | _VAL),
     "lfwpeople": TorchvisionSet("LFWPeople", {"split": "10fold"}, None),
-    "imagenet": TorchvisionSet("ImageNet", _TRAIN, _VAL, downloads=False, needs="scipy"),
+    "imagenet": TorchvisionSet("ImageNet", _TRAIN, _VAL),
     "imagenette": TorchvisionSet("Imagenette", _TRAIN, _VAL),
 }
 

@@ -2,28 +2,21 @@
 
 `load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
 says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (what becomes of an
-image), `labels` (classes), `sources` (images in memory, or of any map-style data set), `memory_sets`, `file_sets`,
-`map_sets` and `hub_sets` (the data sets by name), `loader` (the batches of a worker), `mix` (mixup and cutmix).
+image), `images` (labelled images by index), `sources` (what a data set is and how it is made), `memory_sets`,
+`file_sets`, `map_sets` and `hub_sets` (the data sets by name), `loader` (the batches of a worker), `mix` (mixup and
+cutmix).
 """
 
 from hybridpar.data import file_sets, hub_sets, map_sets, memory_sets  # noqa: F401 (each adds to DATA_SETS)
+from hybridpar.data.images import ImageFiles, ImageSource, MemoryImages
 from hybridpar.data.loader import Batch, TestBatches, TrainBatches
-from hybridpar.data.sampling import cut_epoch, divide
-from hybridpar.data.sources import (
-    DATA_SETS,
-    DecodedImages,
-    ImageData,
-    ImageFiles,
-    ImageSource,
-    MemoryImages,
-    describe_data,
-    load_dataset,
-)
+from hybridpar.data.sampling import cut_epoch
+from hybridpar.data.sources import DATA_SETS, ImageArray, ImageData, describe_data, image_data, load_dataset
 
 __all__ = [
     "DATA_SETS",
     "Batch",
-    "DecodedImages",
+    "ImageArray",
     "ImageData",
     "ImageFiles",
     "ImageSource",
@@ -32,6 +25,6 @@ __all__ = [
     "TrainBatches",
     "cut_epoch",
     "describe_data",
-    "divide",
+    "image_data",
     "load_dataset",
 ]

@@ -19,13 +19,14 @@ import io
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms import InterpolationMode, RandomResizedCrop, v2
 
@@ -72,7 +73,8 @@ def as_mode(image: Image.Image, mode: str) -> Image.Image:
     return image.convert(mode)
 
 
-class RandomCrop(nn.Module):
+@dataclass
+class RandomCrop:
     """Cuts a random area out of an image and resizes it to a square: Szegedy et al. 2015, "Inception" sec. 6.
 
     The area is that of torchvision's RandomResizedCrop. A JPEG that is not decoded yet is decoded at 1/2, 1/4
@@ -80,21 +82,12 @@ class RandomCrop(nn.Module):
     little from one that is decoded in full and scaled down, as any two ways of scaling do.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        interpolation: str = DEFAULT_INTERPOLATION,
-    ) -> None:
-        super().__init__()
-        self.size = size
-        self.scale = list(scale)
-        self.ratio = list(ratio)
-        self.interpolation = interpolation
+    size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    interpolation: str = DEFAULT_INTERPOLATION
 
-    def forward(self, image: Image.Image) -> Tensor:
+    def __call__(self, image: Image.Image) -> Tensor:
         """Crop and resize."""
         top, left, height, width = RandomResizedCrop.get_params(image, self.scale, self.ratio)
         box = (left, top, left + width, top + height)
@@ -108,10 +101,6 @@ class RandomCrop(nn.Module):
         mode = self.interpolation
         if mode == "random":
             mode = ("bilinear", "bicubic")[int(torch.randint(2, ()))]
-        if mode not in ("bilinear", "bicubic"):
-            resized = image.resize((self.size, self.size), Image.Resampling[mode.upper()], box)
-            tensor: Tensor = v2.functional.pil_to_tensor(resized)
-            return tensor
         crop = image.crop(box)
         # Rows of pixels: the layout that torch resizes fastest.
         pixels = torch.frombuffer(bytearray(crop.tobytes()), dtype=torch.uint8)
@@ -120,14 +109,13 @@ class RandomCrop(nn.Module):
 
 
 def train_transform(
-    size: int, config: DataConfig, mean: Sequence[float], std: Sequence[float], *, flip: bool = True
+    size: int, config: DataConfig, mean: Sequence[float], std: Sequence[float], *, flip: float
 ) -> v2.Compose:
     """The usual augmentation of ImageNet models (Szegedy et al. 2015; He et al. 2016), and what options add to it."""
     augmentation, images = config.augmentation, config.images
     mode = images.train_interpolation or images.interpolation or DEFAULT_INTERPOLATION
     crop = RandomCrop(size, scale=augmentation.scale, ratio=augmentation.ratio, interpolation=mode)
-    changes = random_changes(augmentation, images, 0.5 if flip else 0.0, size, mean)
-    return v2.Compose([crop, *changes, *random_erasing(augmentation, mean, std)])
+    return v2.Compose([crop, *random_changes(size, config, mean, std, flip=flip)])
 
 
 def eval_transform(size: int, images: Images) -> v2.Compose:
@@ -138,26 +126,27 @@ def eval_transform(size: int, images: Images) -> v2.Compose:
 
 
 def random_changes(
-    augmentation: Augmentation, images: Images, flip: float, size: int, mean: Sequence[float]
+    size: int, config: DataConfig, mean: Sequence[float], std: Sequence[float], *, flip: float
 ) -> list[Any]:
-    """What is done to an image after the crop: mirroring, a policy, colours."""
-    flip = flip if augmentation.hflip is None else augmentation.hflip
+    """What is done to an image after the crop: mirroring, a policy, colours, erasing (Zhong et al. 2020).
+
+    `flip` is the probability of mirroring left to right.
+    """
+    augmentation = config.augmentation
     changes: list[Any] = [v2.RandomHorizontalFlip(flip)] if flip else []
     if augmentation.vflip:
         changes.append(v2.RandomVerticalFlip(augmentation.vflip))
-    colours = len(mean)
     with_policy = type(augmentation) is not Augmentation or augmentation.color_jitter > 0
-    if (colours == 4 and with_policy) or (colours != 3 and isinstance(augmentation, TimmAugment)):
+    if (len(mean) == 4 and with_policy) or (len(mean) != 3 and isinstance(augmentation, TimmAugment)):
         raise UsageError(
-            f"--augment with a policy or color_jitter, for images of {colours} channels",
+            f"--augment with a policy or color_jitter, for images of {len(mean)} channels",
             "Policies are for RGB, those of torchvision also for grey.",
             "Leave them out.",
         )
-    # Policies take no other modes for bytes.
-    mode = InterpolationMode.NEAREST if images.interpolation == "nearest" else InterpolationMode.BILINEAR
+    mode = InterpolationMode.BILINEAR  # policies take no bicubic for bytes
     match augmentation:
         case TimmAugment(spec=spec):
-            changes.append(TimmPolicy(spec, size, mean))
+            changes += [v2.ToPILImage(), _timm_policy(spec, size, mean), v2.PILToTensor()]
         case RandAugment(n=operations, m=magnitude):
             changes.append(v2.RandAugment(operations, magnitude, interpolation=mode))
         case TrivialAugment():
@@ -168,58 +157,37 @@ def random_changes(
             changes.append(v2.AugMix(interpolation=mode))
     if augmentation.color_jitter:
         changes.append(v2.ColorJitter(*(augmentation.color_jitter,) * 3))
+    erase, how = augmentation.erase, augmentation.erase_mode
+    if erase and how == "const":
+        changes.append(v2.RandomErasing(erase, value=[round(255 * part) for part in mean]))
+    elif erase:
+        # As in timm, random colours and noise are of images that have been normalised, in their final size.
+        changes += [v2.Resize(size, antialias=True), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+        if how == "pixel":
+            changes.append(v2.RandomErasing(erase, value="random"))
+        else:
+            module = _timm("--augment erase_mode=rand").random_erasing
+            changes.append(module.RandomErasing(erase, mode="rand", device="cpu"))
     return changes
 
 
-def random_erasing(augmentation: Augmentation, mean: Sequence[float], std: Sequence[float]) -> list[Any]:
-    """Erasing of a rectangle (Zhong et al. 2020); empty where it is off.
-
-    The mean colour is one of bytes. Random colours and noise are of images that have been normalised, as in timm.
-    """
-    if not augmentation.erase:
-        return []
-    if augmentation.erase_mode == "const":
-        return [v2.RandomErasing(augmentation.erase, value=[round(255 * part) for part in mean])]
-    erase: Any = v2.RandomErasing(augmentation.erase, value="random")
-    if augmentation.erase_mode == "rand":
-        module = _timm("data.random_erasing", "--augment erase_mode=rand")
-        erase = module.RandomErasing(augmentation.erase, mode="rand", device="cpu")
-    return [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std), erase]
-
-
-class TimmPolicy:
-    """A policy of timm, for images of Pillow and for tensors."""
-
-    def __init__(self, spec: str, size: int, mean: Sequence[float]) -> None:
-        module = _timm("data.auto_augment", f"the policy timm:{shortened(spec)}")
-        options: dict[str, Any] = {
-            "translate_const": int(size * 0.45),
-            "img_mean": tuple(min(255, round(255 * part)) for part in mean),
-        }
-        make = module.auto_augment_transform
-        if spec.startswith("rand"):
-            make = module.rand_augment_transform
-        elif spec.startswith("augmix"):
-            make = module.augment_and_mix_transform
-            options["translate_pct"] = 0.3
-        try:
-            self._policy = make(spec, options)
-        except (AssertionError, KeyError, ValueError) as error:
-            raise UsageError(
-                f"timm does not know the policy {shortened(repr(spec))}",
-                "It is what timm's --aa takes, such as rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or original.",
-            ) from error
-
-    def __call__(self, image: Any) -> Any:
-        """Change an image."""
-        if isinstance(image, Tensor):
-            return v2.functional.pil_to_tensor(self._policy(v2.functional.to_pil_image(image)))
-        return self._policy(image)
-
-
-def _timm(module: str, what: str) -> Any:
+def _timm_policy(spec: str, size: int, mean: Sequence[float]) -> Any:
+    """A policy of timm, for images of Pillow."""
+    create = _timm(f"the policy timm:{shortened(spec)}").create_transform
+    others = {"color_jitter": None, "interpolation": "random"}  # for the policy: bilinear or bicubic
     try:
-        return importlib.import_module(f"timm.{module}")
+        _, policy, _ = create(size, is_training=True, auto_augment=spec, mean=mean, separate=True, **others)
+    except (AssertionError, KeyError, ValueError) as error:
+        raise UsageError(
+            f"timm does not know the policy {shortened(repr(spec))}",
+            "It is what timm's --aa takes, such as rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or original.",
+        ) from error
+    return policy
+
+
+def _timm(what: str) -> Any:
+    try:
+        return importlib.import_module("timm.data")
     except ImportError as error:
         raise not_installed(f"{what} comes with timm", "timm") from error
 

@@ -14,9 +14,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from hybridpar.config import DataConfig, TrainConfig
 from hybridpar.data.augment import MODES, eval_transform
-from hybridpar.data.labels import number_labels, some
-from hybridpar.data.sources import DATA_SETS, DecodedImages, ImageData, ImageFacts, ImageFiles, decoded_data
-from hybridpar.errors import DataError, check
+from hybridpar.data.images import DecodedImages, ImageFiles
+from hybridpar.data.sources import DATA_SETS, ImageData, ImageFacts, image_data, number_labels
+from hybridpar.errors import DataError, check, shortened
 
 _LAYOUT = "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE, or as CLASS/IMAGE."
 _COLUMNS = "Its first line names the columns: path, label, and maybe split, which is train, test or val."
@@ -29,57 +29,54 @@ def _folder(config: DataConfig) -> ImageData:
     """The layout of torchvision's ImageFolder, without hidden files and directories.
 
     Where there are both test/ and val/, test/ is used. Without any of the three the folders are the classes, and 80 %
-    of the images of each are for training, always the same ones. What is not used is named.
+    of the images of each are for training, always the same ones.
     """
     root, ignored = config.data_root.resolve(), list[str]()
     roots = [root / "train", root / ("test" if (root / "test").is_dir() else "val")]
     if any(path.is_dir() for path in roots):
-        ignored += [f"{path.name}/" for path in root.iterdir() if path.is_dir() and path not in roots]
+        ignored = sorted(f"{path.name}/" for path in root.iterdir() if path.is_dir() and path not in roots)
     else:
         roots = [root]
     names, files = list[str](), list[ImageFiles]()
     for directory in roots:
-        images, others = image_files(directory)
-        ignored += [*others, *(path for path in images if os.sep not in path)]
-        paths = sorted((path for path in images if os.sep in path), key=_class_of)  # then as torchvision has them
+        paths = sorted((path for path in image_files(directory) if os.sep in path), key=_class_of)  # as torchvision
         folders = {path.name for path in directory.iterdir() if path.is_dir() and path.name[0] != "."}
         names = names or sorted(folders)
-        strange, empty = folders - {*names}, folders - set(map(_class_of, paths))
-        if strange:
-            problem = f"{directory} has classes that {roots[0]} has not: {some(strange)}"
+        if strange := folders - {*names}:
+            problem = f"{directory} has classes that {roots[0]} has not: {_listed(strange)}"
             raise DataError(problem, _LAYOUT, "Rename or remove them, or add training images of these classes.")
+        empty = folders - set(map(_class_of, paths))
         too_high = roots == [root] and all(path.count(os.sep) > 1 for path in paths)
-        if empty or too_high or not folders:
+        if empty or too_high or not paths:
             raise DataError(
-                f"no images in folders of {directory}: {some(empty or folders) or 'it has none'}",
+                f"no images in folders of {directory}: {_listed(empty or folders) or 'it has none'}",
                 f"{_LAYOUT} An image ends in {', '.join(IMG_EXTENSIONS)}.",
                 "Add images, remove the folders, or name another directory with --data-root.",
             )
         numbers = {name: number for number, name in enumerate(names)}
         files.append(ImageFiles(directory, paths, [numbers[_class_of(path)] for path in paths]))
-    text = f"{len(ignored):,} other files and folders ({some(ignored)})"
-    labels = [part.labels for part in files]
-    return decoded_data("folder", names, config, files, labels, ignored=[text] if ignored else [])
+    return image_data(config, files, names=names, ignored=ignored)
 
 
 def _class_of(path: str) -> str:
     return path.partition(os.sep)[0]
 
 
-def image_files(directory: Path) -> tuple[list[str], list[str]]:
-    """The image files in and below a directory, by folder and name, and what else there is: hidden things, other files.
+def _listed(names: set[str]) -> str:
+    return shortened(", ".join(sorted(names)))
+
+
+def image_files(directory: Path) -> list[str]:
+    """The image files in and below a directory, by folder and name; what is hidden is left out.
 
     Links to directories are followed, but not in circles.
     """
-    images, others = [], []
+    images = []
     for folder, folders, files in os.walk(directory, onerror=_refuse, followlinks=True):
-        inside = [name for name in folders if name[0] != "." and not _leads_up(Path(folder, name))]
-        usable = [name for name in files if name[0] != "." and name.lower().endswith(IMG_EXTENSIONS)]
+        folders[:] = [name for name in folders if name[0] != "." and not _leads_up(Path(folder, name))]
         below = "" if folder == str(directory) else os.path.relpath(folder, directory) + os.sep
-        images += [below + name for name in usable]
-        others += [below + name for name in {*folders, *files} - {*inside, *usable}]
-        folders[:] = inside
-    return sorted(images, key=os.path.split), others
+        images += [below + name for name in files if name[0] != "." and name.lower().endswith(IMG_EXTENSIONS)]
+    return sorted(images, key=os.path.split)
 
 
 def _leads_up(path: Path) -> bool:
@@ -102,23 +99,20 @@ def _csv(config: DataConfig) -> ImageData:
     is used. Without test images, 80 % of the images of each class are for training, always the same ones.
     """
     root = config.data_root.resolve()
-    rows = _rows(root, "train") if not root.is_dir() else _rows(root / "train.csv", "train")
-    for split in ("test", "val") if root.is_dir() else ():
-        rows += _rows(root / f"{split}.csv", split) if (root / f"{split}.csv").is_file() else []
-    counts = {split: sum(row["split"] == split for row in rows) for split in ("train", "test", "val")}
-    if not counts["train"]:
-        raise DataError(f"{config.data_root} lists no training images", _COLUMNS, "Check the column split.")
-    used = ["train", *[split for split in ("test", "val") if counts[split]][:1]]
-    parts = [[row for row in rows if row["split"] == split] for split in used]
-    words = [
-        [[word for word in map(str.strip, re.split("[;|]", row["label"])) if word] for row in part] for part in parts
-    ]
-    several = any(len(labels) > 1 for part in words for labels in part)
-    names, labels = number_labels(words, lambda part, row: parts[part][row]["line"], several=several)
     folder = root if root.is_dir() else root.parent
-    files = [ImageFiles(folder, [row["path"] for row in part], of) for part, of in zip(parts, labels, strict=True)]
-    unused = [f"{counts['val']:,} images of the split val"] if counts["val"] and "val" not in used else []
-    return decoded_data("csv", names, config, files, labels, ignored=unused)
+    rows = _rows(root / "train.csv" if root.is_dir() else root, "train")
+    for split in ("test", "val"):
+        if root.is_dir() and (table := root / f"{split}.csv").is_file():
+            rows += _rows(table, split)
+    parts = {split: [row for row in rows if row["split"] == split] for split in ("train", "test", "val")}
+    if not parts["train"]:
+        raise DataError(f"{config.data_root} lists no training images", _COLUMNS, "Check the column split.")
+    unused = [f"{len(parts['val']):,} images of the split val"] if parts["test"] and parts["val"] else []
+    used = [parts["train"], *filter(None, [parts["test"] or parts["val"]])]
+    words = [[[*filter(None, map(str.strip, re.split("[;|]", row["label"])))] for row in part] for part in used]
+    names, labels = number_labels(words, lambda part, row: used[part][row]["line"])
+    files = [ImageFiles(folder, [row["path"] for row in part], of) for part, of in zip(used, labels, strict=True)]
+    return image_data(config, files, names=names, ignored=unused)
 
 
 def _rows(table: Path, split: str) -> list[dict[str, str]]:
@@ -142,7 +136,7 @@ def find_images(named: Sequence[Path]) -> list[Path]:
     """The image files that a user names; one that is not there is left to be refused as unreadable."""
     images: list[Path] = []
     for path in named:
-        inside = [path / file for file in image_files(path)[0]] if path.is_dir() else [path]
+        inside = [path / file for file in image_files(path)] if path.is_dir() else [path]
         rule = f"The name of an image ends in {', '.join(IMG_EXTENSIONS)}."
         check(bool(inside), f"there is no image in {path}", rule, "Name a folder with such files, or the files.")
         images += inside
@@ -156,7 +150,7 @@ def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) 
     check(channels in MODES, f"the model takes images of {channels} channels", rule, fix)
     prepare = eval_transform(size, replace(images, crop=1.0) if facts.whole else images)
     listed = ImageFiles(Path("/"), [os.path.abspath(file) for file in files], range(len(files)))
-    source = DecodedImages(listed, augment=prepare, prepare=prepare, channels=channels)
+    source = DecodedImages(listed, listed.labels, augment=prepare, prepare=prepare, channels=channels)
     return ImageData(
         name="files",
         class_names=facts.class_names,

@@ -13,7 +13,7 @@ import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from hybridpar.data.augment import normalise
+from hybridpar.data.images import ImageSource, Loaded, to_device
 from hybridpar.data.sampling import (
     COPY,
     FEWEST_PER_PART,
@@ -35,13 +36,11 @@ from hybridpar.data.sampling import (
     epoch_order,
     repeated,
 )
-from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
+from hybridpar.data.sources import ImageData
 from hybridpar.errors import DataError, LaunchError, check
 from hybridpar.lanes import Lane, Lanes
 
 _log = logging.getLogger(__name__)
-
-_CPU = torch.device("cpu")
 
 #: Loader processes per worker where images are read from files.
 DEFAULT_LOADER_WORKERS = 2
@@ -50,9 +49,6 @@ DEFAULT_LOADER_WORKERS = 2
 _NAMED = 5
 
 LabelledImages = tuple[Tensor, Tensor]
-
-#: Samples to load, and how they are augmented.
-_Job = tuple[IntArray, AugmentKey | None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,123 @@ class Batch:
     global_samples: int
 
 
-class TrainBatches:
+@dataclass(eq=False)
+class _Batches:
+    """Reads a worker's lists of samples, in order, as normalised images on the device."""
+
+    data: ImageData
+    _: KW_ONLY
+    batch_size: int
+    rank: int
+    workers: int
+    loader_workers: int | None = None
+    device: torch.device | str = "cpu"
+    channels_last: bool = False
+    shares: Sequence[float] | None = None
+
+    def _open(self, source: ImageSource, size: tuple[int, int]) -> None:
+        check(0 <= self.rank < self.workers, f"rank {self.rank} of {self.workers} workers")
+        self._source = source
+        self._size = size
+        default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
+        self._loader_workers = default if self.loader_workers is None else self.loader_workers
+        self._device = torch.device(self.device)
+        self._lanes: tuple[Lanes, Lane] | None = None
+        self._mean, self._std = (torch.tensor(each, device=self._device) for each in (self.data.mean, self.data.std))
+        self._damaged: set[str] = set()
+        #: Torch's processes, which are kept from epoch to epoch, and what they are to load.
+        self._loader: DataLoader[Any] | None = None
+        self._jobs: list[tuple[IntArray, AugmentKey | None]] = []
+        self._reading: object = None
+
+    def _read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
+        ahead = self._loader_workers > 0 and len(jobs) > 0
+        lanes, lane = self._lanes_of_this_thread()
+        lane = lane if ahead else lanes.caller
+        lane.wait(lanes.caller.record())  # for the mean and the deviation
+        for loaded in self._load_ahead(jobs, key) if ahead else self._load(jobs, key):
+            self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
+            if len(loaded.indices) == 0:
+                continue
+            results: list[Tensor] = []
+            lane.submit(partial(self._move, loaded, results), uses=[loaded.images])
+            lanes.caller.wait(lane.record())
+            images, labels = results
+            yield images, labels
+
+    @contextmanager
+    def _lent(self, *parts: LabelledImages) -> Iterator[None]:
+        """Inside, others compute with what was read.
+
+        Its memory belongs to another lane, which must not use it again before this one has passed the computation.
+        """
+        try:
+            yield
+        finally:
+            lanes, _ = self._lanes_of_this_thread()
+            lanes.caller.keep(*(tensor for part in parts for tensor in part))
+
+    def _lanes_of_this_thread(self) -> tuple[Lanes, Lane]:
+        """Lanes, and the one on which batches of loader processes are copied and made floats."""
+        if self._lanes is None or not self._lanes[0].is_issuer():
+            lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
+            self._lanes = lanes, lanes.open("data") if self._device.type == "cuda" else lanes.caller
+        return self._lanes
+
+    def _move(self, loaded: Loaded, results: list[Tensor]) -> None:
+        """Put images, as floats, and labels on the device."""
+        images = loaded.images.to(self._device, non_blocking=True)
+        labels = self._source.labels[torch.from_numpy(loaded.indices % COPY)]
+        if images.dtype == torch.uint8:
+            images = normalise(images, self._mean, self._std, size=self._size, channels_last=self.channels_last)
+        elif self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        results += [images, to_device(labels.float() if labels.ndim == 2 else labels, self._device)]
+
+    def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
+        """Name files that cannot be read, each once; of many only some, and how many there are."""
+        for problem in {*damaged} - self._damaged:
+            self._damaged.add(problem)
+            count = len(self._damaged)
+            if count <= _NAMED or count & (count - 1) == 0:
+                _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
+
+    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
+        for indices in jobs:
+            yield self._source.load(indices, key, self._device)
+
+    def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._source,
+                batch_size=None,  # A job is a batch already.
+                sampler=self._jobs,
+                num_workers=self._loader_workers,
+                collate_fn=_as_is,
+                pin_memory=self._device.type == "cuda",
+                worker_init_fn=_begin_process,
+                persistent_workers=True,
+                # Without a generator of its own, a loader draws a seed from the global one.
+                generator=torch.Generator(),
+            )
+        self._reading = reading = object()
+        self._jobs[:] = [(indices, key) for indices in jobs]
+        with _processes_of_torch(), warnings.catch_warnings():
+            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            iterator = iter(self._loader)
+        for _ in jobs:
+            if self._reading is not reading:
+                raise RuntimeError("another epoch of these batches was begun: only the last one can be read on")
+            with _processes_of_torch():
+                loaded = next(iterator)
+            if isinstance(loaded, DataError):
+                raise loaded
+            yield loaded
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainBatches(_Batches):
     """One worker's view of the training images.
 
     Args:
@@ -88,45 +200,23 @@ class TrainBatches:
         channels_last: Give images in the channels-last memory format.
         in_pairs: Cut a step at even positions, for `hybridpar.data.mix`.
         repeats: Copies of a sample in a step, each augmented by itself; an epoch has that many times fewer samples.
-        shares: What each worker gets of a step, in any unit; None for equal parts. See `allot`.
+        shares: What each worker gets of a step, in any unit; None for equal parts. See `allot`. Other ones count from
+            the next call of `epoch` on, for all workers alike.
         idle: A worker may get no sample in a step.
-
-    Attributes:
-        shares: As given. Other ones count from the next call of `epoch` on, for all workers alike.
 
     Raises:
         UsageError: The batch or the data set is too small, see `cut_epoch`; or there is no such worker.
     """
 
-    def __init__(
-        self,
-        data: ImageData,
-        *,
-        seed: int,
-        batch_size: int,
-        rank: int,
-        workers: int,
-        micro_batches: int,
-        loader_workers: int | None = None,
-        device: torch.device | str | None = None,
-        channels_last: bool = False,
-        in_pairs: bool = False,
-        repeats: int = 1,
-        shares: Sequence[float] | None = None,
-        idle: bool = True,
-    ) -> None:
-        check(0 <= rank < workers, f"rank {rank} of {workers} workers")
-        self.shares = shares
-        self._idle = idle
-        self._in_pairs = in_pairs
-        self._repeats = repeats
-        self.seed = seed
-        self.rank = rank
-        self.workers = workers
-        self.micro_batches = micro_batches
-        self._steps = cut_epoch(len(data.train), batch_size, workers * micro_batches)
-        self._samples = len(data.train)
-        self._reader = _Reader(data, data.train, loader_workers, device, channels_last)
+    seed: int
+    micro_batches: int
+    in_pairs: bool = False
+    repeats: int = 1
+    idle: bool = True
+
+    def __post_init__(self) -> None:
+        self._open(self.data.train, self.data.sample_shape[1:])
+        self._steps = cut_epoch(len(self.data.train), self.batch_size, self.workers * self.micro_batches)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -151,30 +241,30 @@ class TrainBatches:
         return self._batches(epoch, start_step)
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        order = epoch_order(self._samples, self.seed, epoch)
-        order = repeated(order, self._steps, self._repeats)
+        order = repeated(epoch_order(len(self.data.train), self.seed, epoch), self._steps, self.repeats)
         steps = self._steps[start_step:]
         parts = [self._parts(start, stop) for start, stop in steps]
         jobs = [order[first:last] for step in parts for first, last in step]
-        loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
+        loaded = self._read(jobs, AugmentKey(self.seed, epoch))
         for (start, stop), micro_batches in zip(steps, parts, strict=True):
             read = tuple(islice(loaded, len(micro_batches)))
-            with self._reader.lent(*read):
+            with self._lent(*read):
                 yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where this worker's micro-batches of a step are; none where it has no sample."""
         each = self.micro_batches
         if self.shares is None:
-            parts = divide(start, stop, self.workers * each, in_pairs=self._in_pairs)
+            parts = divide(start, stop, self.workers * each, in_pairs=self.in_pairs)
             return parts[self.rank * each : (self.rank + 1) * each]
-        options = {"idle": self._idle, "in_pairs": self._in_pairs}
+        options = {"idle": self.idle, "in_pairs": self.in_pairs}
         ends = [*accumulate(allot(stop - start, self.shares, FEWEST_PER_PART * each, **options), initial=start)]
         first, last = ends[self.rank : self.rank + 2]
-        return divide(first, last, each, in_pairs=self._in_pairs) if last > first else []
+        return divide(first, last, each, in_pairs=self.in_pairs) if last > first else []
 
 
-class TestBatches:
+@dataclass(eq=False, kw_only=True)
+class TestBatches(_Batches):
     """One worker's share of the test images: together, the workers test every image exactly once.
 
     Shares are consecutive. Equal ones differ by at most one image, and are empty where there are more workers than
@@ -193,187 +283,37 @@ class TestBatches:
 
     __test__ = False  # Not a test case, whatever pytest makes of its name.
 
-    def __init__(
-        self,
-        data: ImageData,
-        *,
-        batch_size: int,
-        rank: int,
-        workers: int,
-        loader_workers: int | None = None,
-        device: torch.device | str | None = None,
-        channels_last: bool = False,
-        shares: Sequence[float] | None = None,
-    ) -> None:
-        check(0 <= rank < workers, f"rank {rank} of {workers} workers")
-        check(batch_size >= 1, f"batch_size is {batch_size}", "It must be at least 1.")
+    def __post_init__(self) -> None:
+        check(self.batch_size >= 1, f"batch_size is {self.batch_size}", "It must be at least 1.")
+        height, width = self.data.sample_shape[1:]
+        self._open(self.data.test, (self.data.test_size or height, self.data.test_size or width))
         #: Test images of all workers.
-        self.total = len(data.test)
-        start, stop = [*accumulate(allot(self.total, shares or [1.0] * workers, 1), initial=0)][rank : rank + 2]
-        self.samples = stop - start
-        firsts = range(start, stop, batch_size)
-        self._jobs = [np.arange(first, min(first + batch_size, stop), dtype=np.int64) for first in firsts]
-        if data.test_size is not None:
-            data = replace(data, sample_shape=(data.sample_shape[0], data.test_size, data.test_size))
-        self._reader = _Reader(data, data.test, loader_workers, device, channels_last)
+        self.total = len(self.data.test)
+        counts = allot(self.total, self.shares or [1.0] * self.workers, 1)
+        start, self.samples = sum(counts[: self.rank]), counts[self.rank]
+        mine = np.arange(start, start + self.samples)
+        self._lists = [mine[first : first + self.batch_size] for first in range(0, self.samples, self.batch_size)]
 
     def __len__(self) -> int:
         """Number of batches of this worker."""
-        return len(self._jobs)
+        return len(self._lists)
 
     def __iter__(self) -> Iterator[LabelledImages]:
         """Images (float32, NCHW) and labels (int64) of each batch."""
-        for part in self._reader.read(self._jobs, None):
-            with self._reader.lent(part):
+        for part in self._read(self._lists, None):
+            with self._lent(part):
                 yield part
 
 
-class _Reader:
-    """Reads lists of samples, in order, as normalised images on the device."""
-
-    def __init__(
-        self,
-        data: ImageData,
-        source: ImageSource,
-        loader_workers: int | None,
-        device: torch.device | str | None,
-        channels_last: bool,
-    ) -> None:
-        self.source = source
-        default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
-        self._loader_workers = default if loader_workers is None else loader_workers
-        self._device = torch.device(device or "cpu")
-        self._size = data.sample_shape[1:]
-        self._channels_last = channels_last
-        self._opened: tuple[Lanes, Lane] | None = None
-        self._mean = torch.tensor(data.mean, device=self._device)
-        self._std = torch.tensor(data.std, device=self._device)
-        self._damaged: set[str] = set()
-        self._idle: tuple[DataLoader[Any], list[_Job]] | None = None
-
-    def read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
-        ahead = self._loader_workers > 0 and len(jobs) > 0
-        lanes, lane = self._lanes_of_this_thread()
-        lane = lane if ahead else lanes.caller
-        lane.wait(lanes.caller.record())  # for the mean and the deviation
-        for loaded in self._load_ahead(jobs, key) if ahead else self._load(jobs, key):
-            self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
-            if len(loaded.indices) == 0:
-                continue
-            results: list[Tensor] = []
-            lane.submit(partial(self._move, loaded, results), uses=[loaded.images])
-            lanes.caller.wait(lane.record())
-            images, labels = results
-            yield images, labels
-
-    @contextmanager
-    def lent(self, *parts: LabelledImages) -> Iterator[None]:
-        """Inside, others compute with what was read.
-
-        Its memory belongs to another lane, which must not use it again before this one has passed the computation.
-        """
-        try:
-            yield
-        finally:
-            lanes, _ = self._lanes_of_this_thread()
-            lanes.caller.keep(*(tensor for part in parts for tensor in part))
-
-    def _lanes_of_this_thread(self) -> tuple[Lanes, Lane]:
-        """Lanes, and the one on which batches of loader processes are copied and made floats."""
-        if self._opened is None or not self._opened[0].is_issuer():
-            lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
-            self._opened = lanes, lanes.open("data") if self._device.type == "cuda" else lanes.caller
-        return self._opened
-
-    def _move(self, loaded: Loaded, results: list[Tensor]) -> None:
-        """Put images, as floats, and labels on the device."""
-        images = loaded.images.to(self._device, non_blocking=True)
-        labels = self.source.labels[torch.from_numpy(loaded.indices % COPY)]
-        if images.dtype == torch.uint8:
-            images = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
-        elif self._channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        results += [images, to_device(labels.float() if labels.ndim == 2 else labels, self._device)]
-
-    def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
-        """Name files that cannot be read, each once; of many only some, and how many there are."""
-        for problem in {*damaged} - self._damaged:
-            self._damaged.add(problem)
-            count = len(self._damaged)
-            if count <= _NAMED or count & (count - 1) == 0:
-                _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
-
-    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
-        for indices in jobs:
-            yield self.source.load_readable(indices, key, self._device)
-
-    def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
-        loader, queue = self._processes(min(self._loader_workers, len(jobs)))
-        queue[:] = [(indices, key) for indices in jobs]
-        with _starting_processes():
-            iterator = iter(loader)
-        try:
-            for left in reversed(range(len(jobs))):
-                with _watching_processes():
-                    loaded = next(iterator)
-                if isinstance(loaded, DataError):
-                    raise loaded
-                if not left:  # before the last batch is handed over: nobody may ask whether there is another one
-                    self._idle = loader, queue
-                yield loaded
-        finally:
-            # Ends the processes now, unless all was read: the traceback of an error would keep them as long as somebody
-            # looks at it.
-            del iterator, loader
-
-    def _processes(self, count: int) -> tuple[DataLoader[Any], list[_Job]]:
-        """Loader processes that wait for jobs, and the list to put the jobs on: those of the last epoch, or new ones.
-
-        Processes are kept from epoch to epoch, as starting them takes a tenth of a second.
-        """
-        idle, self._idle = self._idle, None
-        if idle is not None and idle[0].num_workers == count:
-            return idle
-        queue: list[_Job] = []
-        with _starting_processes():
-            loader = DataLoader(
-                _Jobs(self.source),
-                batch_size=None,  # A job is a batch already.
-                sampler=queue,
-                num_workers=count,
-                collate_fn=_as_is,
-                pin_memory=self._device.type == "cuda",
-                worker_init_fn=_begin_process,
-                persistent_workers=True,
-                # Without a generator of its own, a loader draws a seed from the global one.
-                generator=torch.Generator(),
-            )
-        return loader, queue
-
-
-class _Jobs(Dataset[Loaded | DataError]):
-    """What runs in the loader processes. It must survive pickling, for platforms that cannot fork.
-
-    An error is handed over as a value: torch would bury an exception's message in the traceback of the process.
-    """
-
-    def __init__(self, source: ImageSource) -> None:
-        self._source = source
-
-    def __getitem__(self, job: _Job) -> Loaded | DataError:
-        try:
-            return self._source.load_readable(*job, _CPU)
-        except DataError as error:
-            return error
-
-
 @contextmanager
-def _watching_processes() -> Iterator[None]:
+def _processes_of_torch() -> Iterator[None]:
     """Inside, a loader process that died is an error after which the workers start again.
 
-    Torch's handler of SIGCHLD would raise one anywhere else, so it is taken back.
+    Torch's handler of SIGCHLD would raise one anywhere else, so it is taken back. The garbage collector does not run,
+    here and in processes that are forked, until `_begin_process`.
     """
-    before = signal.getsignal(signal.SIGCHLD)
+    handler, collects = signal.getsignal(signal.SIGCHLD), gc.isenabled()
+    gc.disable()
     try:
         yield
     except RuntimeError as error:
@@ -385,23 +325,10 @@ def _watching_processes() -> Iterator[None]:
             "A run that ended goes on from its last checkpoint with --resume.",
         ) from error
     finally:
-        if signal.getsignal(signal.SIGCHLD) is not before:
-            signal.signal(signal.SIGCHLD, before)
-
-
-@contextmanager
-def _starting_processes() -> Iterator[None]:
-    """Inside, the garbage collector does not run, here and in processes that are forked, until `_begin_process`."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with warnings.catch_warnings(), _watching_processes():
-            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            yield
-    finally:
-        if enabled:
+        if collects:
             gc.enable()
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def _as_is(loaded: Any) -> Any:

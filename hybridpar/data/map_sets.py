@@ -7,6 +7,7 @@ callers open the files, they are decoded as those of any other set; the other se
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,19 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import TORCHVISION_SETS, TorchvisionSet, samples_of
-from hybridpar.data.labels import class_names_of, divided, labels_of
+from hybridpar.config.data import TORCHVISION_SETS, samples_of
+from hybridpar.data.images import ImageFiles
 from hybridpar.data.sources import (
     DATA_SETS,
+    IMAGENET,
+    ImageArray,
     ImageData,
-    ImageFiles,
-    MemoryImages,
     Statistics,
-    decoded_data,
-    in_memory,
+    image_data,
+    labels_of,
+    listed_names,
 )
-from hybridpar.errors import DataError, UsageError, user_error
+from hybridpar.errors import DataError, HybridparError, UsageError, user_error
 from hybridpar.formats.cache import locked
 from hybridpar.registry import find_factory
 
@@ -49,78 +51,58 @@ def _load(name: str, config: DataConfig) -> ImageData:
     # With `str` to open them, items are (path, label).
     by_path = issubclass(kind, ImageFolder) or "loader" in inspect.signature(kind).parameters
     options = {"loader": str} if by_path else {}
-    parts = [
-        _part(name, row, {**arguments, **options}, config)
-        for arguments in (row.train, row.test)
-        if arguments is not None
-    ]
-    if not all(len(part) for part in parts):
-        raise DataError(f"{name} has no images in {config.data_root}", fix=_fix(row))
-    datasets: list[Any] = parts
+    asked = [{**arguments, **options} for arguments in (row.train, row.test) if arguments is not None]
+    parts = [_open(name, kind, arguments, config) for arguments in asked]
+    names, statistics = listed_names(parts[0]), IMAGENET
     if by_path:
         # torchvision lists some folders in the order of the file system, which differs between machines.
         items = [sorted(part[index] for index in range(len(part))) for part in parts]
-        datasets = [ImageFiles(Path("/"), *zip(*part, strict=True)) for part in items]
-    # Of QMNIST: the class, and more on each digit.
-    labels = [part.targets[:, 0] if row.cls == "QMNIST" else labels_of(part) for part in datasets]
-    if row.cls == "CLEVRClassification":  # three to ten objects
-        labels = [numbers - 3 for numbers in labels]
-        parts[0].classes = [f"{number} objects" for number in range(3, 11)]
-    names = class_names_of(parts[0], labels)
-    chosen = divided(labels, row.per_class)
-    arrays = [_pixels(parts[part], indices) for part, indices in chosen]
-    if any(pixels is None for pixels in arrays):
-        return decoded_data(
-            name, names, config, datasets, labels, size=row.size, flip=row.flip, per_class=row.per_class
-        )
-    train, test = (
-        MemoryImages(pixels, labels[part][torch.from_numpy(indices)], pad=pixels.shape[-1] // 8, flip=row.flip)
-        for pixels, (part, indices) in zip(arrays, chosen, strict=True)
-        if pixels is not None
-    )
-    statistics = _STATISTICS.get(name) or measured_statistics(train.images[:_MEASURED])
-    return in_memory(name, names, config, train, test, size=row.size, statistics=statistics)
+        parts = [ImageFiles(Path("/"), *zip(*files, strict=True)) for files in items]
+    elif isinstance(getattr(parts[0], "data", None), (np.ndarray, Tensor)):
+        # Of QMNIST: the class, and more on each digit.
+        labels = [part.targets[:, 0] if name == "qmnist" else labels_of(part) for part in parts]
+        parts = [ImageArray(_pixels(part.data), numbers) for part, numbers in zip(parts, labels, strict=True)]
+        statistics = _STATISTICS.get(name) or _measured(parts[0].images[:_MEASURED])
+    form: dict[str, Any] = {"size": row.size, "flip": row.flip, "per_class": row.per_class}
+    return image_data(config, parts, names=names, statistics=statistics, **form)
 
 
-def _part(name: str, row: TorchvisionSet, arguments: dict[str, Any], config: DataConfig) -> Any:
+def _open(name: str, kind: Any, arguments: dict[str, Any], config: DataConfig) -> Any:
     """One part of a data set, downloaded where that is wanted."""
     root, download = config.data_root.resolve(), config.data_options.download
-    if not download and not root.is_dir():  # torchvision would make it
-        raise DataError(f"{name} is not there: no directory {root}", fix=_fix(row))
-    if download and not row.downloads:
-        raise DataError(f"torchvision cannot download {name}", fix=f"Leave out `download`. {_fix(row)}")
-    options = {"download": download} if row.downloads else {}
+    can_download = "download" in inspect.signature(kind).parameters
+    again = "Run again with --data NAME,download, or name" if can_download else "Name"
+    fix = f"{again} the directory of the files of torchvision.datasets.{kind.__name__} with --data-root."
+    if download and not can_download:
+        raise DataError(f"torchvision cannot download {name}", fix=f"Leave out `download`. {fix}")
+    if can_download:
+        arguments = {**arguments, "download": download}
     try:
-        if not download:
-            return getattr(torchvision.datasets, row.cls)(root, **arguments, **options)
-        root.mkdir(parents=True, exist_ok=True)
-        with locked(root / f".{name}.lock"):  # the workers that wait find the files there
-            return getattr(torchvision.datasets, row.cls)(root, **arguments, **options)
+        if download:
+            root.mkdir(parents=True, exist_ok=True)
+        elif not root.is_dir():  # torchvision would make it
+            raise FileNotFoundError("there is no such directory")
+        with (
+            locked(root / f".{name}.lock") if download else nullcontext()
+        ):  # the workers that wait find the files there
+            part = kind(root, **arguments)
+        if not len(part):
+            raise ValueError("it has no images")
+        return part
     except (ImportError, OSError, RuntimeError, ValueError, KeyError) as error:
         text = " ".join(str(error).split()).replace("You can use download=True to download it", "").strip(" .")
-        raise DataError(f"{name} cannot be read from {root}: {text or type(error).__name__}", fix=_fix(row)) from error
+        raise DataError(f"{name} cannot be read from {root}: {text or type(error).__name__}", fix=fix) from error
 
 
-def _fix(row: TorchvisionSet) -> str:
-    needs = f" It needs the package {row.needs}." if row.needs else ""
-    again = "Run again with --data NAME,download, or name" if row.downloads else "Name"
-    return f"{again} the directory of the files of torchvision.datasets.{row.cls} with --data-root.{needs}"
-
-
-def _pixels(dataset: Any, chosen: np.ndarray[Any, Any]) -> Tensor | None:
-    """Images, uint8 of shape (samples, 1 or 3, height, width); None where they are files."""
-    data = getattr(dataset, "data", None)
-    if not isinstance(data, (np.ndarray, Tensor)):
-        return None
+def _pixels(data: Any) -> Tensor:
+    """Images of an array, uint8 of shape (samples, 1 or 3, height, width)."""
     pixels = torch.as_tensor(data)
-    if len(chosen) != len(pixels):
-        pixels = pixels[torch.from_numpy(chosen)]
     if pixels.ndim == 3:
         return pixels[:, None]
     return pixels if pixels.shape[1] == 3 else pixels.permute(0, 3, 1, 2).contiguous()
 
 
-def measured_statistics(images: Tensor) -> Statistics:
+def _measured(images: Tensor) -> Statistics:
     """Mean and standard deviation of each channel of pixels in [0, 1]."""
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.transpose(0, 1)])
     values = torch.arange(256, dtype=torch.float64) / 255
@@ -146,14 +128,14 @@ def _user(config: DataConfig) -> ImageData:
     try:
         result = factory(root=config.data_root) if takes_root else factory()
         parts = list(result) if isinstance(result, (tuple, list)) else [result]
-        sized = all(hasattr(part, "__len__") and hasattr(part, "__getitem__") for part in parts)
-        labels = [labels_of(part) for part in parts] if sized else []
+        if not 1 <= len(parts) <= 2 or not all(hasattr(part, "__getitem__") for part in parts):
+            raise UsageError(
+                f"{name} returned no data sets",
+                "A factory returns one or two map-style data sets, whose items are (image, label).",
+                "Return (training set, test set) from it.",
+            )
+        return image_data(config, parts)
+    except HybridparError:
+        raise
     except Exception as error:
-        raise error if isinstance(error, DataError) else user_error(f"the factory {name} failed", error) from error
-    if not sized or not 1 <= len(parts) <= 2:
-        raise UsageError(
-            f"{name} returned no data sets",
-            "A factory returns one or two map-style data sets, whose items are (image, label).",
-            "Return (training set, test set) from it.",
-        )
-    return decoded_data(name, class_names_of(parts[0], labels), config, parts, labels)
+        raise user_error(f"the factory {name} failed", error) from error

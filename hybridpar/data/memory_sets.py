@@ -12,17 +12,16 @@ from torch.nn import functional
 
 from hybridpar.config import DataConfig
 from hybridpar.config.data import Synthetic
-from hybridpar.data.labels import FIXED_SEED
 from hybridpar.data.sampling import IntArray, allot, split_by_class
-from hybridpar.data.sources import DATA_SETS, ImageData, MemoryImages, in_memory
+from hybridpar.data.sources import DATA_SETS, FIXED_SEED, ImageArray, ImageData, image_data
 from hybridpar.errors import DataError
 
 #: Training images of `digits`; the other 360 (20 %) are for testing.
 DIGITS_TRAIN = 1437
 
-#: Mean and standard deviation per channel of the training images, of pixels in [0, 1].
-DIGITS_STATISTICS = ((0.3051,) * 3, (0.3238,) * 3)
-SYNTHETIC_STATISTICS = ((0.5,) * 3, (0.18,) * 3)
+#: Mean and standard deviation of the training images, of pixels in [0, 1].
+DIGITS_STATISTICS = (0.3051,), (0.3238,)
+SYNTHETIC_STATISTICS = (0.5,) * 3, (0.18,) * 3
 
 
 @DATA_SETS.register("digits", "1,797 handwritten digits of scikit-learn, 8x8 scaled to 32x32: real images, no download")
@@ -35,16 +34,15 @@ def _digits(config: DataConfig) -> ImageData:
     size = config.images.size or 32
     images, labels = digit_images(size)
     counts = allot(DIGITS_TRAIN, np.bincount(labels).tolist(), 1)
-    sources = [
-        MemoryImages(images[indices], torch.from_numpy(labels[indices]), pad=size // 8, flip=False)
-        for indices in split_by_class(labels, counts, FIXED_SEED)
+    parts = [
+        ImageArray(images[chosen], torch.from_numpy(labels[chosen]))
+        for chosen in split_by_class(labels, counts, FIXED_SEED)
     ]
-    names = [str(digit) for digit in range(10)]
-    return in_memory("digits", names, config, *sources, size=size, statistics=DIGITS_STATISTICS)
+    return image_data(config, parts, size=size, flip=False, statistics=DIGITS_STATISTICS)
 
 
 def digit_images(size: int) -> tuple[Tensor, IntArray]:
-    """All 1,797 digits of scikit-learn, in its order: uint8 of shape (1797, 3, size, size), and what they show."""
+    """All 1,797 digits of scikit-learn, in its order: uint8 of shape (1797, 1, size, size), and what they show."""
     package = importlib.util.find_spec("sklearn")
     folders = package.submodule_search_locations if package is not None else None
     if not folders:
@@ -57,9 +55,7 @@ def digit_images(size: int) -> tuple[Tensor, IntArray]:
     grey = torch.from_numpy(rows[:, :-1].reshape(-1, 1, 8, 8)).to(torch.float32)
     grey = functional.interpolate(grey, (size, size), mode="bilinear", align_corners=False)
     # The originals count black pixels of 4x4 cells: 0 to 16.
-    images = (grey * (255 / 16)).round().clamp(0, 255).to(torch.uint8).repeat(1, 3, 1, 1)
-    labels: IntArray = rows[:, -1].astype(np.int64)
-    return images, labels
+    return (grey * (255 / 16)).round().clamp(0, 255).to(torch.uint8), rows[:, -1].astype(np.int64)
 
 
 @DATA_SETS.register("synthetic", "learnable patterns in noise, any --image-size: for tests and timing")
@@ -75,11 +71,11 @@ def _synthetic(config: DataConfig) -> ImageData:
     smooth = functional.interpolate(coarse, (size, size), mode="bilinear", align_corners=False)
     patterns = (smooth * 127).to(torch.uint8)
 
-    def images(samples: int) -> MemoryImages:
+    def images(samples: int) -> ImageArray:
         labels = torch.arange(samples) % spec.classes
         noise = torch.randint(0, 128, (samples, 3, size, size), dtype=torch.uint8, generator=generator)
-        return MemoryImages(noise.add_(patterns[labels]), labels, pad=size // 8, flip=False)
+        return ImageArray(noise.add_(patterns[labels]), labels)
 
-    train, test = images(spec.samples), images(max(spec.classes, spec.samples // 4))
+    parts = [images(spec.samples), images(max(spec.classes, spec.samples // 4))]
     names = [f"pattern-{label}" for label in range(spec.classes)]
-    return in_memory("synthetic", names, config, train, test, size=size, statistics=SYNTHETIC_STATISTICS)
+    return image_data(config, parts, names=names, size=size, flip=False, statistics=SYNTHETIC_STATISTICS)

@@ -15,23 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hybridpar.config.data import Mixing
 from hybridpar.data.sampling import Draw, counter_hash
-
-
-class Box(NamedTuple):
-    """A rectangle of pixels: rows [top, bottom), columns [left, right)."""
-
-    top: int
-    bottom: int
-    left: int
-    right: int
-
-    @property
-    def area(self) -> int:
-        """Number of pixels."""
-        return (self.bottom - self.top) * (self.right - self.left)
 
 
 class MixDraw(NamedTuple):
@@ -39,11 +26,11 @@ class MixDraw(NamedTuple):
 
     Attributes:
         lam: Lambda, the part of a sample that stays; 1 for a batch that is not mixed.
-        box: The rectangle that is taken from the partner (cutmix); None blends whole images (mixup).
+        box: Rows and columns of the rectangle that is taken from the partner (cutmix); None blends all (mixup).
     """
 
     lam: float = 1.0
-    box: Box | None = None
+    box: tuple[slice, slice] | None = None
 
 
 def draw_mix(mixing: Mixing, seed: int, step: int, size: tuple[int, int]) -> MixDraw:
@@ -69,18 +56,15 @@ def draw_mix(mixing: Mixing, seed: int, step: int, size: tuple[int, int]) -> Mix
     lam = float(random.beta(alpha, alpha))
     if not cuts:
         return MixDraw(lam)
-    box = box_around(lam, int(random.integers(size[0])), int(random.integers(size[1])), size)
-    return MixDraw(1.0 - box.area / (size[0] * size[1]), box)
+    rows, columns = (cut_around(int(random.integers(length)), lam, length) for length in size)
+    area = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return MixDraw(1.0 - area / (size[0] * size[1]), (rows, columns))
 
 
-def box_around(lam: float, row: int, column: int, size: tuple[int, int]) -> Box:
-    """A rectangle of 1 - lambda of the area of an image around a pixel, clipped to the image."""
-    part = math.sqrt(1.0 - lam)
-    bounds = []
-    for centre, length in zip((row, column), size, strict=True):
-        cut = int(length * part)
-        bounds += [min(max(centre - cut // 2, 0), length), min(max(centre + (cut + 1) // 2, 0), length)]
-    return Box(*bounds)
+def cut_around(centre: int, lam: float, length: int) -> slice:
+    """One side of a rectangle of 1 - lambda of the area of an image around a pixel, clipped to the image."""
+    cut = int(length * math.sqrt(1.0 - lam))
+    return slice(max(centre - cut // 2, 0), min(centre + (cut + 1) // 2, length))
 
 
 def mix(
@@ -98,21 +82,18 @@ def mix(
     Returns:
         The mixed images, and targets of shape (n, classes), float32. An odd last sample is not mixed.
     """
-    if targets.ndim == 1:
-        off = smoothing / classes
-        dense = torch.full((len(targets), classes), off, device=targets.device)
-        soft = dense.scatter_(1, targets.long().view(-1, 1), 1.0 - smoothing + off)
-    else:
-        soft = targets.float() * (1.0 - smoothing) + 0.5 * smoothing
+    dense = functional.one_hot(targets.long(), classes) if targets.ndim == 1 else targets
+    soft = dense.float() * (1.0 - smoothing) + smoothing / (classes if targets.ndim == 1 else 2)
     lam, box = draw
     if lam == 1.0:
         return images, soft
     if box is None:
         images = images.mul(lam).add_(_partners(images).mul_(1.0 - lam))
     else:
-        partners = _partners(images[:, :, box.top : box.bottom, box.left : box.right])
+        rows, columns = box
+        partners = _partners(images[:, :, rows, columns])
         images = images.clone()
-        images[:, :, box.top : box.bottom, box.left : box.right] = partners
+        images[:, :, rows, columns] = partners
     return images, soft * lam + _partners(soft) * (1.0 - lam)
 
 
@@ -127,12 +108,11 @@ def mix_step(
     smoothing: float,
 ) -> list[tuple[Tensor, Tensor]]:
     """Mix this worker's share of a global batch, by one draw for the step."""
-    draw = MixDraw()
     if not micro_batches:
         return []
-    if not mixing.off or epoch < mixing.off:
-        height, width = micro_batches[0][0].shape[-2:]
-        draw = draw_mix(mixing, seed, step, (height, width))
+    height, width = micro_batches[0][0].shape[-2:]
+    ended = mixing.off and epoch >= mixing.off
+    draw = MixDraw() if ended else draw_mix(mixing, seed, step, (height, width))
     return [mix(images, targets, draw, classes=classes, smoothing=smoothing) for images, targets in micro_batches]
 
 

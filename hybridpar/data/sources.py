@@ -1,49 +1,29 @@
-"""Data sets: sources of batches over map-style data sets of (image, label) or over images in memory.
+"""Data sets: what a model must know of one, and how it is made from map-style data sets of (image, label).
 
-A source gives the same image for the same (seed, epoch, index), whoever asks and in whatever company: every image is
-changed under a seed of its own, from which torch, numpy and Python draw. Scaling to floats is left to the loader: a
-uint8 batch is a quarter of the bytes to hand between processes and to a GPU.
+A data set is a function from a configuration to an `ImageData`, under the name users type. It hands one or two
+map-style data sets to `image_data`, which does the rest: classes, division, size and channels, augmentation.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import USUAL_SIZE, data_set_kind
-from hybridpar.data.augment import (
-    MODES,
-    as_mode,
-    eval_transform,
-    open_image,
-    random_changes,
-    random_erasing,
-    shift_and_flip,
-    train_transform,
-)
-from hybridpar.data.labels import divided, labels_of
-from hybridpar.data.sampling import COPY, AugmentKey, Draw, IntArray, bounded, counter_hash
-from hybridpar.errors import DataError, check, counted
+from hybridpar.config.data import USUAL_SIZE, data_set_kind, samples_of
+from hybridpar.data.augment import eval_transform, random_changes, train_transform
+from hybridpar.data.images import DecodedImages, ImageSource, MemoryImages
+from hybridpar.data.sampling import IntArray, split_by_class
+from hybridpar.errors import DataError, check
 from hybridpar.registry import Registry
-
-#: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
-SUBSTITUTES = 20
 
 #: Mean and standard deviation of each channel of pixels in [0, 1].
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -51,313 +31,17 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 #: What torchvision's ImageNet weights expect.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+IMAGENET: Statistics = IMAGENET_MEAN, IMAGENET_STD
 
 #: Parts of red, green and blue in grey (ITU-R BT.601).
 GREY = (0.299, 0.587, 0.114)
 
+#: Seed of fixed splits and of synthetic images: the data stay the same whatever --seed says.
+FIXED_SEED = 20240229
 
-class Loaded(NamedTuple):
-    """What could be loaded of the images that were asked for.
-
-    Attributes:
-        images: Shape (n, channels, height, width): uint8, or float32 where they are normalised already.
-        indices: Which they are, shape (n,).
-        damaged: Why each file that could not be read could not.
-    """
-
-    images: Tensor
-    indices: IntArray
-    damaged: tuple[str, ...] = ()
-
-
-class ImageSource(ABC):
-    """Labelled images that can be loaded by index: the number of a sample, or of a copy of it (`COPY`)."""
-
-    #: Loading costs a copy, not a file: loader processes would only slow it down.
-    in_memory: ClassVar[bool]
-
-    #: int64, shape (samples,); or which classes each image has, bool of shape (samples, classes).
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @abstractmethod
-    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
-        """Load some images.
-
-        Args:
-            indices: Samples or copies of them, shape (n,).
-            key: Augment by this key; None gives the images as they are tested.
-            device: Where the images are wanted.
-
-        Returns:
-            As `Loaded.images`.
-
-        Raises:
-            DataError: A file cannot be read.
-        """
-
-    def load_readable(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
-        """Load some images, and do without files that cannot be read.
-
-        Args:
-            indices: As of `load`.
-            key: As of `load`.
-            device: As of `load`.
-
-        Returns:
-            The images, which they are, and why files could not be read.
-
-        Raises:
-            DataError: In training, so many files cannot be read that none was found for the place of one.
-        """
-        return Loaded(self.load(indices, key, device), indices)
-
-
-class MemoryImages(ImageSource):
-    """Images of one size, held as one uint8 tensor.
-
-    Args:
-        images: uint8, shape (samples, channels, height, width).
-        labels: int64, shape (samples,).
-        pad: Augmentation shifts an image by up to this many pixels in each direction.
-        flip: Augmentation mirrors every other image.
-    """
-
-    in_memory = True
-
-    def __init__(self, images: Tensor, labels: Tensor, *, pad: int, flip: bool) -> None:
-        self.images = images
-        self.labels = labels
-        self.pad = pad
-        self.flip = flip
-        #: What else is done to a training image, uint8 (channels, height, width); it draws as that of `DecodedImages`.
-        self.augment: Callable[[Tensor], Tensor] | None = None
-
-    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
-        if key is None:
-            return to_device(self.images[torch.from_numpy(indices)], device)
-        if self.augment is None:
-            return self._shifted(indices, key, device)
-        changed = []
-        with kept_generators():
-            for image, index in zip(self._shifted(indices, key, torch.device("cpu")), indices.tolist(), strict=True):
-                _seed_generators(key, index)
-                changed.append(self.augment(image))
-        return to_device(_batch(changed), device)
-
-    def _shifted(self, indices: IntArray, key: AugmentKey, device: torch.device) -> Tensor:
-        def drawn(draw: Draw, bound: int) -> Tensor:
-            return to_device(torch.from_numpy(bounded(counter_hash(*key, draw, indices), bound)), device)
-
-        images = to_device(self.images[torch.from_numpy(indices % COPY)], device)
-        rows, columns = (drawn(draw, 2 * self.pad + 1) for draw in (Draw.ROW, Draw.COLUMN))
-        return shift_and_flip(images, rows, columns, drawn(Draw.FLIP, 2) == 1 if self.flip else None, self.pad)
-
-
-class ImageFiles(Dataset[tuple[Image.Image, Any]]):
-    """Image files as a map-style data set of (image, label); a JPEG is decoded when its pixels are first used.
-
-    Args:
-        root: Directory that `paths` are relative to.
-        paths: Image files.
-        labels: Class of each file; or which classes it has, bool of shape (samples, classes).
-    """
-
-    def __init__(self, root: Path, paths: Sequence[str], labels: Sequence[int] | Tensor) -> None:
-        self.root = root
-        self.labels = torch.as_tensor(labels)
-        # One array and not a list: reading a million strings in a forked process would copy the pages they lie on,
-        # because their reference counts are written.
-        self._paths = np.array([os.fsencode(path) for path in paths])
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
-        return open_image(Path(self.name(index))), self.labels[index]
-
-    def name(self, index: int) -> str:
-        """The file of a sample.
-
-        Args:
-            index: The sample.
-        """
-        return str(self.root / os.fsdecode(bytes(self._paths[index])))
-
-
-class DecodedImages(ImageSource):
-    """Images of a map-style data set of (image, label), which are decoded when they are asked for.
-
-    Args:
-        dataset: Its images are Pillow's or tensors. A method `name` may say what a sample is called in messages.
-        augment: From a PIL image to a tensor (channels, height, width), in training.
-        prepare: The same in testing; nothing random.
-        labels: Class of each sample of the data set; or which classes it has, bool of shape (samples, classes); None:
-            as it says.
-        indices: The samples of the data set that are used; None: all.
-        channels: Of the images.
-        strict: End the training on an image that cannot be read, and do not do without it.
-    """
-
-    in_memory = False
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        augment: Callable[[Image.Image], Tensor],
-        prepare: Callable[[Image.Image], Tensor],
-        labels: Tensor | None = None,
-        indices: IntArray | None = None,
-        channels: int = 3,
-        strict: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.indices = np.arange(len(dataset)) if indices is None else indices
-        self.labels = (labels_of(dataset) if labels is None else labels)[torch.from_numpy(self.indices)]
-        self.augment = augment
-        self.prepare = prepare
-        self.mode = MODES[channels]
-        self.strict = strict
-        #: Classes with damaged files in which one was found that can be read.
-        self._readable: set[int] = set()
-
-    def name(self, index: int) -> str:
-        """What an image is called in messages.
-
-        Args:
-            index: The sample.
-        """
-        sample = int(self.indices[index])
-        name = getattr(self.dataset, "name", None)
-        return str(name(sample)) if callable(name) else f"{sample} of {type(self.dataset).__name__}"
-
-    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
-        return self._read(indices, key, device, strict=True).images
-
-    def load_readable(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
-        """Decode some images, and leave out those that cannot be read; see `ImageSource.load_readable`."""
-        return self._read(indices, key, device, strict=self.strict)
-
-    def _read(self, indices: IntArray, key: AugmentKey | None, device: torch.device, *, strict: bool) -> Loaded:
-        images: list[Tensor] = []
-        readable: list[int] = []
-        damaged: list[str] = []
-        with nullcontext() if key is None else kept_generators():
-            for number in indices.tolist():
-                copy, sample = divmod(number, COPY)
-                problems: list[DataError] = []
-                for candidate in self._candidates(sample) if key is not None else [sample]:
-                    try:
-                        images.append(self._load(candidate, key, copy))
-                        readable.append(candidate)
-                        break
-                    except DataError as error:
-                        if strict:
-                            raise
-                        problems.append(error)
-                        damaged.append(error.what)
-                        if key is not None:
-                            self._require_readable(candidate, error)
-                else:
-                    if key is not None:
-                        raise problems[0]
-        batch = to_device(_batch(images), device) if images else torch.empty(0, 3, 1, 1, dtype=torch.uint8)
-        return Loaded(batch, np.array(readable, dtype=np.int64), tuple(damaged))
-
-    def _candidates(self, sample: int) -> Iterator[int]:
-        """A sample and those that may take its place, far from each other: neighbours may be damaged together."""
-        stride = max(1, len(self) // SUBSTITUTES)
-        return ((sample + step * stride) % len(self) for step in range(min(SUBSTITUTES, len(self))))
-
-    def _require_readable(self, index: int, problem: DataError) -> None:
-        """Refuse a class none of whose training images can be read, once one of them could not."""
-        label = self.labels[index]
-        if label.ndim or int(label) in self._readable:
-            return
-        others = (self.labels == label).nonzero().flatten().tolist()
-        for other in others:
-            try:
-                self._open(other).load()
-                self._readable.add(int(label))
-                return
-            except Exception:  # whatever Pillow and the data set raise
-                continue
-        raise DataError(
-            f"none of the {len(others):,} training images of a class can be read: {problem.what}",
-            "A class without images cannot be learned.",
-            "Replace the files of the class, or remove it.",
-        ) from problem
-
-    def _open(self, index: int) -> Image.Image:
-        image = self.dataset[int(self.indices[index])][0]
-        return image if isinstance(image, Image.Image) else v2.functional.to_pil_image(image)
-
-    def _load(self, index: int, key: AugmentKey | None, copy: int) -> Tensor:
-        """Decode and change one image; without a key it is prepared as it is tested."""
-        try:
-            image = self._open(index)
-        except Exception as error:  # whatever Pillow and the data set raise
-            raise self._unreadable(index, error) from error
-        try:
-            image = as_mode(image, self.mode)
-            if key is None:
-                return self.prepare(image)
-            _seed_generators(key, index + copy * COPY)
-            return self.augment(image)
-        except Exception:
-            # Pixels are decoded inside the transform: was it they, or the transform itself?
-            try:
-                self._open(index).load()
-            except Exception as error:
-                raise self._unreadable(index, error) from error
-            raise
-
-    def _unreadable(self, index: int, error: Exception) -> DataError:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        if isinstance(error, UnidentifiedImageError):
-            reason = "it is empty, or no image of a known format"
-        return DataError(
-            f"cannot read the image {self.name(index)}: {reason}",
-            "Every image of the data set must be whole.",
-            "Replace the image, or remove it from the data set.",
-        )
-
-
-def _seed_generators(key: AugmentKey, index: int) -> None:
-    """Seed what the transforms of an image draw from."""
-    seed = int(counter_hash(*key, Draw.TRANSFORM, np.array([index]))[0] >> np.uint64(1))
-    # Not torch.manual_seed, which would also reseed the generators of all GPUs.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Inside, the generators of torch's CPU, Python and numpy may be seeded; they are put back afterwards."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-
-
-def _batch(images: list[Tensor]) -> Tensor:
-    """Images of one size as one tensor; in a loader process it lies in shared memory from the start."""
-    batch: Tensor = default_collate(images)
-    return batch
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor without making the host wait: to a GPU it goes through page-locked memory."""
-    if device.type == "cpu":
-        return tensor
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+#: Where map-style data sets have the label of each sample, and the names of classes, without reading images.
+_LABELS = ("targets", "labels", "y", "attr")
+_NAMES = ("classes", "categories", "all_categories", "attr_names", "class_to_idx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,15 +106,9 @@ class ImageFacts:
     @classmethod
     def of(cls, data: ImageData) -> ImageFacts:
         """The facts of a data set."""
-        return cls(
-            class_names=tuple(map(str, data.class_names)),
-            sample_shape=data.sample_shape,
-            mean=tuple(map(float, data.mean)),
-            std=tuple(map(float, data.std)),
-            test_size=data.test_size or data.sample_shape[-1],
-            whole=data.test.in_memory,
-            multi_label=data.multi_label,
-        )
+        test_size = data.test_size or data.sample_shape[-1]
+        form = data.class_names, data.sample_shape, data.mean, data.std, test_size
+        return cls(*form, whole=data.test.in_memory, multi_label=data.multi_label)
 
     @classmethod
     def read(cls, plain: Any) -> ImageFacts | None:
@@ -441,75 +119,181 @@ class ImageFacts:
             return None
         return facts if len(facts.mean) == len(facts.std) == facts.sample_shape[0] else None
 
-    def plain(self) -> dict[str, Any]:
-        """The facts as JSON has them."""
-        return dataclasses.asdict(self)
+
+class ImageArray(TensorDataset):
+    """Images of one size, uint8 of shape (samples, 1 or 3, height, width), and their labels, to be held in memory."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        super().__init__(images, labels)
+        self.images, self.labels = images, labels
 
 
-def decoded_data(
-    name: str,
-    class_names: Sequence[str],
+def image_data(
     config: DataConfig,
-    datasets: Sequence[Any],
-    labels: Sequence[Tensor],
+    parts: Sequence[Any],
     *,
+    names: Sequence[str] | None = None,
     size: int = USUAL_SIZE,
     flip: bool = True,
+    statistics: Statistics = IMAGENET,
     per_class: int | None = None,
     ignored: Sequence[str] = (),
 ) -> ImageData:
-    """Map-style data sets for training and testing, or one that is divided, whose images are decoded when asked for."""
-    images = config.images
-    size, channels = images.size or size, images.channels
+    """Make a data set of map-style data sets.
+
+    Args:
+        config: What the images become.
+        parts: Training and test images, or one data set that is divided: items are (image, label), of which the image
+            is Pillow's or a tensor, and the label a number or a zero or one for each class. An `ImageArray` is held
+            in memory; images of others are decoded when they are asked for.
+        names: Names of the classes; None: as the first part says, else numbers.
+        size: Side of the images where options do not say it.
+        flip: Whether a mirrored image is still one of its class, and images are mirrored where options do not say it.
+        statistics: Mean and standard deviation of each channel, where options do not say them.
+        per_class: Training images of each class of a set that is divided; None: 4 of 5.
+        ignored: As of `ImageData`.
+
+    Raises:
+        DataError: Labels are missing, or of no class.
+    """
+    images, channels = config.images, config.images.channels
+    size = images.size or size
     mean, std = (
-        for_channels(values, channels) for values in (images.mean or IMAGENET_MEAN, images.std or IMAGENET_STD)
+        given or _for_channels(usual, channels)
+        for given, usual in zip((images.mean, images.std), statistics, strict=True)
     )
-    train, test = (
-        DecodedImages(
-            datasets[part],
-            augment=train_transform(size, config, mean, std, flip=flip),
-            prepare=eval_transform(images.test or size, images),
-            labels=labels[part],
-            indices=indices,
-            channels=channels,
-            strict=config.data_options.bad == "error",
+    labels = [labels_of(part) for part in parts]
+    flipped = config.augmentation.hflip
+    flipped = (0.5 if flip else 0.0) if flipped is None else flipped
+
+    def source(part: int, indices: IntArray) -> ImageSource:
+        dataset, chosen = parts[part], torch.from_numpy(indices)
+        if not isinstance(dataset, ImageArray):
+            return DecodedImages(
+                dataset,
+                labels[part][chosen],
+                augment=train_transform(size, config, mean, std, flip=flipped),
+                prepare=eval_transform(images.test or size, images),
+                indices=indices,
+                channels=channels,
+                strict=config.data_options.bad == "error",
+            )
+        pixels = dataset.images if len(indices) == len(dataset) else dataset.images[chosen]
+        changes = random_changes(size, config, mean, std, flip=0.0)  # images in memory are mirrored all at once
+        return MemoryImages(
+            _with_channels(pixels, channels),
+            labels[part][chosen],
+            flip=flipped,
+            augment=v2.Compose(changes) if changes else None,
         )
-        for part, indices in divided(labels, per_class)
-    )
-    shape = (channels, size, size)
+
+    train, test = (source(*chosen) for chosen in _divided(labels, per_class))
     return ImageData(
-        name=name,
-        class_names=tuple(class_names),
-        sample_shape=shape,
+        name=samples_of(config.data),
+        class_names=_class_names(parts[0], labels, names),
+        sample_shape=(channels, size, size),
         train=train,
         test=test,
         mean=mean,
         std=std,
+        test_size=images.test,
         ignored=tuple(ignored),
     )
 
 
-def in_memory(
-    name: str,
-    class_names: Sequence[str],
-    config: DataConfig,
-    train: MemoryImages,
-    test: MemoryImages,
-    *,
-    size: int,
-    statistics: Statistics,
-) -> ImageData:
-    """A data set that is held in memory, in the size and the channels that options say, else in its usual ones."""
-    size, channels = config.images.size or size, config.images.channels
-    for part in (train, test):
-        part.images = _with_channels(part.images, channels)
-    mean, std = (for_channels(values, channels) for values in statistics)
-    shape = (channels, size, size)
-    names = tuple(class_names)
-    return ImageData(name=name, class_names=names, sample_shape=shape, train=train, test=test, mean=mean, std=std)
+def _divided(labels: Sequence[Tensor], per_class: int | None) -> list[tuple[int, IntArray]]:
+    """For training and for testing: which part of a data set, and which samples of it.
+
+    Of each class of a set that has one part, `per_class` or 80 % are for training, always the same ones.
+    """
+    if len(labels) > 1:
+        return [(part, np.arange(len(numbers))) for part, numbers in enumerate(labels)]
+    (numbers,) = labels
+    flat = numbers.numpy() if numbers.ndim == 1 else np.zeros(len(numbers), dtype=np.int64)
+    wanted = [size * 4 // 5 if per_class is None else min(per_class, size - 1) for size in np.bincount(flat)]
+    return [(0, indices) for indices in split_by_class(flat, [max(1, count) for count in wanted], FIXED_SEED)]
 
 
-def for_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+def labels_of(dataset: Any) -> Tensor:
+    """Class of each sample, int64; or which classes it has, bool of shape (samples, classes)."""
+    as_listed = getattr(dataset, "target_transform", None) is None
+    listed = [getattr(dataset, name, ()) for name in _LABELS] if as_listed else []
+    labels = next((each for each in listed if each is not None and len(each) == len(dataset)), None)
+    if labels is None:
+        labels = [dataset[index][1] for index in range(len(dataset))]
+    if any(label is None for label in labels):
+        raise DataError(f"a part of {type(dataset).__name__} has no labels", fix="Use the files that have them.")
+    numbers = torch.as_tensor(np.asarray(labels))
+    if numbers.ndim == 2 and numbers.shape[1] == 1:  # a column of classes
+        numbers = numbers[:, 0]
+    return numbers > 0 if numbers.ndim == 2 else numbers.long()
+
+
+def listed_names(dataset: Any) -> list[str] | None:
+    """Names of the classes that a map-style data set lists."""
+    listed = (getattr(dataset, name, None) for name in _NAMES)
+    names = next((names for names in listed if names is not None and len(names)), None)
+    if isinstance(names, Mapping):  # of class_to_idx
+        names = sorted(names, key=names.__getitem__)
+    return names and [", ".join(name) if isinstance(name, tuple) else str(name) for name in names]
+
+
+def _class_names(dataset: Any, labels: Sequence[Tensor], names: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the classes; numbers where the data set has none. Labels that are of no class are refused."""
+    several = labels[0].ndim == 2
+    count = labels[0].shape[1] if several else max(int(part.max()) + 1 for part in labels)
+    names = names or listed_names(dataset) or [str(number) for number in range(count)]
+    if several:
+        return tuple(names[:count])
+    least = min(int(part.min()) for part in labels)
+    if least < 0 or count > len(names):
+        raise DataError(
+            f"{type(dataset).__name__} has a label {least if least < 0 else count - 1}, outside of its "
+            f"{len(names)} classes",
+            fix="Its files are damaged or incomplete; replace them.",
+        )
+    return tuple(names)
+
+
+def number_labels(
+    parts: Sequence[Sequence[Sequence[str]]], where: Callable[[int, int], str], names: Iterable[str] = ()
+) -> tuple[list[str], list[Tensor]]:
+    """Number the classes of labels that are words, one or several for each image: those named, else those of part 0.
+
+    `where` names a row of a part in messages.
+    """
+    several = any(len(row) > 1 for rows in parts for row in rows)
+    words = list(names) or sorted({label for row in parts[0] for label in row}, key=_order)
+    numbers = {word: number for number, word in enumerate(words)}
+    targets = []
+    for part, rows in enumerate(parts):
+        for row, labels in enumerate(rows):
+            strange = [label for label in labels if label not in numbers]
+            if strange or not (several or labels):
+                label = (
+                    f"the label {strange[0]!r}, which is none of the {len(words)} classes" if strange else "no label"
+                )
+                raise DataError(
+                    f"{where(part, row)} has {label}",
+                    "The classes are those of the training images.",
+                    "Correct the label, or remove the image.",
+                )
+        if several:
+            target = torch.zeros(len(rows), len(words), dtype=torch.bool)
+            for row, labels in enumerate(rows):
+                target[row, [numbers[label] for label in labels]] = True
+        else:
+            target = torch.tensor([numbers[label] for (label,) in rows])
+        targets.append(target)
+    return words, targets
+
+
+def _order(label: str) -> tuple[float, str]:
+    """Numbers first, by value; then words."""
+    return int(label) if label.isdecimal() else np.inf, label
+
+
+def _for_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
     """Values of red, green and blue, or of grey, for another number of channels; that of transparency is 0.5."""
     if len(values) == channels:
         return tuple(values)
@@ -526,24 +310,8 @@ def _with_channels(images: Tensor, channels: int) -> Tensor:
     if images.shape[1] == 1:  # one channel three times, without three times the memory
         images = images.expand(-1, 3, -1, -1)
     if channels == 1:
-        weights = torch.tensor([round(1000 * part) for part in GREY], dtype=torch.int32).view(3, 1, 1)
-        return ((images * weights).sum(1, keepdim=True, dtype=torch.int32) + 500).floor_divide_(1000).to(torch.uint8)
+        return (images * torch.tensor(GREY).view(3, 1, 1)).sum(1, keepdim=True).round().to(torch.uint8)
     return images if channels == 3 else torch.cat([images, torch.full_like(images[:, :1], 255)], dim=1)
-
-
-def _change_in_memory(data: ImageData, config: DataConfig) -> None:
-    """Let the training images of a data set in memory be changed as options say, after they were shifted."""
-    source, augmentation = data.train, config.augmentation
-    if not isinstance(source, MemoryImages):
-        return
-    source.flip = source.flip and augmentation.hflip is None  # else the probability that is given is used
-    size = data.sample_shape[-1]
-    changes = random_changes(augmentation, config.images, 0.0, size, data.mean)
-    erasing = random_erasing(augmentation, data.mean, data.std)
-    if erasing and augmentation.erase_mode != "const":
-        changes.append(v2.Resize(size, antialias=True))
-    changes += erasing
-    source.augment = v2.Compose(changes) if changes else None
 
 
 #: Functions that load a data set from a configuration, by the name users type.
@@ -564,12 +332,9 @@ def load_dataset(config: DataConfig) -> ImageData:
         DataError: Its files are missing or damaged; the message says what was looked for, where, and the fix.
     """
     data = DATA_SETS.get(data_set_kind(config.data))(config)
-    for name in (str(config.data_root), *map(str, data.class_names)):
+    for name in (str(config.data_root), *data.class_names):
         fits = not any("\ud800" <= letter <= "\udfff" for letter in name)
         check(fits, f"the name {name!a} of a class or directory is not UTF-8", "Files of a run are.", "Rename it.")
-    images = config.images
-    data = replace(data, mean=images.mean or data.mean, std=images.std or data.std, test_size=images.test)
-    _change_in_memory(data, config)
     return data
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -210,7 +210,7 @@ def begin(run: Run) -> bool:
             run.model_name,
             {"torch": torch.__version__},
             follows_plan=plan.inputs is not None,
-            images=ImageFacts.of(run.samples.images).plain(),
+            images=asdict(ImageFacts.of(run.samples.images)),
         )
     )
     if not trainer.enter(run.folder, run.state, partial(begin_instead, run)):

@@ -62,7 +62,7 @@ def test_a_text_stands_for(options, name, value):
         ({"image_size": 4}, "--image-size 4: size=4", "at least 8"),
         ({"image_size": "32,crop=1.5"}, "--image-size 32,crop=1.5: crop=1.5", "at most 1"),
         ({"image_size": "mean=0.5/0.5"}, "--image-size: mean has 2 numbers", "each of 3 channels"),
-        ({"image_size": "interpolation=cubic"}, "interpolation=cubic", "'bicubic' or"),
+        ({"image_size": "interpolation=cubic"}, "interpolation=cubic", "or 'bicubic'"),
         ({"augment": "rand"}, "--augment rand", "no 'rand'"),
         ({"augment": "ta,n=3"}, "no option 'n'", ""),
         ({"augment": "timm"}, "--augment timm", "no default"),

@@ -12,16 +12,15 @@ from timm.data.auto_augment import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.data import Augmentation, Images
+from hybridpar.config.data import Images
 from hybridpar.data import TestBatches, load_dataset
 from hybridpar.data.augment import (
     RandomCrop,
-    TimmPolicy,
     as_mode,
     eval_transform,
     normalise,
     open_image,
-    random_erasing,
+    random_changes,
     shift_and_flip,
     train_transform,
 )
@@ -38,7 +37,7 @@ def picture(side=40):
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
-OWN = [
+POLICIES_OF_TORCHVISION = [
     ("ra,n=2,m=7", [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
     ("ta,hflip=0", [v2.TrivialAugmentWide(interpolation=LINEAR)]),
     ("aa", [v2.RandomHorizontalFlip(), v2.AutoAugment(interpolation=LINEAR)]),
@@ -50,7 +49,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "changes"), OWN, ids=["ra", "ta", "aa", "augmix", "flips"])
+@pytest.mark.parametrize(("policy", "changes"), POLICIES_OF_TORCHVISION, ids=["ra", "ta", "aa", "augmix", "flips"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_training_transforms_are_torchvisions(policy, changes, seed):
     config = TrainConfig(augment=f"{policy},scale=0.3/0.9,ratio=0.5/2,erase=0.5")
@@ -61,7 +60,8 @@ def test_training_transforms_are_torchvisions(policy, changes, seed):
             v2.RandomErasing(0.5, value=[124, 116, 104]),
         ]
     )
-    mine = train_transform(24, config, MEAN, STD)
+    flip = config.augmentation.hflip
+    mine = train_transform(24, config, MEAN, STD, flip=0.5 if flip is None else flip)
     results = []
     for transform in (mine, reference):
         torch.manual_seed(seed)
@@ -88,49 +88,48 @@ def test_a_random_interpolation_is_one_of_two():
         transform = RandomCrop(24, scale=(1.0, 1.0), ratio=(1.0, 1.0), interpolation=interpolation)
         return {transform(picture()).numpy().tobytes() for _ in range(20)}
 
-    assert len(crops("lanczos")) == 1
+    assert len(crops("bicubic")) == 1
     assert crops("random") == crops("bilinear") | crops("bicubic")
 
 
-@pytest.mark.parametrize("kind", ["picture", "tensor"])
-def test_a_policy_of_timm_is_timms(kind):
-    image = picture() if kind == "picture" else v2.functional.pil_to_tensor(picture())
-    policy = TimmPolicy("rand-m9-mstd0.5-inc1", 40, MEAN)
-    random.seed(3)
-    np.random.seed(3)
-    first = policy(image)
-    random.seed(3)
-    np.random.seed(3)
-    colour = tuple(round(255 * one) for one in MEAN)
-    wanted = rand_augment_transform("rand-m9-mstd0.5-inc1", {"translate_const": 18, "img_mean": colour})(picture())
-    assert np.array_equal(np.asarray(v2.functional.to_pil_image(first) if kind == "tensor" else first), wanted)
+def test_a_policy_of_timm_is_timms():
+    config = TrainConfig(augment="timm:rand-m9-mstd0.5-inc1")
+    colour = tuple(round(255 * value) for value in MEAN)
+    theirs = rand_augment_transform("rand-m9-mstd0.5-inc1", {"translate_const": 18, "img_mean": colour})
+    mine = v2.Compose(random_changes(40, config, MEAN, STD, flip=0.0))
+    results = []
+    for changed in (
+        lambda: v2.functional.to_pil_image(mine(v2.functional.pil_to_tensor(picture()))),
+        lambda: theirs(picture()),
+    ):
+        random.seed(3)
+        np.random.seed(3)
+        results.append(np.asarray(changed()))
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("mode", ["rand", "pixel"])
+def test_noise_is_drawn_in_normalised_images_and_not_cut_off(mode):
+    config = TrainConfig(augment=f"erase=1,erase_mode={mode}")
+    *normalise, erase = random_changes(40, config, MEAN, STD, flip=0.0)
+    image = v2.functional.pil_to_tensor(picture())
+    normalised = v2.Compose(normalise)(image)
+    assert torch.allclose(normalised, v2.functional.normalize(image / 255, list(MEAN), list(STD)), atol=1e-6)
+    erased = erase(normalised.clone())
+    changed = (erased != normalised).all(0)
+    assert 0.01 < changed.double().mean() < 0.5
+    assert len(erased[0][changed].unique()) == (1 if mode == "rand" else int(changed.sum()))
 
 
 def test_what_timm_does_not_know_is_one_error():
     with pytest.raises(UsageError, match="does not know the policy"):
-        train_transform(24, TrainConfig(augment="timm:nonsense"), MEAN, STD)
+        train_transform(24, TrainConfig(augment="timm:nonsense"), MEAN, STD, flip=0.5)
     with pytest.raises(UsageError, match="--augment rand"):
         TrainConfig(augment="rand").check()
 
 
 def synthetic(**options):
     return TrainConfig(data="synthetic:samples=20", image_size=16, **options)
-
-
-def test_images_in_memory_are_changed_alike_whoever_asks():
-    config = synthetic(augment="ra,erase=0.5,vflip=0.5")
-    source = load_dataset(config).train
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    together = source.load(np.arange(6), AugmentKey(0, 3), CPU)
-    assert torch.equal(torch.get_rng_state(), state)
-    for index in range(6):
-        alone = source.load(np.array([index]), AugmentKey(0, 3), CPU)
-        assert torch.equal(alone[0], together[index])
-    assert not torch.equal(together, source.load(np.arange(6), AugmentKey(0, 4), CPU))
-    plain = load_dataset(synthetic()).train
-    assert not torch.equal(together, plain.load(np.arange(6), AugmentKey(0, 3), CPU))
-    assert torch.equal(source.load(np.arange(6), None, CPU), plain.load(np.arange(6), None, CPU))
 
 
 def test_copies_of_a_sample_are_in_one_batch_and_differ():
@@ -144,35 +143,11 @@ def test_copies_of_a_sample_are_in_one_batch_and_differ():
         assert len(samples) == -(-(stop - start) // 3)
         assert len(set(order[start:stop])) == stop - start
         assert all(a % COPY != b % COPY for a, b in zip(order[start : stop - 1], order[start + 1 : stop], strict=True))
-    images = data.train.load(np.array([COPY + 3, 3, 5, COPY + 5]), AugmentKey(0, 1), CPU)
-    plain = data.train.load(np.array([3, 5]), AugmentKey(0, 1), CPU)
+    images = data.train.load(np.array([COPY + 3, 3, 5, COPY + 5]), AugmentKey(0, 1), CPU).images
+    plain = data.train.load(np.array([3, 5]), AugmentKey(0, 1), CPU).images
     assert torch.equal(images[1], plain[0])
     assert torch.equal(images[2], plain[1])
     assert not torch.equal(images[0], images[1])
-
-
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_every_layout_sees_the_same_pairs(repeats):
-    data = load_dataset(synthetic(augment="ta"))
-    options = {"batch_size": 10, "in_pairs": True, "repeats": repeats}
-    whole = read_steps(data, 1, 1, **options)
-    for layout in ((2, 1), (1, 4)):
-        assert same(whole, read_steps(data, *layout, **options))
-
-
-@pytest.mark.parametrize("mode", ["rand", "pixel"])
-def test_noise_is_drawn_in_normalised_images_and_not_cut_off(mode):
-    *normalise, erase = random_erasing(Augmentation(erase=1.0, erase_mode=mode), MEAN, STD)
-    image = v2.functional.pil_to_tensor(picture())
-    wanted = v2.functional.normalize(image / 255, list(MEAN), list(STD))
-    torch.manual_seed(0)
-    random.seed(0)
-    normalised = v2.Compose(normalise)(image)
-    assert torch.allclose(normalised, wanted, atol=1e-6)
-    erased = erase(normalised.clone())
-    changed = (erased != normalised).all(0)
-    assert 0.01 < changed.double().mean() < 0.5
-    assert len(erased[0][changed].unique()) == (1 if mode == "rand" else int(changed.sum()))
 
 
 POLICIES = [
@@ -197,7 +172,7 @@ def test_order_and_augmentation_are_the_same_for_any_workers_and_loader_processe
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     reference = read_steps(data, 1, 1, batch_size=12, repeats=2)
     assert [len(labels) for _, labels in reference] == [12, 12]
-    for workers, loader_workers in ((1, 1), (1, 2), (2, 0), (2, 2), (3, 0), (3, 1)):
+    for workers, loader_workers in ((1, 2), (2, 0), (3, 1)):
         steps = read_steps(data, workers, 1, batch_size=12, repeats=2, loader_workers=loader_workers)
         assert same(steps, reference), (workers, loader_workers)
     assert not same(read_steps(data, 1, 1, epoch=1, batch_size=12, repeats=2), reference)

@@ -4,7 +4,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,8 @@ import torch
 from PIL import Image
 
 from hybridpar.config import DataConfig
-from hybridpar.data import DecodedImages, ImageData, ImageFiles, MemoryImages, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import ImageData, ImageFiles, MemoryImages, TestBatches, TrainBatches, load_dataset
+from hybridpar.data.images import DecodedImages
 from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError, LaneError, LaunchError
 from hybridpar.machine.launch import record_failure
@@ -47,9 +47,9 @@ def memory_data():
     generator = torch.Generator().manual_seed(0)
     parts = []
     for samples in (SAMPLES, TESTED):
-        images = torch.randint(0, 256, (samples, 3, 8, 8), dtype=torch.uint8, generator=generator)
-        parts.append(MemoryImages(images, torch.arange(samples), pad=2, flip=True))
-    facts = {"name": "random", "class_names": tuple(map(str, range(SAMPLES))), "sample_shape": (3, 8, 8)}
+        images = torch.randint(0, 256, (samples, 3, 16, 16), dtype=torch.uint8, generator=generator)
+        parts.append(MemoryImages(images, torch.arange(samples), flip=0.5))
+    facts = {"name": "random", "class_names": tuple(map(str, range(SAMPLES))), "sample_shape": (3, 16, 16)}
     return ImageData(**facts, train=parts[0], test=parts[1], mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 
 
@@ -135,17 +135,11 @@ def test_unequal_shares_of_the_test_set_are_all_of_it(data):
 
 
 def test_an_image_is_augmented_by_seed_epoch_and_index_alone(data):
-    alone = data.train.load(np.array([7]), AugmentKey(1, 2), CPU)
-    among = data.train.load(np.array([3, 7, 20]), AugmentKey(1, 2), CPU)
+    alone = data.train.load(np.array([7]), AugmentKey(1, 2), CPU).images
+    among = data.train.load(np.array([3, 7, 20]), AugmentKey(1, 2), CPU).images
     assert torch.equal(alone[0], among[1])
-    others = [data.train.load(np.array([7]), key, CPU) for key in (AugmentKey(1, 3), AugmentKey(2, 2), None)]
+    others = [data.train.load(np.array([7]), key, CPU).images for key in (AugmentKey(1, 3), AugmentKey(2, 2), None)]
     assert not any(torch.equal(alone, other) for other in others)
-
-
-@pytest.mark.parametrize("loader_workers", [1, 2])
-def test_loader_processes_change_nothing(data, loader_workers):
-    reference = read_steps(data, 1, 2, batch_size=8)
-    assert same(read_steps(data, 1, 2, batch_size=8, loader_workers=loader_workers), reference)
 
 
 @pytest.mark.parametrize("start_step", [0, 3, 4])
@@ -180,19 +174,9 @@ def test_workers_together_test_every_image_once(data, workers):
     assert [view.samples for view in views] == [sum(len(labels) for _, labels in view) for view in views]
     assert [len(view) for view in views] == [len(list(view)) for view in views]
     assert max(len(labels) for _, labels in tested) <= 3
-    whole = data.test.load(np.arange(len(data.test)), None, CPU).double() / 255
+    whole = data.test.load(np.arange(len(data.test)), None, CPU).images.double() / 255
     expected = (whole - torch.tensor(data.mean).view(3, 1, 1)) / torch.tensor(data.std).view(3, 1, 1)
     assert torch.allclose(torch.cat([images for images, _ in tested]).double(), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("loader_workers", [0, 1])
-def test_global_generators_are_left_alone(data, loader_workers):
-    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    read_steps(data, 1, 1, loader_workers=loader_workers)
-    list(TestBatches(data, batch_size=8, rank=0, workers=1, loader_workers=loader_workers))
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.array_equal(np.random.get_state()[1], before[1])
-    assert random.getstate() == before[2]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -210,7 +194,8 @@ def numbered_files(root, samples, augment):
     """A data set of files whose labels are their numbers."""
     paths = [f"{number:03d}.png" for number in range(samples)]
     write_images(root, paths)
-    source = DecodedImages(ImageFiles(root, paths, range(samples)), augment=augment, prepare=augment)
+    files = ImageFiles(root, paths, range(samples))
+    source = DecodedImages(files, files.labels, augment=augment, prepare=augment)
     facts = {"name": "numbered", "class_names": tuple(paths), "sample_shape": (3, 20, 24)}
     return ImageData(**facts, train=source, test=source, mean=(0.0,) * 3, std=(1.0,) * 3)
 
@@ -275,8 +260,8 @@ def test_a_replacement_is_the_same_whoever_asks(tmp_path):
     data = numbered_files(tmp_path / "images", 12, to_pixels)
     data.train.labels[5] = 6
     damage(Path(data.train.name(5)), "garbage")
-    alone = data.train.load_readable(np.array([5]), AugmentKey(0, 0), CPU)
-    among = data.train.load_readable(np.arange(12), AugmentKey(0, 0), CPU)
+    alone = data.train.load(np.array([5]), AugmentKey(0, 0), CPU)
+    among = data.train.load(np.arange(12), AugmentKey(0, 0), CPU)
     assert alone.indices.tolist() == [6] == among.indices[5:6].tolist()
     assert torch.equal(alone.images[0], among.images[5])
 
@@ -312,7 +297,7 @@ def test_a_killed_loader_process_is_noticed_where_batches_are_taken(tmp_path):
     before, others = signal.getsignal(signal.SIGCHLD), multiprocessing.active_children()
     list(batches.epoch(0))
     assert signal.getsignal(signal.SIGCHLD) is before
-    (process,) = [one for one in multiprocessing.active_children() if one not in others]
+    (process,) = [each for each in multiprocessing.active_children() if each not in others]
     process.kill()
     process.join()
     with pytest.raises(LaunchError, match="a loader process died"):
@@ -347,39 +332,31 @@ def test_loader_processes_are_kept_from_epoch_to_epoch(tmp_path):
 
     first = pid()
     assert pid() == first != os.getpid()
-    epoch = batches.epoch(0)
-    next(epoch)
-    epoch.close()
-    assert pid() != first, "an epoch that was left early ends them, with what they still had to read"
-
-
-def test_epochs_can_be_read_at_the_same_time(file_data):
-    batches = train_batches(file_data, batch_size=8, loader_workers=1)
-    pairs = list(zip(batches.epoch(0), batches.epoch(1), strict=True))
-    for epoch in (0, 1):
-        expected = train_batches(file_data, batch_size=8).epoch(epoch)
-        read = [pair[epoch].micro_batches[0] for pair in pairs]
-        assert same(read, [batch.micro_batches[0] for batch in expected])
+    left = batches.epoch(0)
+    next(left)
+    assert pid() == first, "also after an epoch that was left early"
+    with pytest.raises(RuntimeError, match="another epoch"):
+        next(left)
 
 
 def test_sources_survive_pickling(data):
     # Loader processes are spawned, not forked, on some platforms.
     source = pickle.loads(pickle.dumps(data.train))
     indices, key = np.array([1, 2]), AugmentKey(0, 0)
-    assert torch.equal(source.load(indices, key, CPU), data.train.load(indices, key, CPU))
+    assert torch.equal(source.load(indices, key, CPU).images, data.train.load(indices, key, CPU).images)
 
 
 def on_a_lane(data, checker, micro_batches=2):
     """Batches that are placed on a lane of their own, as on a GPU; a thread is in the place of loader processes."""
     batches = train_batches(data, micro_batches=micro_batches, batch_size=8, loader_workers=1)
     lanes = Lanes("cpu", check=checker)
-    batches._reader._opened = lanes, lanes.open("data")
+    batches._lanes = lanes, lanes.open("data")
 
     def load_ahead(jobs, key):
         with ThreadPoolExecutor(1) as pool:
-            yield from pool.map(lambda indices: data.train.load_readable(indices, key, CPU), jobs)
+            yield from pool.map(lambda indices: data.train.load(indices, key, CPU), jobs)
 
-    batches._reader._load_ahead = load_ahead
+    batches._load_ahead = load_ahead
     return batches, lanes
 
 
@@ -408,7 +385,7 @@ def test_batches_from_a_lane_of_their_own_are_the_same(file_data, seed):
 def test_batches_are_kept_until_they_were_used(file_data, seed):
     checker = Checker(seed)
     batches, lanes = on_a_lane(file_data, checker)
-    batches._reader.lent = lambda *_: contextlib.nullcontext()
+    batches._lent = lambda *_: contextlib.nullcontext()
     with pytest.raises(LaneError, match="lane 'data'"), checker, lanes:
         train_on(batches.epoch(0))
 

@@ -12,7 +12,7 @@ from timm.data import Mixup
 from hybridpar import Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import Mixing
-from hybridpar.data.mix import MixDraw, box_around, draw_mix, mix
+from hybridpar.data.mix import MixDraw, cut_around, draw_mix, mix
 from hybridpar.errors import UsageError
 from tests.pipeline.oracle import images
 from tests.ranks import run_ranks
@@ -35,17 +35,18 @@ def to_ends(samples):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("cuts", [False, True], ids=["mixup", "cutmix"])
-@pytest.mark.parametrize("own", [0.3, 0.85])
-def test_it_is_timms_on_the_same_random_numbers(smoothing, cuts, own, monkeypatch):
+@pytest.mark.parametrize("lam", [0.3, 0.85])
+def test_it_is_timms_on_the_same_random_numbers(smoothing, cuts, lam, monkeypatch):
     images, labels = batch()
-    places: Iterator[int] = iter((1, 6))
+    centres: Iterator[int] = iter((1, 6))
     timms = Mixup(0.8, 1.0, label_smoothing=smoothing, num_classes=CLASSES)
-    monkeypatch.setattr(timms, "_params_per_batch", lambda: (own, cuts))
-    monkeypatch.setattr(np.random, "randint", lambda low, high, size=None: next(places))
+    monkeypatch.setattr(timms, "_params_per_batch", lambda: (lam, cuts))
+    monkeypatch.setattr(np.random, "randint", lambda low, high, size=None: next(centres))
     order = to_ends(len(images))
     wanted, wanted_targets = timms(images[order].clone(), labels[order])
-    box = box_around(own, 1, 6, (9, 7)) if cuts else None
-    draw = MixDraw(1 - box.area / 63 if box is not None else own, box)
+    rows, columns = cut_around(1, lam, 9), cut_around(6, lam, 7)
+    area = (rows.stop - rows.start) * (columns.stop - columns.start)
+    draw = MixDraw(1 - area / 63, (rows, columns)) if cuts else MixDraw(lam)
     mixed, targets = mix(images, labels, draw, classes=CLASSES, smoothing=smoothing)
     torch.testing.assert_close(mixed[order], wanted, rtol=0, atol=0)
     torch.testing.assert_close(targets[order], wanted_targets, rtol=1e-6, atol=1e-7)

@@ -20,10 +20,10 @@ def test_images_are_as_the_weights_want_them():
     known = model_input("resnet50", "IMAGENET1K_V2")
     assert known is not None
     assert (known.size, known.interpolation, known.crop_ratio) == (224, "bilinear", 224 / 232)
-    config = with_images_of_model(TrainConfig(weights="default", image_size="interpolation=nearest"), VIT)
+    config = with_images_of_model(TrainConfig(weights="default", image_size="interpolation=bilinear"), VIT)
     images = config.images
     assert (images.size, images.mean, images.std) == (224, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    assert (images.interpolation, images.crop) == ("nearest", 0.9)
+    assert (images.interpolation, images.crop) == ("bilinear", 0.9)
     assert with_images_of_model(config, VIT) == config
 
 

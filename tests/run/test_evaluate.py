@@ -110,7 +110,7 @@ def test_a_file_of_weights_needs_model_and_data(run_dir):
 
 def test_of_several_classes_each_is_right_by_itself():
     labels = torch.tensor([[1, 0], [0, 0], [1, 1]], dtype=torch.bool)
-    source = MemoryImages(torch.zeros(3, 3, 8, 8, dtype=torch.uint8), labels, pad=1, flip=False)
+    source = MemoryImages(torch.zeros(3, 3, 8, 8, dtype=torch.uint8), labels)
     data = ImageData(name="several", class_names=("a", "b"), sample_shape=(3, 8, 8), train=source, test=source)
     notes = _Notes(2, several=True)
     notes.add(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), labels[:2].float())
