@@ -1,4 +1,4 @@
-"""When a run saves: as `--checkpoints` says, and after a test that is among the best; and what it keeps."""
+"""When a run saves, as `--checkpoints` says, and what it keeps; and how it goes on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.observe.records import EpochRecord, StepRecord
+from hybridpar.observe.summary import read_summary
 from hybridpar.run.part import Part, Run
 from hybridpar.run.state import best_checkpoint, best_epochs, checkpoints_of_best
 from hybridpar.run.timings import Step
+from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints
 
 
@@ -62,11 +64,37 @@ class Checkpoints(Part):
 
     def summary(self, run: Run) -> dict[str, Any]:
         """On rank 0: the best checkpoint, if it is there."""
-        if not run.world.is_main:
+        best = best_checkpoint(run.folder.directory, run.state.tested, self._rule) if run.world.is_main else None
+        if best is None:
             return {}
-        if (found := best_checkpoint(run.folder.directory, run.state.tested, self._rule)) is None:
-            return {}
-        best, saved = found
+        end, saved = best
         path = saved.relative_to(run.folder.directory).as_posix()
-        fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": self._rule.by}
+        fields = {"step": end.step, "test_accuracy": end.test_accuracy, "metric": self._rule.by}
         return {"best": {**fields, "checkpoint": path}}
+
+
+def resume(run: Run) -> None:
+    """Go on from the checkpoint of a run, if there is any."""
+    checkpoint = run.folder.checkpoint
+    if checkpoint is None:
+        return
+    extra = run.trainer.load(checkpoint)
+    with usable(checkpoint):
+        run.state.go_on_from(extra, run.config, checkpoint)
+        for part in run.parts:
+            if part.key:
+                part.restore(run, extra.get(part.key))
+        # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
+        run.state.epoch_step = min(run.state.epoch_step, run.samples.per_epoch)
+    run.state.resumed_from = run.trainer.steps_done
+
+
+def is_finished(run: Run) -> bool:
+    """Whether a run that is resumed has nothing left to train, and its result is there."""
+    result = read_summary(run.folder.directory) if run.folder.continues else None
+    return (
+        result is not None
+        and result["exit"] == "finished"
+        and run.state.resumed_from == result["steps"]
+        and (result["steps"] >= run.total or run.state.epoch >= run.epochs or run.over is not None)
+    )

@@ -18,13 +18,11 @@ from hybridpar.observe.loggers import Ending
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.plan import ResolvedPlan
-from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.run.directory import RunFolder
-from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.samples import Samples
 from hybridpar.run.state import RunState, why_over
 from hybridpar.run.timings import Step, StepClock, Timings
-from hybridpar.sync.compression_table import WireFormat
+from hybridpar.run.worker import MemoryMeter
 from hybridpar.train.trainer import Trainer
 
 
@@ -81,6 +79,8 @@ class RunTrainer(Trainer):
 
     #: Whether each worker goes at its pace, so that it goes through the data for itself, and worker 0 tests and saves.
     independent = False
+    #: Whether this worker replaces another that died, and goes on from where the others are.
+    joins = False
     #: What is shown of a step that did not count.
     skipped = "was skipped on all workers: a gradient was not finite"
 
@@ -94,22 +94,8 @@ class RunTrainer(Trainer):
         """Whether this worker tests and saves; where workers go together all do, each its part."""
         return not self.independent or self.world.is_main
 
-    @property
-    def joins(self) -> bool:
-        """Whether this worker replaces another that died, and goes on from where the others are."""
-        return False
-
-    def facts(self, wire_format: WireFormat) -> dict[str, Any]:
-        """Fields of `RunInfo` on how gradients are exchanged."""
-        return {"workers": self.world.size, "codec": str(wire_format.applied)}
-
-    @property
-    def notes(self) -> list[str]:
-        """The same in lines for the start."""
-        return []
-
-    def enter(self, folder: RunFolder, state: RunState, load: Callable[[], int]) -> bool:
-        """Come to the others before the first step; False where the run turns out to be over."""
+    def enter(self, folder: RunFolder, written: int) -> bool:
+        """Come to the others before the first step, where so many are written; False where the run is over."""
         FLIGHT.open(folder.directory / FLIGHT_FOLDER, self.world.rank, self.world.size)
         return True
 
@@ -134,42 +120,25 @@ class RunTrainer(Trainer):
 
 
 @dataclass(eq=False, kw_only=True)
-class Job:
-    """What a run is asked for, and what is found while it is opened.
+class Run:
+    """A run on this worker.
 
     Attributes:
-        config: Its options.
+        config: What it is asked for; what options leave open is filled in as it is found.
         model_name: Name of its model.
         world: Its workers.
         progress: Its display.
         notes: Lines to show at the start.
         data_line: What the data set is.
         batch_line: Why `--batch-size auto` chose the batch; empty where it was given.
-    """
-
-    config: TrainConfig
-    model_name: str
-    world: World
-    progress: Progress
-    notes: list[str]
-    data_line: str = ""
-    batch_line: str = ""
-
-
-@dataclass(eq=False, kw_only=True)
-class Run(Job):
-    """A run on this worker.
-
-    Attributes:
         folder: Where it writes.
-        planned: What it is to do.
-        trainer: What makes its steps.
+        plan: How it trains; from `describe` on as it is written down.
         samples: What this worker sees of the data.
+        trainer: What makes its steps.
         memory: How much memory of the device this worker needs.
         total: Steps to be done.
         epochs: Epochs to be done.
         parts: All that looks at its steps.
-        plan: What is written down of how it trains.
         info: What is known before its first step.
         state: How far it is.
         clock: Where the time between two steps goes.
@@ -183,15 +152,21 @@ class Run(Job):
         written: Files beside its directory, to be named at the end.
     """
 
-    folder: RunFolder
-    planned: PlannedRun
-    trainer: RunTrainer
-    samples: Samples
-    memory: MemoryMeter
-    total: int
-    epochs: int
-    parts: Sequence[Part] = ()
+    config: TrainConfig
+    model_name: str
+    world: World
+    progress: Progress
+    notes: list[str]
+    data_line: str = ""
+    batch_line: str = ""
+    folder: RunFolder = field(init=False)
     plan: ResolvedPlan = field(init=False)
+    samples: Samples = field(init=False)
+    trainer: RunTrainer = field(init=False)
+    memory: MemoryMeter = field(init=False)
+    total: int = 0
+    epochs: int = 0
+    parts: Sequence[Part] = ()
     info: RunInfo = field(init=False)
     state: RunState = field(default_factory=RunState)
     clock: StepClock = field(default_factory=StepClock)

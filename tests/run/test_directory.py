@@ -10,7 +10,7 @@ import torch
 from hybridpar.comm.world import World
 from hybridpar.commands import find_command
 from hybridpar.config import TrainConfig
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, RunDirectoryError, UsageError
 from hybridpar.run.directory import (
     RunFolder,
     before_the_start,
@@ -65,6 +65,13 @@ def test_overwrite_deletes_the_run_and_nothing_else(run_dir):
         *("checkpoints", "config.toml", "notes.txt", "run.json")
     ]
     assert not list(place.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize("run_dir", [Path("taken/run"), Path("taken")])
+def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_measured(run_dir):
+    Path("taken").write_text("a file")
+    with pytest.raises(RunDirectoryError, match=f"cannot write {run_dir}"):
+        find_folder(TrainConfig(run_dir=run_dir), "resnet18")
 
 
 def test_overwrite_does_not_delete_what_it_is_to_start_from():
@@ -193,15 +200,6 @@ def test_a_damaged_run_beside_it_does_not_hide_a_jobs_own(text, monkeypatch):
     (other / "run.json").write_text(text, encoding="latin-1")
     restarted_as(monkeypatch, "job-a", 1)
     assert start() == RunFolder(mine.directory, None, restarted=True)
-
-
-def test_who_replaces_a_worker_that_died_as_it_made_the_directory_uses_that(monkeypatch):
-    restarted_as(monkeypatch, "job-a", 0)
-    config = TrainConfig()
-    decided = find_folder(config, "resnet18")
-    made = claim_folder(decided, config, "resnet18", {})
-    restarted_as(monkeypatch, "job-a", 1)
-    assert claim_folder(decided, config, "resnet18", {}).directory == made.directory
 
 
 def test_a_restarted_job_does_not_delete_what_it_has_done_with_overwrite(monkeypatch):

@@ -74,9 +74,8 @@ def test_the_plan_says_what_ran_and_why(tmp_path, kernels, capsys):
     }
     assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 8, "saved_ms": None}
     shown = " ".join(capsys.readouterr().out.split())
-    assert "0 of 6 depthwise operations run on tuned kernels" in shown
-    assert "torch, as its record is for batch 4: body.3 forward" in shown
-    assert "0 of 2 norms run fused with their activations torch, as kernels gain nothing below" in shown
+    assert "0 of 8 operations of convolutions and norms run on kernels of their own" in shown
+    assert "6 on torch, as its record is for batch 4 2 on torch, as kernels gain nothing below" in shown
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "batch_size": 32}], ids=["whole", "pooled"])
@@ -86,10 +85,7 @@ def test_norms_run_fused_where_they_are_large_enough(tmp_path, kernels, norms, c
     capsys.readouterr()
     assert train(tmp_path / "fused", "separable", kernels=file, **options) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "1 of 2 norms run fused with their activations torch, as kernels gain nothing below 8,192 values: body.6"
-        in shown
-    )
+    assert "7 of 8 operations of convolutions and norms run on kernels of their own 1 on torch" in shown
     summary = check_run(tmp_path / "fused")
     saved = 6.0 * options.get("micro_batches", 1)
     assert summary["kernels"] == {"tuned": 7, "stock": 1, "saved_ms": saved}
@@ -117,7 +113,7 @@ def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkey
         before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
         use = prepare_kernels(trainer.model, config, trainer.plan, world, (3, 8, 8))
         assert use is not None
-        assert sum(one.key is None for one in use.operations) == 2
+        assert sum(choice.direction == "batch_norm_act" for choice in use.section.choices) == 2
         assert not pool.sums.any()
         assert not any(pool.counts)
         for name, buffer in trainer.model.named_buffers():

@@ -107,9 +107,9 @@ def test_a_trained_model_is_that_of_the_best_epoch_unless_another_is_asked_for(a
     train(tmp_path, epochs=3, checkpoints="keep=1")
     for weights, step, said in (
         (None, 12, "weights of step 12, the best by test_accuracy: "),
-        ("best,raw", 12, "step-12/model.safetensors"),
+        ("best,raw", 12, "checkpoints/step-12"),
         ("last", 18, "weights of step 18, the last: "),
-        ("last, raw", 18, "step-18/model.safetensors"),
+        ("last, raw", 18, "checkpoints/step-18"),
     ):
         trained = find_trained(str(tmp_path), TrainedOptions(weights=weights))
         assert trained.step == step

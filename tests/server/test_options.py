@@ -32,6 +32,8 @@ from tests.small_nets import plain
         ),
         ({"sync": "ps", "compress": "auto"}, "--compress auto with --sync ps"),
         ({"sync": "ps", "batch_norm": "sync"}, "--batch-norm sync with --sync ps"),
+        ({"sync": "ps-async", "model_ema": "0.9"}, "--model-ema 0.9 with --sync ps-async"),
+        ({"sync": "ps-async", "lr_schedule": "plateau"}, "--lr-schedule plateau with --sync ps-async"),
         ({"sync": "ps", "kernels": "auto"}, "--kernels auto with --sync ps"),
     ],
 )
