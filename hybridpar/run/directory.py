@@ -1,7 +1,7 @@
 """The run directory: where a run writes, which run it goes on with, and which options that run began with.
 
     runs/NAME/
-      run.json       model, options, classes and form of the images, versions, and the job that writes here
+      run.json       model, options, classes and form of the images, and the job that writes here
       config.toml    the options, for `hybridpar train --config`
       plan.json      the plan; plan-N-workers.json is used again with N workers
       compress.csv   the codec of each parameter, where gradients are compressed
@@ -221,7 +221,6 @@ def claim_folder(
     folder: RunFolder,
     config: TrainConfig,
     model: str,
-    versions: Mapping[str, str],
     *,
     follows_plan: bool = False,
     images: Mapping[str, Any] | None = None,
@@ -235,8 +234,7 @@ def claim_folder(
         "model": model,
         "job": os.environ.get("TORCHELASTIC_RUN_ID"),
         "options": plain_options(config),
-        "versions": dict(versions),
-        "images": None if images is None else dict(images),
+        "images": images,
     }
     try:
         if folder.claim == "replace":

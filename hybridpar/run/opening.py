@@ -200,7 +200,6 @@ def begin(run: Run) -> bool:
             run.folder,
             as_asked(config, plan),
             run.model_name,
-            {"torch": torch.__version__},
             follows_plan=plan.inputs is not None,
             images=ImageFacts.of(run.samples.images).plain(),
         )
@@ -229,7 +228,7 @@ def open_parts(run: Run) -> list[Part]:
     if config.select_batch > 0:
         from hybridpar.run.batch_search import BatchSelector
 
-        parts.append(BatchSelector(trainer, config, run.samples))
+        parts.append(BatchSelector(run))
     if config.shares.strip() == "auto" and run.samples.replicas > 1:
         from hybridpar.run.shares import ShareTuner
 

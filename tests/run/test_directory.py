@@ -33,7 +33,7 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
 def start(model="resnet18", **options) -> RunFolder:
     """What a run does at its start."""
     config = TrainConfig(**options)
-    return claim_folder(find_folder(config, model), config, model, {"torch": "x"})
+    return claim_folder(find_folder(config, model), config, model)
 
 
 def save(place: RunFolder, step: int) -> Path:
@@ -47,8 +47,8 @@ def test_runs_without_a_name_are_numbered():
 def test_two_runs_that_start_at_once_get_directories_of_their_own():
     config = TrainConfig()
     first, second = find_folder(config, "resnet18"), find_folder(config, "resnet18")
-    assert claim_folder(first, config, "resnet18", {}).directory == BASE
-    assert claim_folder(second, config, "resnet18", {}).directory == Path(f"{BASE}-2")
+    assert claim_folder(first, config, "resnet18").directory == BASE
+    assert claim_folder(second, config, "resnet18").directory == Path(f"{BASE}-2")
 
 
 @pytest.mark.parametrize("run_dir", [Path("mine"), None])
