@@ -28,7 +28,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import data_name, images_over, read_images, samples_of
@@ -69,14 +69,11 @@ class RunFolder:
         directory: The run directory.
         checkpoint: The checkpoint to continue, or None for a new run.
         restarted: Whether a launcher started this job again after a worker died.
-        claim: How the directory is made the run's own: used as it is; made anew, with a number behind its name where
-            that is taken; or used after the run in it has been deleted.
     """
 
     directory: Path
     checkpoint: Path | None = None
     restarted: bool = False
-    claim: Literal["use", "make", "replace"] = "use"
 
     @property
     def continues(self) -> bool:
@@ -101,9 +98,8 @@ def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = Non
         return RunFolder(mine, latest_checkpoint(mine / "checkpoints") or _start(config), restarted=True)
     folder = _folder_of_request(config, model)
     existing = next(path for path in (folder.directory, *folder.directory.absolute().parents) if path.exists())
-    problem = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
-    problem = problem if existing.is_dir() else errno.ENOTDIR
-    if problem:  # said before anything is measured
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # said before anything is measured
+        problem = errno.EACCES if existing.is_dir() else errno.ENOTDIR
         raise run_directory_error(folder.directory, OSError(problem, os.strerror(problem)))
     return folder
 
@@ -123,22 +119,21 @@ def _folder_of_request(config: TrainConfig, model: str) -> RunFolder:
             )
         return RunFolder(directory, checkpoint)
     if config.run_dir is None and not config.overwrite:
-        return RunFolder(_unused(base), start, claim="make")
-    if not (base / RUN_FILE).exists():
-        return RunFolder(base, start)
-    if not config.overwrite:
+        return RunFolder(_unused(base), start)
+    holds_run = (base / RUN_FILE).exists()
+    if holds_run and not config.overwrite:
         raise UsageError(
             f"{base} already holds a run",
             "A run never overwrites another one by itself.",
             "Add --resume to continue it, --overwrite to replace it, or name another --run-dir.",
         )
-    if config.resume_from is not None and config.resume_from.resolve().is_relative_to(base.resolve()):
+    if holds_run and start is not None and start.resolve().is_relative_to(base.resolve()):
         raise UsageError(
             f"--overwrite would delete {config.resume_from}, which --resume-from names",
             "The run that is replaced is deleted with its checkpoints.",
             "Use --resume instead to continue that run, or name another --run-dir.",
         )
-    return RunFolder(base, start, claim="replace")
+    return RunFolder(base, start)
 
 
 def _start(config: TrainConfig) -> Path | None:
@@ -237,9 +232,9 @@ def claim_folder(
         "images": images,
     }
     try:
-        if folder.claim == "replace":
+        if not folder.continues and config.overwrite and (folder.directory / RUN_FILE).exists():
             _clear(folder.directory)
-        elif folder.claim == "make":
+        elif not folder.continues and not config.overwrite and config.run_dir is None:
             folder = dataclasses.replace(folder, directory=_make_unused(_base(config, model)))
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,15 +22,17 @@ from hybridpar.config.data import without_download
 from hybridpar.config.sync import Exchange
 from hybridpar.data import ImageData, describe_data
 from hybridpar.data.sources import ImageFacts
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, HybridparError
+from hybridpar.machine.launch import in_job
 from hybridpar.models.deferred import DeferredModel
+from hybridpar.observe.loggers import logger_names
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.fixed import decided_options
 from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.checkpoints import Checkpoints, is_finished, resume
 from hybridpar.run.data import check_batch, example_batch, load_data, open_model, start_from_weights, steps_of
-from hybridpar.run.directory import claim_folder, find_folder, recorded_batch, was_restarted
+from hybridpar.run.directory import claim_folder, find_folder, recall_options, recorded_batch, was_restarted
 from hybridpar.run.part import Part, Run, RunTrainer, sync_of
 from hybridpar.run.reporting import Recorder, describe
 from hybridpar.run.samples import Samples
@@ -40,6 +43,23 @@ from hybridpar.train.trainer import open_trial
 
 #: The model of a run, whole or to be divided between the workers.
 Model = nn.Module | DeferredModel
+
+
+def recall(config: TrainConfig, model_name: str) -> tuple[TrainConfig, tuple[str, ...], HybridparError | None]:
+    """The options of a run that is resumed, and lines on them; where worker 0 has a problem with these, that.
+
+    It is raised once the workers have joined, as they were asked to: another host may have no such run.
+    """
+    try:
+        recalled, changes = recall_options(config, model_name)
+        recalled.check()
+        if os.environ.get("RANK", "0") == "0":
+            logger_names(recalled.log)
+    except HybridparError as error:
+        if not in_job():
+            raise
+        return config, (), error
+    return recalled, changes, None
 
 
 def join(config: TrainConfig, job: contextlib.ExitStack) -> World | None:
@@ -243,7 +263,8 @@ def open_parts(run: Run) -> list[Part]:
                 wait=trainer.wait,
             )
         )
-    return [*parts, Checkpoints(config)]  # a checkpoint has what the other parts made of the step
+    run.checkpoints = Checkpoints(config)
+    return [*parts, run.checkpoints]  # a checkpoint has what the other parts made of the step
 
 
 def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hybridpar.comm.flight import FLIGHT, outside
+from hybridpar.comm.flight import FLIGHT
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
@@ -24,6 +24,9 @@ from hybridpar.run.state import RunState, why_over
 from hybridpar.run.timings import Step, StepClock, Timings
 from hybridpar.run.worker import MemoryMeter
 from hybridpar.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hybridpar.run.checkpoints import Checkpoints
 
 
 class Part:
@@ -52,9 +55,6 @@ class Part:
 
     def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
         """An epoch is over, and tested."""
-
-    def saved(self, run: Run) -> None:
-        """A checkpoint was written."""
 
     def finish(self, run: Run) -> None:
         """There is no further step; the display is still there."""
@@ -138,15 +138,13 @@ class Run:
         memory: How much memory of the device this worker needs.
         total: Steps to be done.
         epochs: Epochs to be done.
-        parts: All that looks at its steps.
+        checkpoints: When it saves.
+        parts: All that looks at its steps; `checkpoints` is the last one.
         info: What is known before its first step.
         state: How far it is.
         clock: Where the time between two steps goes.
         timings: What its steps took.
         stopping: Whether it ends after this step.
-        save_wanted: Whether this worker asks for a checkpoint after the step that comes next.
-        save_due: Whether all workers save once the steps that are issued are over.
-        is_sound: Whether the weights are worth a checkpoint.
         ending: How it ended.
         warnings: What is to be said at the end.
         written: Files beside its directory, to be named at the end.
@@ -166,19 +164,16 @@ class Run:
     memory: MemoryMeter = field(init=False)
     total: int = 0
     epochs: int = 0
+    checkpoints: Checkpoints = field(init=False)
     parts: Sequence[Part] = ()
     info: RunInfo = field(init=False)
     state: RunState = field(default_factory=RunState)
     clock: StepClock = field(default_factory=StepClock)
     timings: Timings = field(default_factory=Timings)
     stopping: bool = False
-    save_wanted: bool = False
-    save_due: bool = False
-    is_sound: bool = True
     ending: Ending = "failed"
     warnings: list[str] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
-    _saved: tuple[int, ...] | None = None
 
     @property
     def over(self) -> str | None:
@@ -196,35 +191,6 @@ class Run:
         """Note where in the data the run is, where that follows from the steps of all workers."""
         if self.trainer.independent:
             self.state.epoch, self.state.epoch_step = divmod(self.trainer.steps_done, self.samples.per_epoch)
-
-    def is_saved(self) -> None:
-        """Note that a checkpoint has what was made so far."""
-        self._saved = self._progress_made
-
-    @property
-    def _progress_made(self) -> tuple[int, ...]:
-        """What differs between two checkpoints."""
-        return self.trainer.steps_done, self.state.epoch, self.state.epoch_step, len(self.state.tested)
-
-    def save(self) -> None:
-        """Write a checkpoint, if there is something new and it is sound; all workers, after the same step."""
-        self.save_due = False
-        if not self.trainer.leads or self._saved == self._progress_made:
-            return
-        if not self.is_sound:
-            step = self.trainer.steps_done
-            self.progress.warn(f"no checkpoint at step {step}: the loss is not finite; the last good one is kept")
-            return
-        self.note(self.trainer.fetch())
-        self.find_position()
-        extra = self.state.to_extra(self.config)
-        extra |= {part.key: part.state() for part in self.parts if part.key}
-        with self.clock.away(), outside("saving a checkpoint"):
-            self.trainer.save(self.folder.checkpoints, extra)
-        self.is_saved()
-        for part in self.parts:
-            part.saved(self)
-        self.progress.message(f"checkpoint saved at step {self.trainer.steps_done}")
 
 
 def sync_of(config: TrainConfig, plan: ResolvedPlan) -> str:

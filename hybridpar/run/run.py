@@ -16,14 +16,12 @@ from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch
-from hybridpar.errors import HybridparError
-from hybridpar.machine.launch import StopRequest, in_job, record_failure
-from hybridpar.observe.loggers import logger_names
+from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.observe.progress import Progress, open_progress
 from hybridpar.observe.records import EpochRecord
 from hybridpar.run.data import with_images_of_model
-from hybridpar.run.directory import before_the_start, recall_options
-from hybridpar.run.opening import begin, join, open_run
+from hybridpar.run.directory import before_the_start
+from hybridpar.run.opening import begin, join, open_run, recall
 from hybridpar.run.part import Run
 from hybridpar.run.reporting import close_run, say_finished
 from hybridpar.run.timings import Step, measured_step
@@ -38,18 +36,7 @@ _UNTESTED: Scores = (None, None)
 def run_training(config: TrainConfig, model_name: str) -> int:
     """Train on this worker until the run is finished or interrupted."""
     config.check()
-    problem: HybridparError | None = None
-    changes: tuple[str, ...] = ()
-    try:
-        recalled, changes = recall_options(config, model_name)
-        recalled.check()
-        if os.environ.get("RANK", "0") == "0":
-            logger_names(recalled.log)
-        config = recalled
-    except HybridparError as error:
-        if not in_job():
-            raise
-        problem = error  # raised by worker 0 once all have joined, as asked: another host may have no such run
+    config, changes, problem = recall(config, model_name)
     with contextlib.ExitStack() as job:
         try:
             if (world := join(config, job)) is None:  # this was a server
@@ -121,7 +108,7 @@ def train_epochs(run: Run, stop: StopRequest) -> None:
         if run.stopping or (run.trainer.leads and end_epoch(run, epoch)):
             break
     if run.stopping:
-        run.save()
+        run.checkpoints.save(run)
     with run.clock.away():
         for part in run.parts:
             part.finish(run)
@@ -140,18 +127,19 @@ def train_steps(run: Run, epoch: int, batches: Iterator[Batch], stop: StopReques
         for part in run.parts:
             part.begin_step(run)
         with noted(f"step {trainer.steps_done + 1}"):
-            result = trainer.step(batch, stop=stop.wanted, save=run.save_wanted)
+            result = trainer.step(batch, stop=stop.wanted, save=run.checkpoints.wanted)
         queued.append((result, data_ms))
         run.state.epoch_step += 1
         run.find_position()
-        while queued and (len(queued) > trainer.lookahead or run.save_due):  # a checkpoint has all that was issued
+        # A checkpoint has all that was issued.
+        while queued and (len(queued) > trainer.lookahead or run.checkpoints.due):
             yield measured_step(*queued.popleft(), epoch, run.clock)
-        if run.save_due:
-            run.save()
+        if run.checkpoints.due:
+            run.checkpoints.save(run)
     while queued:
         yield measured_step(*queued.popleft(), epoch, run.clock)
-    if run.save_due:
-        run.save()
+    if run.checkpoints.due:
+        run.checkpoints.save(run)
 
 
 def test(run: Run, epoch: int, *, last: bool) -> tuple[Scores, Scores]:

@@ -35,7 +35,6 @@ from hybridpar.server.engine import ServedEngine
 from hybridpar.server.ledger import StepRow
 from hybridpar.server.link import Servers
 from hybridpar.server.process import find_process
-from hybridpar.server.rules import Rules
 from hybridpar.server.wire import AskState, Start, Weights
 from hybridpar.server.world import ServerWorld
 from hybridpar.train.engine import EngineParts
@@ -66,7 +65,6 @@ class ServedTrainer(RunTrainer):
         if self._plan.channels_last:  # before anybody looks where parameters lie
             model.to(memory_format=torch.channels_last)
         asked = expand(config, total_steps=None, replicas=1)  # learning rates per sample
-        self._asked, self._rules = asked, Rules.of(asked, world.size)
         self.servers = Servers(model, asked, world.rank, world.addresses, world.process.token)
         self.independent = not self.servers.barrier
         if self.independent:
@@ -115,28 +113,26 @@ class ServedTrainer(RunTrainer):
 
     def _records_of(self, rows: Sequence[StepRow]) -> list[StepRecord]:
         """Of steps in which this worker's pushes took a part like its last one."""
+        if self._latest is None:
+            return []
         squares = self.servers.squares
-        return (
-            []
-            if self._latest is None
-            else [
-                replace(
-                    self._latest,
-                    step=row.step,
-                    epoch=(row.step - 1) // self.steps_per_epoch,
-                    loss=row.loss,
-                    lr=row.rate * self.peak_rate,
-                    samples=row.samples,
-                    step_ms=row.seconds * 1e3,
-                    skipped=row.skipped > 0,
-                    grad_norm=None if squares is None else math.sqrt(squares),
-                    staleness=row.staleness,
-                    most_stale=row.most_stale,
-                    queued=row.queued,
-                )
-                for row in rows
-            ]
-        )
+        return [
+            replace(
+                self._latest,
+                step=row.step,
+                epoch=(row.step - 1) // self.steps_per_epoch,
+                loss=row.loss,
+                lr=row.rate * self.peak_rate,
+                samples=row.samples,
+                step_ms=row.seconds * 1e3,
+                skipped=row.skipped > 0,
+                grad_norm=None if squares is None else math.sqrt(squares),
+                staleness=row.staleness,
+                most_stale=row.most_stale,
+                queued=row.queued,
+            )
+            for row in rows
+        ]
 
     def gather_in_the_end(self, item: object) -> list[object]:
         """An item of each worker that is there still."""
@@ -222,7 +218,7 @@ class ServedTrainer(RunTrainer):
             self.engine.saved = dict(model.state_dict()), {"kind": self.servers.kind, **optimizer}
             self._progress = progress
             rows.extend(answers[0].rows)
-            return int(answers[0].state["taken"]) // self._rules.learners
+            return int(answers[0].state["taken"]) // self.world.job_size
 
         self.steps_done = self.world.from_main(ask)
         return self._records_of(rows)

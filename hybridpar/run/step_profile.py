@@ -39,7 +39,10 @@ class StepProfile(Part):
         """Begin or end where that is due."""
         if (run.trainer.steps_done + 1 in self._shown) != (self._profiler is not None):
             with run.clock.away(), run.progress.pause():
-                self._begin(run) if self._profiler is None else self.finish(run)
+                if self._profiler is None:
+                    self._begin(run)
+                else:
+                    self.finish(run)
 
     def finish(self, run: Run) -> None:
         """End a profile that is under way, at the end of a run that ended early."""

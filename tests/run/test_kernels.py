@@ -199,14 +199,3 @@ def test_a_plan_of_a_swapped_model_fits_the_plain_one(tmp_path, kernels):
     plan = json.loads((tmp_path / "tuned" / "plan.json").read_text())
     assert any("body_3" in unit for stage in plan["partition"]["stages"] for unit in stage["units"])
     assert train(tmp_path / "plain", "separable", plan=tmp_path / "tuned" / "plan.json", epochs=1) == 0
-
-
-def test_a_run_with_kernels_learns_the_same(tmp_path, kernels, monkeypatch):
-    train(tmp_path / "plain", "separable", memory_format="channels_last")
-    assert train(tmp_path / "tuned", "separable", kernels=database(tmp_path / "k.jsonl", 16)) == 0
-    summary = check_run(tmp_path / "tuned", steps=12)
-    assert summary["kernels"] == {"tuned": 6, "stock": 2, "saved_ms": 6.0}, "two norms are small"
-    assert min(kernels.calls.values()) >= 24
-    losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("plain", "tuned")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert check_run(tmp_path / "plain")["kernels"] is None

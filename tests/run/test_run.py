@@ -16,7 +16,6 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.run import opening, served_trainer
-from hybridpar.run import run as run_module
 from hybridpar.run.part import Part
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import latest_checkpoint, list_checkpoints
@@ -50,7 +49,7 @@ def test_an_error_before_the_first_step_closes_the_trainer(tmp_path):
 
 def test_who_cannot_recall_options_joins_as_the_others_are_asked_to(tmp_path, monkeypatch):
     train(tmp_path, steps=1)
-    monkeypatch.setattr(run_module, "in_job", lambda: True)
+    monkeypatch.setattr(opening, "in_job", lambda: True)
     joined = mock.Mock(wraps=served_trainer.join_servers)
     monkeypatch.setattr(served_trainer, "join_servers", joined)
     with pytest.raises(UsageError, match="--weights is default"):
