@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import glob
 import itertools
 import json
 import os
@@ -259,11 +260,14 @@ def _directories(config: TrainConfig, model: str) -> Iterator[Path]:
     if config.run_dir is not None:
         yield config.run_dir
         return
-    directories = (path for path in _RUNS.iterdir() if path.is_dir()) if _RUNS.is_dir() else ()
+    base = _base(config, model)
+    directories = [path for path in _RUNS.glob(f"{glob.escape(base.name)}*") if path.is_dir()]
     for directory in sorted(directories, key=lambda path: path.stat().st_mtime, reverse=True):
-        facts = read_facts(directory)
+        number, facts = directory.name.removeprefix(base.name).removeprefix("-"), read_facts(directory)
+        # The first run with the data set hf/foo-2 has the name of the second with hf/foo.
         data = str(_options_in(facts).get("data"))
-        if facts.get("model") == model and samples_of(data) == samples_of(config.data):
+        alike = facts.get("model") == model and samples_of(data) == samples_of(config.data)
+        if alike and (not number or number.isdigit()):
             yield directory
 
 

@@ -368,11 +368,3 @@ def test_fine_tuning_in_stages_is_that_of_one_process(straight, tmp_path):
     run_ranks(train_rank, 2, tmp_path / "cut", "plain", None, {**fine, "stages": 2})
     for name, value in saved_state(tmp_path / "one").items():
         torch.testing.assert_close(saved_state(tmp_path / "cut")[name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_a_longer_run_goes_on_within_the_epoch(tmp_path):
-    options = {"lr_schedule": "constant:warmup=0"}
-    train(tmp_path / "straight", steps=9, **options)
-    train(tmp_path / "extended", steps=4, **options)
-    train(tmp_path / "extended", steps=9, resume=True, **options)
-    assert_same_state(tmp_path / "straight", tmp_path / "extended")
