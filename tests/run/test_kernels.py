@@ -51,11 +51,11 @@ def norms(monkeypatch: pytest.MonkeyPatch) -> NormStandIn:
     return NormStandIn(monkeypatch)
 
 
-def database(place: Path, *batches: int, layout: Layout = Layout.CHANNELS_LAST) -> str:
+def database(directory: Path, *batches: int, layout: Layout = Layout.CHANNELS_LAST) -> str:
     for batch in batches:
         for shape in SHAPES:
-            append_records(place, all_records(shape.format(batch=batch), layout))
-    return str(place)
+            append_records(directory, all_records(shape.format(batch=batch), layout))
+    return str(directory)
 
 
 def test_the_plan_says_what_ran_and_why(tmp_path, kernels, capsys):
@@ -64,11 +64,11 @@ def test_the_plan_says_what_ran_and_why(tmp_path, kernels, capsys):
     assert plan.kernels is not None
     assert plan.measured is not None
     assert plan.measured.memory_format == "channels_last"
-    assert {(one.layer, one.direction) for one in plan.kernels.choices} == {
+    assert {(entry.layer, entry.direction) for entry in plan.kernels.choices} == {
         *((layer, direction.value) for layer in ("body.3", "body.4") for direction in Direction),
         *((layer, "batch_norm_act") for layer in ("body.1", "body.6")),
     }
-    assert {one.kernel for one in plan.kernels.choices} == {
+    assert {entry.kernel for entry in plan.kernels.choices} == {
         "stock: its record is for batch 4",
         "stock: kernels gain nothing below 65,536 values",
     }
@@ -91,7 +91,7 @@ def test_norms_run_fused_where_they_are_large_enough(tmp_path, kernels, norms, c
     assert summary["kernels"] == {"tuned": 7, "stock": 1, "saved_ms": saved}
     plan = read_plan(tmp_path / "fused" / "plan.json")
     assert plan.kernels is not None
-    assert [(one.layer, one.kernel) for one in plan.kernels.choices if one.direction == "batch_norm_act"] == [
+    assert [(entry.layer, entry.kernel) for entry in plan.kernels.choices if entry.direction == "batch_norm_act"] == [
         ("body.1", "tuned"),
         ("body.6", "stock: kernels gain nothing below 8,192 values"),
     ]
@@ -120,10 +120,10 @@ def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkey
             assert torch.equal(buffer, before[name])
 
 
-def _rank(world: World, place: Path, file: str, options: dict[str, object]) -> int:
+def _rank(world: World, directory: Path, file: str, options: dict[str, object]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         made = standing_in(patch)
-        train(place, "separable", kernels=file, **options)
+        train(directory, "separable", kernels=file, **options)
         return made.calls[Direction.FORWARD]
 
 
@@ -171,11 +171,11 @@ def test_a_new_run_confirms_kernels_and_a_resumed_one_goes_on_with_them(tmp_path
     assert (tmp_path / "cache" / "asked").read_text() == "once\n"
 
 
-def _confirming_rank(world: World, place: Path) -> None:
+def _confirming_rank(world: World, directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         standing_in(patch)
-        _confirming(patch, place / "cache", 8)
-        train(place / "run", "separable", kernels="auto", epochs=1)
+        _confirming(patch, directory / "cache", 8)
+        train(directory / "run", "separable", kernels="auto", epochs=1)
 
 
 def test_one_of_several_workers_confirms_and_all_use_it(tmp_path):

@@ -122,12 +122,12 @@ def slow_rank(world, directory, fault, options, first=1):
     """The first replica, of so many workers, is three times as slow, as far as it knows, and decisions come early."""
     note, slow = ShareTuner.note, world.rank < first
 
-    def told(tuner, busy_ms, samples):
+    def patched(tuner, busy_ms, samples):
         return note(tuner, tuner.counts[not slow] * (3.0 if slow else 1.0), samples)
 
     with (
         mock.patch.multiple(tuning, LEFT_OUT=1, WATCHED=2),
-        mock.patch.object(ShareTuner, "note", told),
+        mock.patch.object(ShareTuner, "note", patched),
     ):
         return train_rank(world, directory, "plain", fault, options)
 
@@ -151,12 +151,12 @@ def stopped_rank(world, directory, stop, options):
     """A run whose last worker gets a signal before a step; None lets it finish."""
     step = Trainer.step
 
-    def told(trainer, *batch, **asked):
+    def patched(trainer, *batch, **asked):
         if world.rank == world.size - 1 and trainer.steps_done + 1 == stop:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(trainer, *batch, **asked)
 
-    with mock.patch.object(Trainer, "step", told):
+    with mock.patch.object(Trainer, "step", patched):
         return train(directory, **options)
 
 

@@ -24,8 +24,8 @@ class Job(World):
         return ["other machine", None, item, item]
 
 
-@pytest.mark.parametrize(("rank", "place"), [(2, 0), (3, 1)])
-def test_workers_of_several_launchers_divide_the_cores_of_their_machine(monkeypatch, rank, place):
+@pytest.mark.parametrize(("rank", "position"), [(2, 0), (3, 1)])
+def test_workers_of_several_launchers_divide_the_cores_of_their_machine(monkeypatch, rank, position):
     asked = []
     monkeypatch.setenv("HYBRIDPAR_TUNED", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -39,7 +39,7 @@ def test_workers_of_several_launchers_divide_the_cores_of_their_machine(monkeypa
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert asked == [2, (place, 2)]
+    assert asked == [2, (position, 2)]
     monkeypatch.delenv("HYBRIDPAR_TUNED")
     with restored_modes():
         worker.tune_worker(TrainConfig(), Job(rank, 4))
