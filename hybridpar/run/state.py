@@ -120,8 +120,9 @@ def _decisive(config: TrainConfig) -> dict[str, Any]:
 def ranked(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
     """Epochs from the best to the worst, of equal ones the earlier first; those without the figure are left out."""
     sign = -1.0 if rule.by.endswith("accuracy") else 1.0
-    known = [end for end in tested if (value := figure(rule, end)) is not None and math.isfinite(value)]
-    return sorted(known, key=lambda end: sign * float(figure(rule, end) or 0.0))  # a stable sort
+    figures = [(getattr(end, rule.by), end) for end in tested]
+    known = [(sign * value, end) for value, end in figures if value is not None and math.isfinite(value)]
+    return [end for _, end in sorted(known, key=lambda pair: pair[0])]  # a stable sort
 
 
 def best_epochs(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
@@ -152,17 +153,10 @@ def checkpoint_of(end: EpochRecord, tested: Sequence[EpochRecord], checkpoints: 
 
 def why_over(rule: Checkpoints, tested: Sequence[EpochRecord]) -> str | None:
     """Why training should end, where the last epochs were no better than one before; else None."""
-    known = [end for end in tested if figure(rule, end) is not None]
+    known = [end for end in tested if getattr(end, rule.by) is not None]
     best = next(iter(ranked(rule, known)), None)
     if rule.stop is None or best is None or (since := len(known) - 1 - known.index(best)) < rule.stop:
         return None
     epochs = f"the {since:,} epochs" if since > 1 else "the epoch"
-    return (
-        f"stopped early: no better {rule.by} than {figure(rule, best):.4f} of epoch {best.epoch + 1} in {epochs} since"
-    )
-
-
-def figure(rule: Checkpoints, end: EpochRecord) -> float | None:
-    """The figure of an epoch that a rule follows."""
-    value: float | None = getattr(end, rule.by)
-    return value
+    reached = f"{getattr(best, rule.by):.4f} of epoch {best.epoch + 1}"
+    return f"stopped early: no better {rule.by} than {reached} in {epochs} since"
