@@ -10,9 +10,9 @@ from hybridpar.errors import refuse
 
 #: Features of a run by name: the option that gives it, and whether a `TrainConfig` has it.
 FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "asynchronous": ("sync", lambda run: run.parameter_servers and not run.parameter_servers.waits_for_all),
     "adafactor": ("optimizer", lambda run: "adafactor" in run.optim.name and run.uses_channels_last),
     "another codec": ("compress", lambda run: not run.compress.strip().startswith(("none", "onebit_sgd"))),
+    "asynchronous": ("sync", lambda run: run.parameter_servers and not run.parameter_servers.waits_for_all),
     "batch auto": ("batch_size", lambda run: run.batch_size == "auto"),
     "batch norm sync": ("batch_norm", lambda run: run.batch_norm == "sync"),
     "codec": ("compress", lambda run: run.compress.strip() != "none" and not (run.chooses and run.fidelity == "exact")),

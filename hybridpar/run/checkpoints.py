@@ -10,22 +10,18 @@ from hybridpar.comm.flight import outside
 from hybridpar.config import TrainConfig
 from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.observe.summary import read_summary
-from hybridpar.run.part import Part, Run
+from hybridpar.run.part import Run, Saver
 from hybridpar.run.state import best_checkpoint, best_epochs, checkpoints_of_best
 from hybridpar.run.timings import Step
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints
 
 
-class Checkpoints(Part):
+class Checkpoints(Saver):
     """Decides when to save, and which checkpoints stay."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._rule = config, config.saving
-        #: Whether this worker asks for a checkpoint after the step that comes next.
-        self.wanted = False
-        #: Whether all workers save once the steps that are issued are over.
-        self.due = False
         self._is_sound = True  # whether the weights are worth a checkpoint
         self._saved: tuple[int, ...] | None = None  # what the last checkpoint has
         self._step_before, self._last_time = 0, time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hybridpar.comm.flight import FLIGHT
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
@@ -24,9 +24,6 @@ from hybridpar.run.state import RunState, why_over
 from hybridpar.run.timings import Step, StepClock, Timings
 from hybridpar.run.worker import MemoryMeter
 from hybridpar.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from hybridpar.run.checkpoints import Checkpoints
 
 
 class Part:
@@ -72,6 +69,19 @@ class Part:
 
     def restore(self, run: Run, state: dict[str, Any] | None) -> None:
         """Go on from what `state` returned; None where the checkpoint was made without this part."""
+
+
+class Saver(Part):
+    """The part that writes checkpoints, as the training loop knows it."""
+
+    #: Whether this worker asks for a checkpoint after the step that comes next.
+    wanted = False
+    #: Whether all workers save once the steps that are issued are over.
+    due = False
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint, if there is something new and it is sound; all workers, after the same step."""
+        raise NotImplementedError
 
 
 class RunTrainer(Trainer):
@@ -164,7 +174,7 @@ class Run:
     memory: MemoryMeter = field(init=False)
     total: int = 0
     epochs: int = 0
-    checkpoints: Checkpoints = field(init=False)
+    checkpoints: Saver = field(init=False)
     parts: Sequence[Part] = ()
     info: RunInfo = field(init=False)
     state: RunState = field(default_factory=RunState)

@@ -88,10 +88,9 @@ def test_what_training_asks_for_is_what_is_tuned(monkeypatch):
     class _World:
         size, device = workers, torch.device("cpu")
 
-    asked, choices = [], choice.Choices(Database(), None)
-    decide = choices.decide
-    monkeypatch.setattr(choices, "decide", lambda key: asked.append(key) or decide(key))
-    monkeypatch.setattr(choice, "_active", choices)
+    asked, decide = [], choice.Choices.decide
+    monkeypatch.setattr(choice.Choices, "decide", lambda choices, key: asked.append(key) or decide(choices, key))
+    monkeypatch.setattr(choice, "_active", choice.Choices(Database(), None))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_worker(workers, available_cores()))
     try:
