@@ -247,7 +247,6 @@ class Plan(_Section):
     kernels: Kernels | None = None
     measured: Measured | None = None
     predicted: StepFigures | None = Field(None, description="what the simulator says")
-    ran: StepFigures | None = Field(None, description="what a run that followed the plan measured")
     checksum: str | None = Field(
         None, description="the digest of the plan as it was made or followed, so that an edited one is known"
     )

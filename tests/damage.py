@@ -138,7 +138,6 @@ RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "nproc": 2, "mean"
 
 
 def _find_run(path: Path) -> object:
-    rundir._folder_of_job(path.parent, "7")
     facts = rundir.read_facts(path.parent)
     return rundir.recorded_config(facts, path.parent), ImageFacts.read(facts.get("images"))
 

@@ -20,7 +20,7 @@ from typing import IO
 from benchmarks.rig.checks import Check, check_of, write_checks
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import LOOPBACK, Network
-from hybridpar.plan import read_plan
+from hybridpar.observe.summary import step_without_data_ms
 from hybridpar.planner.compare import APART
 
 SETTING = "resnet18, digits, `hybridpar train`, empty cache"
@@ -60,10 +60,10 @@ def _run(link: str, number: int) -> Check:
             _start([*_COMMAND, "--run-dir", str(directory)], link, environment, output)
             output.seek(0)
             planned = re.search(r"plan +(.*?), about .*?planning took\s+([\d.]+) s", output.read(), re.DOTALL)
-        plan = read_plan(directory / "plan.json")
+        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
         lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert planned is not None, "the run was not planned"
-    predicted, measured = (None if part is None else part.step_ms for part in (plan.predicted, plan.ran))
+    predicted, measured = summary["predicted_step_ms"], step_without_data_ms(summary)
     assert predicted is not None, "no time of a step was predicted"
     assert measured is not None, "no time of a step was measured"
     error = predicted / measured - 1  # as in the other tables of predictions

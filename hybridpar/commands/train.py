@@ -139,9 +139,9 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
 
 
 def _directory(command: Train) -> Path:
-    from hybridpar.run.directory import expected_directory, find_folder
+    from hybridpar.run.directory import find_folder
 
-    return expected_directory(find_folder(command, command.model))
+    return find_folder(command, command.model).directory
 
 
 def _workers_of_plan(command: Train) -> int | None:

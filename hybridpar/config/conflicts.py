@@ -12,6 +12,7 @@ from hybridpar.errors import refuse
 FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "adafactor": ("optimizer", lambda run: "adafactor" in run.optim.name and run.uses_channels_last),
     "another codec": ("compress", lambda run: not run.compress.strip().startswith(("none", "onebit_sgd"))),
+    "asynchronous": ("sync", lambda run: run.parameter_servers and not run.parameter_servers.waits_for_all),
     "batch auto": ("batch_size", lambda run: run.batch_size == "auto"),
     "batch norm sync": ("batch_norm", lambda run: run.batch_norm == "sync"),
     "codec": ("compress", lambda run: run.compress.strip() != "none" and not (run.chooses and run.fidelity == "exact")),
@@ -33,6 +34,7 @@ FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "overwrite": ("overwrite", lambda run: run.overwrite),
     "placed": ("placement", lambda run: run.layout),
     "plan file": ("plan", lambda run: run.plan_file),
+    "plateau": ("lr_schedule", lambda run: run.lr_schedule.strip().startswith("plateau")),
     "profile": ("profile", lambda run: run.profile),
     "recipe": ("sync", lambda run: run.is_onebit),
     "recompute all": ("recompute", lambda run: "all" in run.recompute and not run.is_staged),
@@ -73,6 +75,7 @@ CONFLICTS: tuple[Row, ...] = (
         ("batch auto", "shares auto", "timeline", "profile", "kernels", "batch norm sync", "codec auto", "stop early"),
         "With parameter servers no step is made by all workers together.",
     ),
+    ("asynchronous", ("ema", "plateau"), "No worker sees the weights and the tests of every step."),
     ("servers", ("no share",), "A worker without samples has nothing to push."),
     ("servers", ("kron",), "It draws random numbers of its own: a shard could neither save nor redraw them."),
     ("servers", ("adafactor",), "It looks at the order of dimensions; servers hold parameters as channels_last lies."),

@@ -22,7 +22,7 @@ from hybridpar.config.data import USUAL_SIZE, data_set_kind, samples_of
 from hybridpar.data.augment import eval_transform, random_changes, train_transform
 from hybridpar.data.images import DecodedImages, ImageSource, MemoryImages
 from hybridpar.data.sampling import IntArray, split_by_class
-from hybridpar.errors import DataError, check
+from hybridpar.errors import DataError, check, counted
 from hybridpar.registry import Registry
 
 #: Mean and standard deviation of each channel of pixels in [0, 1].

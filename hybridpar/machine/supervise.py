@@ -4,8 +4,8 @@ This process listens where the workers find each other, for a store that one of 
 there are servers. It watches them:
 
 * a worker that dies where no update waits for it is started again and joins the others, which have not stopped;
-* any other process that dies - a server, or a worker that an update waits for - makes the launcher start all of them
-  again, and they go on from the last whole checkpoint.
+* any other process that dies - a server, worker 0, which tests and writes, or a worker that an update waits for - makes
+  the launcher start all of them again, and they go on from the last whole checkpoint.
 
 An error that would only come again is not worth a restart: the worker leaves a *verdict*, a file with the message and
 the exit code (`hybridpar.machine.launch.record_failure`), all workers end, and this process reports it once.
@@ -329,7 +329,7 @@ def _until_something_fails(job: Job, signals: _Signals) -> int | None:
             if None not in of_workers:
                 return bad[0]
             continue
-        replaceable = [index for index in bad if index < job.workers and (codes[index] or 0) < 0]
+        replaceable = [index for index in bad if 0 < index < job.workers and (codes[index] or 0) < 0]
         alone = len(bad) == len(replaceable) and not job.patient and not job.verdict.exists()
         if alone and job.attempt + job.joined < job.restarts:
             for index in replaceable:

@@ -16,13 +16,10 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.optim.schedule import Leg, Pace
 from hybridpar.pipeline.step import StepRequest
 from hybridpar.run.part import Part, Run
-from hybridpar.run.samples import Samples
-from hybridpar.train.trainer import Trainer
 
 #: From one size to the next.
 FACTOR = math.sqrt(2)
@@ -76,13 +73,13 @@ class BatchSelector(Part):
 
     key: ClassVar[str] = "batch_sizes"
 
-    def __init__(self, trainer: Trainer, config: TrainConfig, samples: Samples) -> None:
-        self._trainer, self._engine, self._config = trainer, trainer.engine, config
-        self._samples = samples
-        self.pace = Pace(config.epochs)
+    def __init__(self, run: Run) -> None:
+        self._trainer, self._engine, self._samples = run.trainer, run.trainer.engine, run.samples
+        self._config, self._start = run.config, run.config.samples_per_step
+        self.pace = Pace(run.config.epochs)
         self._chosen: int | None = None
         self._first_factor: float | None = None
-        self._begin(0, 0, config.samples_per_step)
+        self._begin(0, 0, self._start)
 
     def begin_epoch(self, run: Run, epoch: int) -> None:
         """Search before the first step of an epoch. Never before the first epoch: its weights say nothing yet."""
@@ -94,47 +91,45 @@ class BatchSelector(Part):
 
     def choose(self, epoch: int) -> str:
         """Search, and go on with what was found; a collective."""
-        start = self._config.samples_per_step
         factor = self.pace.factor(self._trainer.steps_done, self._config) / self.pace.samples
         self._first_factor = self._first_factor or factor
-        multiple = min(64, max(1, start // 4))
         fell = factor / self._first_factor if factor > 0 else 1.0
-        low, high = bounds(start, self._chosen, rate_fell=fell, multiple=multiple)
+        multiple = min(64, max(1, self._start // 4))
+        low, high = bounds(self._start, self._chosen, rate_fell=fell, multiple=multiple)
         samples = len(self._samples.images.train)
         seen = min(samples, max(round(PART * samples), LEAST_STEPS * low))
         high = min(high, seen // LEAST_AT_LARGEST)
         if seen < LEAST_STEPS * low or high <= low:
             return f"batch size {self.pace.batch_size}: {samples} samples are too few to try others"
-        self._chosen, losses = self._search(epoch, low, high, multiple, seen, factor)
+        try:
+            with self._trainer.on_trial() as undo:
+
+                def trial(batch_size: int) -> float:
+                    undo()
+                    return self._loss_at(batch_size, epoch, seen, factor)
+
+                self._chosen, losses = search_batch_size(trial, low, high, multiple=multiple)
+        finally:
+            self._engine.set_batch_scale(self.pace.samples)
         if self._chosen != self.pace.batch_size:
             self._begin(self._trainer.steps_done, epoch, self._chosen)
         tried = ", ".join(f"{size}: {loss:.4f}" for size, loss in losses.items())
         return f"batch size {self._chosen} from epoch {epoch + 1} on (loss at {tried})"
 
-    def _search(
-        self, epoch: int, low: int, high: int, multiple: int, seen: int, factor: float
-    ) -> tuple[int, dict[int, float]]:
-        engine = self._engine
-
-        def trial(batch_size: int) -> float:
-            undo()
-            samples = batch_size / self._config.samples_per_step
-            engine.set_batch_scale(samples)
-            losses, counted = 0.0, 0
-            batches = self._samples.make(batch_size).epoch(epoch)
-            for batch in itertools.islice(batches, math.ceil(seen / batch_size)):
-                request = StepRequest(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
-                outcome = engine.step(request)
-                losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
-            return losses / counted
-
-        try:
-            with self._trainer.on_trial() as undo:
-                return search_batch_size(trial, low, high, multiple=multiple)
-        finally:
-            engine.set_batch_scale(self.pace.samples)
+    def _loss_at(self, batch_size: int, epoch: int, seen: int, factor: float) -> float:
+        """The mean loss over a small part of the data, trained at a batch size."""
+        scale = batch_size / self._start
+        self._engine.set_batch_scale(scale)
+        losses, counted = 0.0, 0
+        batches = self._samples.make(batch_size).epoch(epoch)
+        for batch in itertools.islice(batches, math.ceil(seen / batch_size)):
+            request = StepRequest(batch.micro_batches, batch.samples, batch.global_samples, factor * scale)
+            outcome = self._engine.step(request)
+            losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
+        return losses / counted
 
     def _begin(self, step: int, epoch: int, batch_size: int) -> None:
+        """Go on at a batch size from a step and an epoch on."""
         self._samples.batches = self._samples.make(batch_size)
         self.pace.begin(Leg(step, epoch, batch_size, self._samples.per_epoch))
         self._trainer.pace = self.pace

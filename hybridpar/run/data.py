@@ -149,10 +149,3 @@ def _prepare(model: nn.Module, config: TrainConfig, name: str, data: ImageData, 
         freeze_batch_norm(model)
     require_trained(model, name)
     check_outputs(model, name, data.classes, data.sample_shape, config, device)
-
-
-def untested(tested: int, total: int) -> str | None:
-    """What to tell where an accuracy is not over all test images; None where it is."""
-    if tested == total:
-        return None
-    return f"the accuracy is over {tested:,} of {total:,} test images: the others cannot be read"

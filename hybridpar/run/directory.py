@@ -1,7 +1,7 @@
 """The run directory: where a run writes, which run it goes on with, and which options that run began with.
 
     runs/NAME/
-      run.json       model, options, classes and form of the images, versions, and the job that writes here
+      run.json       model, options, classes and form of the images, and the job that writes here
       config.toml    the options, for `hybridpar train --config`
       plan.json      the plan; plan-N-workers.json is used again with N workers
       compress.csv   the codec of each parameter, where gradients are compressed
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import glob
 import itertools
 import json
 import os
@@ -27,7 +29,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import data_name, images_over, read_images, samples_of
@@ -53,6 +55,10 @@ OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debu
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
 _NOT_RECALLED = {"plan", "timeline", "profile"}
 
+#: Where runs are that are given no directory.
+_RUNS = Path("runs")
+_OPTIONS = tuple(field.name for field in dataclasses.fields(TrainConfig) if field.name != "given")
+
 _Config = TypeVar("_Config", bound=TrainConfig)
 
 
@@ -64,14 +70,11 @@ class RunFolder:
         directory: The run directory.
         checkpoint: The checkpoint to continue, or None for a new run.
         restarted: Whether a launcher started this job again after a worker died.
-        claim: How the directory is made the run's own: used as it is; made anew, with a number behind its name where
-            that is taken; or used after the run in it has been deleted.
     """
 
     directory: Path
     checkpoint: Path | None = None
     restarted: bool = False
-    claim: Literal["use", "make", "replace"] = "use"
 
     @property
     def continues(self) -> bool:
@@ -89,13 +92,23 @@ def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = Non
 
     Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_folder`.
     """
-    base = _base(config, model)
     job = os.environ.get("TORCHELASTIC_RUN_ID")
-    again = was_restarted() if restarted is None else restarted
-    if again and (mine := _folder_of_job(base, job)) is not None:
-        checkpoint = latest_checkpoint(mine / "checkpoints") or _start(config)
-        return RunFolder(mine, checkpoint, restarted=True)
-    if (start := _start(config)) is not None:
+    again = (was_restarted() if restarted is None else restarted) and job is not None
+    claimed = (path for path in _directories(config, model) if again and read_facts(path).get("job") == job)
+    if (mine := next(claimed, None)) is not None:
+        return RunFolder(mine, latest_checkpoint(mine / "checkpoints") or _start(config), restarted=True)
+    folder = _folder_of_request(config, model)
+    existing = next(path for path in (folder.directory, *folder.directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # said before anything is measured
+        problem = errno.EACCES if existing.is_dir() else errno.ENOTDIR
+        raise run_directory_error(folder.directory, OSError(problem, os.strerror(problem)))
+    return folder
+
+
+def _folder_of_request(config: TrainConfig, model: str) -> RunFolder:
+    """The directory that the options ask for."""
+    base, start = _base(config, model), _start(config)
+    if start is not None:
         read_manifest(start)
     if config.resume:
         directory = resumed_directory(config, model)
@@ -107,22 +120,21 @@ def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = Non
             )
         return RunFolder(directory, checkpoint)
     if config.run_dir is None and not config.overwrite:
-        return RunFolder(base, start, claim="make")
-    if not (base / RUN_FILE).exists():
-        return RunFolder(base, start)
-    if not config.overwrite:
+        return RunFolder(_unused(base), start)
+    holds_run = (base / RUN_FILE).exists()
+    if holds_run and not config.overwrite:
         raise UsageError(
             f"{base} already holds a run",
             "A run never overwrites another one by itself.",
             "Add --resume to continue it, --overwrite to replace it, or name another --run-dir.",
         )
-    if config.resume_from is not None and config.resume_from.resolve().is_relative_to(base.resolve()):
+    if holds_run and start is not None and start.resolve().is_relative_to(base.resolve()):
         raise UsageError(
             f"--overwrite would delete {config.resume_from}, which --resume-from names",
             "The run that is replaced is deleted with its checkpoints.",
             "Use --resume instead to continue that run, or name another --run-dir.",
         )
-    return RunFolder(base, start, claim="replace")
+    return RunFolder(base, start)
 
 
 def _start(config: TrainConfig) -> Path | None:
@@ -144,11 +156,6 @@ def before_the_start() -> Iterator[None]:
         raise
 
 
-def expected_directory(folder: RunFolder) -> Path:
-    """The directory that a run is going to have, unless another run takes it meanwhile."""
-    return next(_numbered(folder.directory)) if folder.claim == "make" else folder.directory
-
-
 def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...]]:
     """With `--resume`: the options that the run began with, but for those that are typed now, and lines on both.
 
@@ -157,10 +164,8 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
     if not config.resume:
         return config, ()
     directory = resumed_directory(config, model)
-    checkpoint = latest_checkpoint(directory / "checkpoints")
-    facts = read_facts(directory)
-    began = facts.get("options")
-    if checkpoint is None or not isinstance(began, dict):
+    checkpoint, facts = latest_checkpoint(directory / "checkpoints"), read_facts(directory)
+    if checkpoint is None or not _options_in(facts):
         return config, ()
     if facts.get("model") != model:
         raise UsageError(
@@ -168,17 +173,17 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
             "A resumed run goes on with the weights of its own model.",
             "Name that model, or another --run-dir.",
         )
-    hints, taken = get_type_hints(type(config)), dict[str, Any]()
-    recalled, changed = [], []
-    for name in (field.name for field in dataclasses.fields(TrainConfig)):
-        now, before = getattr(config, name), began.get(name)
-        if name in OPTIONS_OF_THE_COMMAND or name not in began or _plain(now) == before:
+    began, typed = recorded_config(facts, directory), config.given
+    taken, recalled, changed = dict[str, Any](), [], []
+    for name in _OPTIONS:
+        option, now, before = name.replace("_", "-"), getattr(config, name), getattr(began, name)
+        if now == before or name in OPTIONS_OF_THE_COMMAND:
             continue
-        option, is_typed = name.replace("_", "-"), config.given is None or name in config.given
-        if not is_typed or (name == "batch_size" and now == "auto"):  # which the run has chosen
+        # The batch that `auto` stands for was chosen when the run began.
+        if (typed is not None and name not in typed) or (name == "batch_size" and now == "auto"):
             # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
-            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in (config.given or ())):
-                taken[name] = _typed(before, hints[name])
+            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in (typed or ())):
+                taken[name] = before
                 recalled.append(f"{option} {_text(before)}")
             continue
         if name == "image_size":  # what is not named of it is as it was
@@ -203,13 +208,8 @@ def _seen(image_size: int | str | None) -> tuple[Any, ...]:
 
 def recorded_batch(folder: RunFolder) -> int | None:
     """The batch of the run that goes on here, or whose checkpoint is gone on from; None where there is none."""
-    if folder.continues:
-        directory = folder.directory
-    elif folder.checkpoint is not None:
-        directory = folder.checkpoint.parents[1]
-    else:
-        return None
-    batch = (read_facts(directory).get("options") or {}).get("batch_size")
+    began = folder.directory if folder.continues else folder.checkpoint and folder.checkpoint.parents[1]
+    batch = _options_in(read_facts(began)).get("batch_size") if began is not None else None
     return batch if isinstance(batch, int) else None
 
 
@@ -217,7 +217,6 @@ def claim_folder(
     folder: RunFolder,
     config: TrainConfig,
     model: str,
-    versions: Mapping[str, str],
     *,
     follows_plan: bool = False,
     images: Mapping[str, Any] | None = None,
@@ -231,16 +230,13 @@ def claim_folder(
         "model": model,
         "job": os.environ.get("TORCHELASTIC_RUN_ID"),
         "options": plain_options(config),
-        "versions": dict(versions),
-        "images": None if images is None else dict(images),
+        "images": images,
     }
     try:
-        if folder.claim == "replace":
+        if not folder.continues and config.overwrite and (folder.directory / RUN_FILE).exists():
             _clear(folder.directory)
-        elif folder.claim == "make":
-            # Who replaces a worker that died goes on with the directory that it had made.
-            made = _folder_of_job(folder.directory, facts["job"]) if was_restarted() else None
-            folder = dataclasses.replace(folder, directory=made or _make_unused(folder.directory))
+        elif not folder.continues and not config.overwrite and config.run_dir is None:
+            folder = dataclasses.replace(folder, directory=_make_unused(_base(config, model)))
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise run_directory_error(folder.directory, error) from error
@@ -256,31 +252,34 @@ def plain_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _base(config: TrainConfig, model: str) -> Path:
-    return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(data_name(config.data))}"
+    return config.run_dir or _RUNS / f"{_slug(model)}-{_slug(data_name(config.data))}"
+
+
+def _directories(config: TrainConfig, model: str) -> Iterator[Path]:
+    """Where a run of this model on these data may have begun, newest first."""
+    if config.run_dir is not None:
+        yield config.run_dir
+        return
+    base = _base(config, model)
+    directories = [path for path in _RUNS.glob(f"{glob.escape(base.name)}*") if path.is_dir()]
+    for directory in sorted(directories, key=lambda path: path.stat().st_mtime, reverse=True):
+        number, facts = directory.name.removeprefix(base.name).removeprefix("-"), read_facts(directory)
+        # The first run with the data set hf/foo-2 has the name of the second with hf/foo.
+        data = str(_options_in(facts).get("data"))
+        alike = facts.get("model") == model and samples_of(data) == samples_of(config.data)
+        if alike and (not number or number.isdigit()):
+            yield directory
 
 
 def resumed_directory(config: TrainConfig, model: str) -> Path:
-    """The directory of the run that `--resume` goes on with."""
-    if config.run_dir is not None:
-        return config.run_dir
-    base = _base(config, model)
-    for directory in _family(base):
-        began = read_facts(directory).get("options")
-        # The first run with the data set hf/foo-2 has the name of the second with hf/foo.
-        alike = not isinstance(began, dict) or samples_of(str(began.get("data"))) == samples_of(config.data)
-        if alike and latest_checkpoint(directory / "checkpoints"):
-            return directory
-    return base
+    """The directory of the run that `--resume` goes on with: the newest that has a checkpoint."""
+    with_checkpoint = (path for path in _directories(config, model) if latest_checkpoint(path / "checkpoints"))
+    return next(with_checkpoint, _base(config, model))
 
 
 def was_restarted() -> bool:
     """Whether the launcher of this process has started the workers again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def _folder_of_job(base: Path, job: str | None) -> Path | None:
-    directories = () if job is None else _family(base)
-    return next((directory for directory in directories if read_facts(directory).get("job") == job), None)
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
@@ -290,6 +289,12 @@ def read_facts(directory: Path) -> dict[str, Any]:
     except RunDirectoryError:
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def _options_in(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a `run.json` tells; none where it is damaged."""
+    options = facts.get("options")
+    return options if isinstance(options, dict) else {}
 
 
 def run_facts(directory: Path) -> dict[str, Any]:
@@ -312,44 +317,31 @@ def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
     try:
         if not isinstance(began, dict) or not isinstance(facts.get("model"), str):
             raise UsageError("it names no model and no options")
-        known = {field.name for field in dataclasses.fields(TrainConfig)} & began.keys()
-        config = TypeAdapter(TrainConfig).validate_python({name: began[name] for name in known})
+        known = {name: began[name] for name in _OPTIONS if name in began}
+        config = TypeAdapter(TrainConfig).validate_python(known)
         config.check()
     except (ValidationError, UsageError) as error:
-        told = error.what if isinstance(error, UsageError) else ": ".join(first_problem(error))
+        problem = error.what if isinstance(error, UsageError) else ": ".join(first_problem(error))
         raise CheckpointError(
-            f"cannot read the options of the run in {directory}: {told}",
+            f"cannot read the options of the run in {directory}: {problem}",
             f"Its {RUN_FILE} names the model and all options that it was trained with.",
             "Name its file of weights instead of the directory, with --model and --data.",
         ) from error
     return config
 
 
-def _family(base: Path) -> list[Path]:
-    """`base`, `base-2`, `base-3` ..., as far as they exist, newest first."""
-    pattern = re.compile(re.escape(base.name) + r"(-\d+)?$")
-    if not base.parent.is_dir():
-        return []
-    found = [entry for entry in base.parent.iterdir() if entry.is_dir() and pattern.match(entry.name)]
-    return sorted(found, key=lambda entry: entry.stat().st_mtime, reverse=True)
+def _unused(base: Path) -> Path:
+    """`base`, or `base-N` with the first number that is free."""
+    names = itertools.chain([base], (base.with_name(f"{base.name}-{number}") for number in itertools.count(2)))
+    return next(path for path in names if not os.path.lexists(path))
 
 
 def _make_unused(base: Path) -> Path:
-    """Make `base`, or `base-N` with the first number that is free; of two jobs at a time each gets its own."""
-    base.parent.mkdir(parents=True, exist_ok=True)
+    """Make such a directory; of two jobs at a time each gets its own."""
     while True:
-        directory = next(_numbered(base))
         with contextlib.suppress(FileExistsError):  # another job was faster
-            directory.mkdir()
+            (directory := _unused(base)).mkdir(parents=True)
             return directory
-
-
-def _numbered(base: Path) -> Iterator[Path]:
-    """`base`, `base-2`, `base-3` ..., those that are not there."""
-    for number in itertools.count(1):
-        directory = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        if not os.path.lexists(directory):
-            yield directory
 
 
 def _clear(directory: Path) -> None:
@@ -368,13 +360,6 @@ def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """A value of `run.json` as the options have it."""
-    if isinstance(value, list):
-        return tuple(value)
-    return Path(value) if isinstance(value, str) and Path in (hint, *get_args(hint)) else value
 
 
 def _text(value: object) -> str:

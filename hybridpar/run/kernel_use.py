@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -26,21 +26,8 @@ from hybridpar.tvm_kernels.norm_swap import why_stock
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import Layout
 
-
-class Operation(NamedTuple):
-    """An operation of a training step of one micro-batch: a direction of a convolution, or a norm with its activation.
-
-    Attributes:
-        layer: Name of the layer.
-        direction: Which direction; `batch_norm_act` for a norm.
-        why: Why it runs on torch; empty where it runs on a kernel.
-        key: Of a convolution, by which kernels are looked up.
-    """
-
-    layer: str
-    direction: str
-    why: str
-    key: KernelKey | None = None
+#: What a plan says of an operation that runs on a kernel.
+_TUNED = "tuned"
 
 
 @dataclass(frozen=True)
@@ -48,56 +35,33 @@ class KernelUse(Part):
     """What the depthwise convolutions and the norms of a run run on.
 
     Attributes:
-        database: Name of the database that decided.
-        operations: All of them.
+        section: The same as a section of the plan, with all of them.
         saved_ms: What the records of this worker's kernels promise to save in a step; None where it uses none.
         confirmed: A line on the kernels that were timed before that; empty where none were.
     """
 
-    database: str
-    operations: Sequence[Operation]
+    section: Kernels
     saved_ms: float | None
     confirmed: str = ""
 
-    @property
-    def tuned(self) -> int:
-        """Operations on kernels."""
-        return sum(not operation.why for operation in self.operations)
-
     def notes(self) -> list[str]:
         """Lines for the start of the run."""
-        if not self.operations:
-            return ["kernels  the model has no depthwise convolution and no norm for which there are kernels"]
         lines = [f"kernels  {self.confirmed}"] if self.confirmed else []
-        for is_norm, said in (
-            (False, "depthwise operations run on tuned kernels"),
-            (True, "norms run fused with their activations"),
-        ):
-            some = [operation for operation in self.operations if (operation.key is None) is is_norm]
-            on_torch: dict[str, list[str]] = {}
-            for layer, direction, why, _ in some:
-                if why:
-                    on_torch.setdefault(why, []).append(layer if is_norm else f"{layer} {direction}")
-            if some:
-                lines.append(f"kernels  {len(some) - sum(map(len, on_torch.values()))} of {len(some)} {said}")
-            for why, names in on_torch.items():
-                more = f" and {len(names) - 1} more: all are in plan.json" if len(names) > 1 else ""
-                lines.append(f"         torch, as {why}: {names[0]}{more}")
+        by_kernel = Counter(choice.kernel for choice in self.section.choices)
+        lines.append(
+            f"kernels  {by_kernel.pop(_TUNED, 0)} of {len(self.section.choices)} operations of convolutions and "
+            "norms run on kernels of their own"
+        )
+        for kernel, count in by_kernel.items():
+            lines.append(f"         {count} on torch, as {kernel.removeprefix('stock: ')}")
         return lines
-
-    def section(self) -> Kernels:
-        """The section of the plan."""
-        choices = [
-            KernelChoice(layer=layer, direction=direction, kernel=f"stock: {why}" if why else "tuned")
-            for layer, direction, why, _ in self.operations
-        ]
-        return Kernels(database=self.database, choices=tuple(choices))
 
     def summary(self, run: Run) -> dict[str, Any]:
         """How many operations run on kernels, and the time that their records promise to save."""
         saved: list[Any] = run.world.gather(self.saved_ms or 0.0)
         saved_ms = None if self.saved_ms is None else round(fmean(saved), 3)
-        return {"kernels": {"tuned": self.tuned, "stock": len(self.operations) - self.tuned, "saved_ms": saved_ms}}
+        tuned = sum(choice.kernel == _TUNED for choice in self.section.choices)
+        return {"kernels": {"tuned": tuned, "stock": len(self.section.choices) - tuned, "saved_ms": saved_ms}}
 
 
 def prepare_kernels(
@@ -137,13 +101,17 @@ def prepare_kernels(
         choices = active_choices() or choices
     choices.prepare(counts)
     decisions = [(name, key, choices.decide(key)) for name, key in keys]
-    operations = [Operation(name, str(key.direction), decision.why, key) for name, key, decision in decisions]
+    reasons = [(name, str(key.direction), decision.why) for name, key, decision in decisions]
     for norm in norms:
-        why = why_stock(norm.shape, norm.layout, world.device, dtype)
-        operations.append(Operation(norm.name, "batch_norm_act", why))
+        reasons.append((norm.name, "batch_norm_act", why_stock(norm.shape, norm.layout, world.device, dtype)))
+    operations = tuple(
+        KernelChoice(layer=layer, direction=direction, kernel=f"stock: {why}" if why else _TUNED)
+        for layer, direction, why in reasons
+    )
     records = [decision.record for *_, decision in decisions if decision.kernel is not None]
     saved = sum(record.saved_ms for record in records if record is not None) * plan.pipeline.micro_batches
-    return KernelUse(choices.database.name, operations, saved if records else None, confirmed)
+    section = Kernels(database=choices.database.name, choices=operations)
+    return KernelUse(section, saved if records else None, confirmed)
 
 
 def _confirm(keys: Mapping[KernelKey, int], choices: Choices, world: World) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridpar.comm.flight import FLIGHT, outside
+from hybridpar.comm.flight import FLIGHT
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
@@ -18,13 +18,11 @@ from hybridpar.observe.loggers import Ending
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.plan import ResolvedPlan
-from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.run.directory import RunFolder
-from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.samples import Samples
 from hybridpar.run.state import RunState, why_over
 from hybridpar.run.timings import Step, StepClock, Timings
-from hybridpar.sync.compression_table import WireFormat
+from hybridpar.run.worker import MemoryMeter
 from hybridpar.train.trainer import Trainer
 
 
@@ -55,9 +53,6 @@ class Part:
     def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
         """An epoch is over, and tested."""
 
-    def saved(self, run: Run) -> None:
-        """A checkpoint was written."""
-
     def finish(self, run: Run) -> None:
         """There is no further step; the display is still there."""
 
@@ -76,11 +71,26 @@ class Part:
         """Go on from what `state` returned; None where the checkpoint was made without this part."""
 
 
+class Saver(Part):
+    """The part that writes checkpoints, as the training loop knows it."""
+
+    #: Whether this worker asks for a checkpoint after the step that comes next.
+    wanted = False
+    #: Whether all workers save once the steps that are issued are over.
+    due = False
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint, if there is something new and it is sound; all workers, after the same step."""
+        raise NotImplementedError
+
+
 class RunTrainer(Trainer):
     """A trainer whose workers make every step together. `ServedTrainer` answers the same for parameter servers."""
 
     #: Whether each worker goes at its pace, so that it goes through the data for itself, and worker 0 tests and saves.
     independent = False
+    #: Whether this worker replaces another that died, and goes on from where the others are.
+    joins = False
     #: What is shown of a step that did not count.
     skipped = "was skipped on all workers: a gradient was not finite"
 
@@ -94,22 +104,8 @@ class RunTrainer(Trainer):
         """Whether this worker tests and saves; where workers go together all do, each its part."""
         return not self.independent or self.world.is_main
 
-    @property
-    def joins(self) -> bool:
-        """Whether this worker replaces another that died, and goes on from where the others are."""
-        return False
-
-    def facts(self, wire_format: WireFormat) -> dict[str, Any]:
-        """Fields of `RunInfo` on how gradients are exchanged."""
-        return {"workers": self.world.size, "codec": str(wire_format.applied)}
-
-    @property
-    def notes(self) -> list[str]:
-        """The same in lines for the start."""
-        return []
-
-    def enter(self, folder: RunFolder, state: RunState, load: Callable[[], int]) -> bool:
-        """Come to the others before the first step; False where the run turns out to be over."""
+    def enter(self, folder: RunFolder, written: int) -> bool:
+        """Come to the others before the first step, where so many are written; False where the run is over."""
         FLIGHT.open(folder.directory / FLIGHT_FOLDER, self.world.rank, self.world.size)
         return True
 
@@ -134,17 +130,34 @@ class RunTrainer(Trainer):
 
 
 @dataclass(eq=False, kw_only=True)
-class Job:
-    """What a run is asked for, and what is found while it is opened.
+class Run:
+    """A run on this worker.
 
     Attributes:
-        config: Its options.
+        config: What it is asked for; what options leave open is filled in as it is found.
         model_name: Name of its model.
         world: Its workers.
         progress: Its display.
         notes: Lines to show at the start.
         data_line: What the data set is.
         batch_line: Why `--batch-size auto` chose the batch; empty where it was given.
+        folder: Where it writes.
+        plan: How it trains; from `describe` on as it is written down.
+        samples: What this worker sees of the data.
+        trainer: What makes its steps.
+        memory: How much memory of the device this worker needs.
+        total: Steps to be done.
+        epochs: Epochs to be done.
+        checkpoints: When it saves.
+        parts: All that looks at its steps; `checkpoints` is the last one.
+        info: What is known before its first step.
+        state: How far it is.
+        clock: Where the time between two steps goes.
+        timings: What its steps took.
+        stopping: Whether it ends after this step.
+        ending: How it ended.
+        warnings: What is to be said at the end.
+        written: Files beside its directory, to be named at the end.
     """
 
     config: TrainConfig
@@ -154,56 +167,23 @@ class Job:
     notes: list[str]
     data_line: str = ""
     batch_line: str = ""
-
-
-@dataclass(eq=False, kw_only=True)
-class Run(Job):
-    """A run on this worker.
-
-    Attributes:
-        folder: Where it writes.
-        planned: What it is to do.
-        trainer: What makes its steps.
-        samples: What this worker sees of the data.
-        memory: How much memory of the device this worker needs.
-        total: Steps to be done.
-        epochs: Epochs to be done.
-        parts: All that looks at its steps.
-        plan: What is written down of how it trains.
-        info: What is known before its first step.
-        state: How far it is.
-        clock: Where the time between two steps goes.
-        timings: What its steps took.
-        stopping: Whether it ends after this step.
-        save_wanted: Whether this worker asks for a checkpoint after the step that comes next.
-        save_due: Whether all workers save once the steps that are issued are over.
-        is_sound: Whether the weights are worth a checkpoint.
-        ending: How it ended.
-        warnings: What is to be said at the end.
-        written: Files beside its directory, to be named at the end.
-    """
-
-    folder: RunFolder
-    planned: PlannedRun
-    trainer: RunTrainer
-    samples: Samples
-    memory: MemoryMeter
-    total: int
-    epochs: int
-    parts: Sequence[Part] = ()
+    folder: RunFolder = field(init=False)
     plan: ResolvedPlan = field(init=False)
+    samples: Samples = field(init=False)
+    trainer: RunTrainer = field(init=False)
+    memory: MemoryMeter = field(init=False)
+    total: int = 0
+    epochs: int = 0
+    checkpoints: Saver = field(init=False)
+    parts: Sequence[Part] = ()
     info: RunInfo = field(init=False)
     state: RunState = field(default_factory=RunState)
     clock: StepClock = field(default_factory=StepClock)
     timings: Timings = field(default_factory=Timings)
     stopping: bool = False
-    save_wanted: bool = False
-    save_due: bool = False
-    is_sound: bool = True
     ending: Ending = "failed"
     warnings: list[str] = field(default_factory=list)
     written: list[Path] = field(default_factory=list)
-    _saved: tuple[int, ...] | None = None
 
     @property
     def over(self) -> str | None:
@@ -221,35 +201,6 @@ class Run(Job):
         """Note where in the data the run is, where that follows from the steps of all workers."""
         if self.trainer.independent:
             self.state.epoch, self.state.epoch_step = divmod(self.trainer.steps_done, self.samples.per_epoch)
-
-    def is_saved(self) -> None:
-        """Note that a checkpoint has what was made so far."""
-        self._saved = self._progress_made
-
-    @property
-    def _progress_made(self) -> tuple[int, ...]:
-        """What differs between two checkpoints."""
-        return self.trainer.steps_done, self.state.epoch, self.state.epoch_step, len(self.state.tested)
-
-    def save(self) -> None:
-        """Write a checkpoint, if there is something new and it is sound; all workers, after the same step."""
-        self.save_due = False
-        if not self.trainer.leads or self._saved == self._progress_made:
-            return
-        if not self.is_sound:
-            step = self.trainer.steps_done
-            self.progress.warn(f"no checkpoint at step {step}: the loss is not finite; the last good one is kept")
-            return
-        self.note(self.trainer.fetch())
-        self.find_position()
-        extra = self.state.to_extra(self.config)
-        extra |= {part.key: part.state() for part in self.parts if part.key}
-        with self.clock.away(), outside("saving a checkpoint"):
-            self.trainer.save(self.folder.checkpoints, extra)
-        self.is_saved()
-        for part in self.parts:
-            part.saved(self)
-        self.progress.message(f"checkpoint saved at step {self.trainer.steps_done}")
 
 
 def sync_of(config: TrainConfig, plan: ResolvedPlan) -> str:

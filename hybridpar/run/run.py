@@ -1,7 +1,7 @@
 """`hybridpar train` on one worker: joins the others, opens the run, trains epoch by epoch, and reports.
 
 Every worker runs the same program; rank 0 alone writes files (except for its peers' parts of a checkpoint) and prints.
-`opening.py` opens a run, its parts (`part.py`) look at the steps, and `closing.py` reports on it.
+`opening.py` opens a run, its parts (`part.py`) look at the steps, and `reporting.py` reports on it.
 """
 
 from __future__ import annotations
@@ -11,68 +11,50 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch
-from hybridpar.errors import HybridparError
-from hybridpar.machine.launch import StopRequest, in_job, record_failure
-from hybridpar.observe.loggers import logger_names
+from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.observe.progress import Progress, open_progress
 from hybridpar.observe.records import EpochRecord
-from hybridpar.planner.resolve import join_workers
-from hybridpar.run.closing import close_run, say_finished
-from hybridpar.run.data import untested, with_images_of_model
-from hybridpar.run.directory import before_the_start, recall_options
-from hybridpar.run.opening import begin, open_run
-from hybridpar.run.part import Job, Run
-from hybridpar.run.state import RunningMean
+from hybridpar.run.data import with_images_of_model
+from hybridpar.run.directory import before_the_start
+from hybridpar.run.opening import begin, join, open_run, recall
+from hybridpar.run.part import Run
+from hybridpar.run.reporting import close_run, say_finished
 from hybridpar.run.timings import Step, measured_step
 from hybridpar.run.worker import describe_worker, tune_worker
-from hybridpar.train.results import Evaluation, StepResult
+from hybridpar.train.results import StepResult
+
+#: Accuracy and loss; None where nothing was tested.
+Scores = tuple[float | None, float | None]
+_UNTESTED: Scores = (None, None)
 
 
 def run_training(config: TrainConfig, model_name: str) -> int:
     """Train on this worker until the run is finished or interrupted."""
     config.check()
-    asked, problem = config, None
-    try:
-        config, changes = recall_options(asked, model_name)
-        config.check()
-        if os.environ.get("RANK", "0") == "0":
-            logger_names(config.log)
-    except HybridparError as error:
-        if not in_job():
-            raise
-        # Raised once the workers have joined, as they were asked to: another host may have no such run.
-        config, problem, changes = asked, error, ()
+    config, changes, problem = recall(config, model_name)
     with contextlib.ExitStack() as job:
         try:
-            if config.parameter_servers is not None:
-                from hybridpar.run.served_trainer import join_servers
-
-                world: World | None = join_servers(config, job)
-            else:
-                world = join_workers(config)
-            if world is None:  # this was a server
+            if (world := join(config, job)) is None:  # this was a server
                 return 0
-            job.callback(world.close)
 
             def decided() -> tuple[TrainConfig, tuple[str, ...]]:
                 if problem is not None:
                     raise problem
-                return config, tuple(changes)
+                return config, changes
 
             config, changes = world.from_main(decided)
             config = with_images_of_model(config, model_name)
             tune_worker(config, world if config.parameter_servers is None else World(device=world.device))
             with open_progress() if world.is_main else Progress() as progress:
                 notes = [*describe_worker(config), *changes]
-                asked_for = Job(config=config, model_name=model_name, world=world, progress=progress, notes=notes)
+                run = Run(config=config, model_name=model_name, world=world, progress=progress, notes=notes)
                 with before_the_start():
-                    run = open_run(asked_for)
+                    open_run(run)
                 with run.trainer:
                     with before_the_start():
                         has_steps = begin(run)
@@ -126,7 +108,7 @@ def train_epochs(run: Run, stop: StopRequest) -> None:
         if run.stopping or (run.trainer.leads and end_epoch(run, epoch)):
             break
     if run.stopping:
-        run.save()
+        run.checkpoints.save(run)
     with run.clock.away():
         for part in run.parts:
             part.finish(run)
@@ -145,56 +127,53 @@ def train_steps(run: Run, epoch: int, batches: Iterator[Batch], stop: StopReques
         for part in run.parts:
             part.begin_step(run)
         with noted(f"step {trainer.steps_done + 1}"):
-            result = trainer.step(batch, stop=stop.wanted, save=run.save_wanted)
+            result = trainer.step(batch, stop=stop.wanted, save=run.checkpoints.wanted)
         queued.append((result, data_ms))
         run.state.epoch_step += 1
         run.find_position()
-        while queued and (len(queued) > trainer.lookahead or run.save_due):  # a checkpoint has all that was issued
+        # A checkpoint has all that was issued.
+        while queued and (len(queued) > trainer.lookahead or run.checkpoints.due):
             yield measured_step(*queued.popleft(), epoch, run.clock)
-        if run.save_due:
-            run.save()
+        if run.checkpoints.due:
+            run.checkpoints.save(run)
     while queued:
         yield measured_step(*queued.popleft(), epoch, run.clock)
-    if run.save_due:
-        run.save()
+    if run.checkpoints.due:
+        run.checkpoints.save(run)
 
 
-def test(run: Run, epoch: int, *, last: bool) -> tuple[Evaluation | None, Evaluation | None]:
-    """Test the model and its moving average after an epoch, as far as it is time and there are such."""
-    trainer, averaged, every = run.trainer, None, run.config.test_every
+def test(run: Run, epoch: int, *, last: bool) -> tuple[Scores, Scores]:
+    """Accuracy and loss of the model and of its moving average, as far as it is time for a test and there are such."""
+    trainer, averaged, every = run.trainer, _UNTESTED, run.config.test_every
     ended = max(epoch + 1, run.state.epoch)  # other workers may have done more meanwhile
     # A run that ended within this epoch was tested there, and not after it.
     before = [end.epoch + 1 for end in run.state.tested if end.test_accuracy is not None and end.epoch < epoch]
     if ended // every == max(before, default=0) // every and not last:
-        return None, None
+        return _UNTESTED, _UNTESTED
     with run.clock.away(), outside("testing"):
-        evaluation = trainer.evaluate(run.samples.test)
+        of_model = trainer.evaluate(run.samples.test)
         if run.config.model_ema is not None:
             with trainer.averaged():
-                averaged = trainer.evaluate(run.samples.test)
-    if (news := untested(evaluation.samples, run.samples.test.total)) is not None:
-        run.progress.warn(news)
-    return evaluation, averaged
+                of_average = trainer.evaluate(run.samples.test)
+                averaged = of_average.accuracy, of_average.loss
+    if (tested := of_model.samples) < (total := run.samples.test.total):
+        run.progress.warn(f"the accuracy is over {tested:,} of {total:,} test images: the others cannot be read")
+    return (of_model.accuracy, of_model.loss), averaged
 
 
 def end_epoch(run: Run, epoch: int) -> bool:
     """Test at the end of an epoch, or of the run within it; whether that was the last one."""
     state, trainer = run.state, run.trainer
     last = epoch == run.epochs - 1 or trainer.steps_done >= run.total
-    evaluation, averaged = test(run, epoch, last=last)
+    scores, averaged = test(run, epoch, last=last)
     if trainer.independent:  # the answer to a push may tell of steps past the end of an epoch
         epoch, ended = (run.epochs if last else state.epoch) - 1, state.epoch > epoch
     elif ended := state.epoch_step >= run.samples.per_epoch:  # --steps may end within an epoch
         state.epoch, state.epoch_step = epoch + 1, 0
-    if ended and evaluation is not None:
-        trainer.note_metric(evaluation.accuracy)
-    end = EpochRecord(epoch, trainer.steps_done, None, None, state.losses.value, state.elapsed)
-    state.losses, state.seconds, state.began = RunningMean(), 0.0, None
-    if evaluation is not None:
-        end = replace(end, test_accuracy=evaluation.accuracy, test_loss=evaluation.loss)
-    if averaged is not None:
-        end = replace(end, ema_test_accuracy=averaged.accuracy, ema_test_loss=averaged.loss)
-    state.tested.append(end)
+    if ended and scores[0] is not None:
+        trainer.note_metric(scores[0])
+    end = EpochRecord(epoch, trainer.steps_done, *scores, state.losses.value, state.elapsed, *averaged)
+    state.end_epoch(end)
     for part in run.parts:
         part.epoch(run, end, last=last)
     return last

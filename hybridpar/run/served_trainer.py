@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.errors import SyncError, counted
+from hybridpar.errors import SyncError
 from hybridpar.machine.launch import StopRequest
 from hybridpar.models.state import twin_of
-from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import StepRecord
 from hybridpar.optim.build import expand
 from hybridpar.plan import ResolvedPlan
@@ -32,17 +30,12 @@ from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.directory import RunFolder
 from hybridpar.run.part import RunTrainer
-from hybridpar.run.state import RunState
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.engine import ServedEngine
 from hybridpar.server.ledger import StepRow
 from hybridpar.server.link import Servers
 from hybridpar.server.process import ServerWorld, find_process
-from hybridpar.server.rules import Rules
 from hybridpar.server.wire import AskState, Start, Weights
-from hybridpar.sync.compression_table import WireFormat
-from hybridpar.train.checkpoint import load_checkpoint, usable
-from hybridpar.train.checkpoint_files import latest_checkpoint
 from hybridpar.train.engine import EngineParts
 from hybridpar.train.results import StepResult
 
@@ -71,7 +64,6 @@ class ServedTrainer(RunTrainer):
         if self._plan.channels_last:  # before anybody looks where parameters lie
             model.to(memory_format=torch.channels_last)
         asked = expand(config, total_steps=None, replicas=1)  # learning rates per sample
-        self._asked, self._rules = asked, Rules.of(asked, world.size)
         self.servers = Servers(model, asked, world.rank, world.addresses, world.process.token)
         self.independent = not self.servers.barrier
         if self.independent:
@@ -80,9 +72,8 @@ class ServedTrainer(RunTrainer):
         self._latest: StepRecord | None = None
         #: Of a checkpoint that was loaded: clocks and counts of the shards.
         self._progress: Sequence[Mapping[str, Any]] | None = None
-        # Workers in step all have the average, else worker 0 alone.
-        ema = config.model_ema if self.servers.barrier or world.is_main else None
-        alone = replace(asked, sync="allreduce", compress="none", shares="equal", model_ema=ema)
+        alone = replace(asked, sync="allreduce", compress="none", shares="equal")
+        self.joins = world.process.joins
         super().__init__(model, config=alone, world=world, plan=PlannedRun(resolve(alone, 1)), **known)
 
     def _open_engine(self, optimizer: Any, plan: ResolvedPlan, example: Tensor | None) -> ServedEngine:
@@ -103,17 +94,9 @@ class ServedTrainer(RunTrainer):
 
     def step(self, batch: Any, *, stop: bool = False, save: bool = False) -> StepResult:
         """Push the gradient of a batch; the weights are then those of the servers."""
-        tells = self._plateau is not None and self.world.is_main and self.independent
-        self.engine.gradients.lowered = self._plateau.factor if tells and self._plateau is not None else None
         result = super().step(batch, stop=stop, save=save)
         self.steps_done = self.answer.step
-        self.hear(self.answer.lowered)
         return replace(result, step=self.steps_done)
-
-    def hear(self, lowered: float | None) -> None:
-        """Follow what worker 0 says of learning rates, unless this worker decides itself: all that are in step do."""
-        if self._plateau is not None and lowered is not None and self.independent and not self.world.is_main:
-            self._plateau.load_state_dict({"lr": lowered * self.peak_rate})
 
     @property
     def lookahead(self) -> int:
@@ -129,37 +112,26 @@ class ServedTrainer(RunTrainer):
 
     def _records_of(self, rows: Sequence[StepRow]) -> list[StepRecord]:
         """Of steps in which this worker's pushes took a part like its last one."""
-        return [] if self._latest is None else [self._record(self._latest, row) for row in rows]
-
-    def _record(self, record: StepRecord, row: StepRow) -> StepRecord:
+        if self._latest is None:
+            return []
         squares = self.servers.squares
-        return replace(
-            record,
-            step=row.step,
-            epoch=(row.step - 1) // self.steps_per_epoch,
-            loss=row.loss,
-            lr=row.rate * self.peak_rate,
-            samples=row.samples,
-            step_ms=row.seconds * 1e3,
-            skipped=row.skipped > 0,
-            grad_norm=None if squares is None else math.sqrt(squares),
-            staleness=row.staleness,
-            most_stale=row.most_stale,
-            queued=row.queued,
-        )
-
-    def facts(self, wire_format: WireFormat) -> dict[str, Any]:
-        """Fields of `RunInfo` on how gradients are exchanged."""
-        servers = self.world.process.servers
-        codec, workers = str(read_policy(self._asked.compress)), self._rules.learners
-        return {"codec": codec, "sync": self._asked.sync, "servers": servers, "workers": workers}
-
-    @property
-    def notes(self) -> list[str]:
-        """The same in a line."""
-        servers = self.world.process.servers
-        where = counted(servers, "server") if servers else "the workers themselves, each of which hosts one shard"
-        return [f"gradients are added at {where}: --sync {self._asked.sync}"]
+        return [
+            replace(
+                self._latest,
+                step=row.step,
+                epoch=(row.step - 1) // self.steps_per_epoch,
+                loss=row.loss,
+                lr=row.rate * self.peak_rate,
+                samples=row.samples,
+                step_ms=row.seconds * 1e3,
+                skipped=row.skipped > 0,
+                grad_norm=None if squares is None else math.sqrt(squares),
+                staleness=row.staleness,
+                most_stale=row.most_stale,
+                queued=row.queued,
+            )
+            for row in rows
+        ]
 
     def gather_in_the_end(self, item: object) -> list[object]:
         """An item of each worker that is there still."""
@@ -187,49 +159,18 @@ class ServedTrainer(RunTrainer):
         self._progress = extra.get("shards", [])
         return extra
 
-    @property
-    def joins(self) -> bool:
-        """Whether this worker replaces another that died."""
-        return self.world.process.joins
+    def enter(self, folder: RunFolder, written: int) -> bool:
+        """Bring weights to servers that have none, and take theirs; False where the run is over.
 
-    def enter(self, folder: RunFolder, state: RunState, load: Callable[[], int]) -> bool:
-        """Come to the servers; False where the run is over.
-
-        A worker that replaces another begins with the weights of now, and with what the newest checkpoint says beside
-        them. Where worker 0 died before it had brought any weights, `load` loads them, and returns their step.
-        """
-        checkpoint = None
-        if self.joins:
-            checkpoint = latest_checkpoint(folder.checkpoints) or folder.checkpoint
-            if self.world.is_main:
-                metrics = read_metrics(folder.directory)
-                state.tested, steps = list(metrics.epochs), metrics.steps["step"]
-                state.resumed_from = int(steps[-1]) if len(steps) else 0
-        return self._come(state.resumed_from or 0, checkpoint, load)
-
-    def dismiss(self) -> None:
-        """Let the servers end."""
-        if self.world.is_main:
-            self.servers.dismiss()
-
-    def _come(self, written: int, checkpoint: Path | None, load: Callable[[], int]) -> bool:
-        """Bring weights to servers that have none, and take theirs.
-
-        Worker 0, or all that are in step, hear of the steps that come after `written`.
+        A worker that replaces another begins with the weights of now. Worker 0, or all that are in step, hear of the
+        steps that come after those which are written.
         """
         main = self.world.is_main
         self.servers.heard = written if main or not self.independent else None
-
-        def starts() -> list[Start]:
-            if self.joins:
-                self.servers.heard = load()
-            return self._starts()
-
         try:
-            welcome = self.servers.come(starts if main else None)
+            welcome = self.servers.come(self._starts if main else None)
         except SyncError:
-            # Worker 0 writes the results, so a run that has ended without it is to be resumed.
-            if main or not (self.joins and self.world.process.is_over()):
+            if not (self.joins and self.world.process.is_over()):
                 raise
             print(
                 f"worker {self.servers.worker} came back when the run was over; it has nothing to do", file=sys.stderr
@@ -238,25 +179,17 @@ class ServedTrainer(RunTrainer):
         self.model.load_state_dict(welcome.rest, strict=False)
         self.engine.gradients.take_weights()
         if self.joins:
-            self._follow_on(welcome, checkpoint)
+            self.steps_done = welcome.step
+            self.engine.go_on_from(welcome.step)
         elif self._progress is None:
             self.engine.load_average_state(self.model.state_dict())
         self.world.go_over(self.servers)
         return True
 
-    def _follow_on(self, welcome: Weights, checkpoint: Path | None) -> None:
-        self.steps_done = welcome.step
-        self.engine.load_average_state(self.model.state_dict())
-        self.engine.go_on_from(welcome.step)
-        if checkpoint is not None and (self.engine.averages or self._plateau is not None):
-            with usable(checkpoint):
-                data = load_checkpoint(checkpoint)
-                if data.average is not None:
-                    self.engine.load_average_state(data.average)
-                    self.engine.go_on_from(data.step)
-                if self._plateau is not None and (saved := data.training.get("plateau")) is not None:
-                    self._plateau.load_state_dict(saved)
-        self.hear(welcome.lowered)
+    def dismiss(self) -> None:
+        """Let the servers end."""
+        if self.world.is_main:
+            self.servers.dismiss()
 
     def _starts(self) -> list[Start]:
         assert self.total_steps is not None
@@ -284,10 +217,9 @@ class ServedTrainer(RunTrainer):
             self.engine.saved = dict(model.state_dict()), {"kind": self.servers.kind, **optimizer}
             self._progress = progress
             rows.extend(answers[0].rows)
-            return int(answers[0].state["taken"]) // self._rules.learners
+            return int(answers[0].state["taken"]) // self.world.job_size
 
         self.steps_done = self.world.from_main(ask)
-        self.engine.follow(self.steps_done)
         return self._records_of(rows)
 
     def save(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:

@@ -1,10 +1,11 @@
 """`--shares auto`: divides batches by what each replica was measured to compute.
 
 A run begins with equal parts. Every so many steps all workers tell each other how long they computed, without the time
-that they waited for each other; so all know the same numbers, and decide alike. A division is changed only where the
-step is expected to become shorter by more than times vary, within these steps and from one decision to the next; and
-there are more and more steps between two decisions. So noise does not move shares for ever, and a machine that becomes
-slower does.
+that they waited for each other; so all know the same numbers, and decide alike: each replica is to have samples in
+proportion to its speed, the samples that it computed in a millisecond. Where a part of its time does not depend on its
+samples, the next decisions come closer. A division is changed only where the step is expected to become shorter by more
+than times vary, within these steps and from one decision to the next; and there are more and more steps between two
+decisions. So noise does not move shares for ever, and a machine that becomes slower does.
 """
 
 from __future__ import annotations
@@ -17,16 +18,12 @@ from hybridpar.comm.world import World
 from hybridpar.data.sampling import FEWEST_PER_PART, allot
 from hybridpar.run.part import Part, Run
 from hybridpar.run.timings import Step
-from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 
 #: Steps that are left out at first and after a change, and steps of the first and of the longest time of watching.
 LEFT_OUT, WATCHED, MOST_WATCHED = 3, 8, 128
 
 #: The part by which a step must become shorter for a change: the least, and what is enough however times vary.
 LEAST_GAIN, LARGE_GAIN = 0.03, 0.2
-
-#: Two numbers of samples must differ by this part to tell fixed times from those of samples.
-_APART = 0.15
 
 
 class ShareTuner(Part):
@@ -48,9 +45,8 @@ class ShareTuner(Part):
         self._world, self._replicas, self._batch_size, self._wait = world, replicas, batch_size, wait
         self._least, self._options = FEWEST_PER_PART * micro_batches, {"idle": idle, "in_pairs": in_pairs}
         self.counts = self._equal = self._rounded([1.0] * len(replicas))
-        self._costs: list[WorkCost] = []
+        self._speeds = [0.0] * len(replicas)  # samples per millisecond, once they are known
         self._drift = 0.0
-        self._before: tuple[list[int], list[float]] | None = None
         self._times: list[float] = []
         self._left, self._watched = LEFT_OUT, WATCHED
 
@@ -89,49 +85,30 @@ class ShareTuner(Part):
 
     def decide(self, times: Sequence[float], noise: float = 0.0) -> str | None:
         """Decide on the division that comes next."""
-        now, known = max(times), self._costs
-        self._costs = [self._cost(replica, time) for replica, time in enumerate(times)]
-        counts = self._rounded(best_division(self._costs, self._batch_size))
-        expected = longest_time(self._costs, counts)
-        self._drift /= 2
-        if known and self._before is None:  # after a change fixed times were not known
-            expectations = [cost.time(count) for cost, count in zip(known, self.counts, strict=True)]
-            drift = max(abs(time / before - 1) for time, before in zip(times, expectations, strict=True))
-            self._drift = max(drift, self._drift)
-        self._before = None
+        measured = list(zip(self.counts, times, self._speeds, strict=True))
+        changes = [abs(time * speed / count - 1) for count, time, speed in measured if count and speed]
+        self._drift = max(self._drift / 2, *changes, 0.0)
+        self._speeds = [count / time if count else speed or 1 / time for count, time, speed in measured]
+        counts, now = self._rounded(self._speeds), max(times)
+        expected = max(count / speed for count, speed in zip(counts, self._speeds, strict=True))
         if expected > now * (1 - min(max(LEAST_GAIN, 2 * noise, self._drift), LARGE_GAIN)):
             return None
-        self._before, self.counts, self._left = (self.counts, list(times)), counts, LEFT_OUT
+        self.counts, self._left = counts, LEFT_OUT
         parts = " + ".join(map(str, counts))
         return f"shares: {parts} samples from now on; computing is expected to take {expected:.1f} ms and not {now:.1f}"
-
-    def _cost(self, replica: int, time: float) -> WorkCost:
-        """What a step takes a replica, from its last time and, right after a change, from the one before."""
-        samples = self.counts[replica]
-        known = self._costs[replica] if self._costs else None
-        if samples == 0 and known is not None:
-            return WorkCost(time, known.sample_ms)
-        fixed = 0.0 if known is None else known.fixed_ms
-        if self._before is not None:
-            former, took = self._before[0][replica], self._before[1][replica]
-            if former and abs(samples - former) >= _APART * former:
-                fixed = time - samples * (time - took) / (samples - former)
-        fixed = min(max(fixed, 0.0), 0.9 * time)
-        return WorkCost(fixed, max((time - fixed) / max(samples, 1), 1e-9))
 
     def _rounded(self, shares: Sequence[float]) -> list[int]:
         return allot(self._batch_size, shares, self._least, **self._options)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run with as many replicas goes on with."""
-        return {"counts": self.counts, "costs": [list(cost) for cost in self._costs]}
+        return {"counts": self.counts, "speeds": self._speeds}
 
     def restore(self, run: Run, state: dict[str, Any] | None) -> None:
         """Go on with what was saved, where it is for as many replicas and samples; else begin with equal parts."""
         if state is None or len(state["counts"]) != len(self.counts) or sum(state["counts"]) != self._batch_size:
             return
-        self.counts = [int(count) for count in state["counts"]]
-        self._costs = [WorkCost(*cost) for cost in state["costs"]]
+        self.counts, self._speeds = list(map(int, state["counts"])), list(map(float, state["speeds"]))
         run.samples.divide(self.shares)
 
     def summary(self, run: Run) -> dict[str, Any]:

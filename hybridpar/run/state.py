@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,6 @@ from hybridpar.config.train import Checkpoints
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.records import EpochRecord
 from hybridpar.train.checkpoint_files import list_checkpoints, step_of
-
-#: Keys of `RunState.to_extra`.
-_POSITION_KEYS = {"epoch", "epoch_step", "losses", "seconds", "tested", "options"}
 
 
 @dataclass
@@ -70,6 +67,11 @@ class RunState:
         """Seconds of the epoch that is under way."""
         return self.seconds + (0.0 if self.began is None else time.monotonic() - self.began)
 
+    def end_epoch(self, end: EpochRecord) -> None:
+        """Note the end of an epoch, or of the run within it; what follows is measured anew."""
+        self.losses, self.seconds, self.began = RunningMean(), 0.0, None
+        self.tested.append(end)
+
     def to_extra(self, config: TrainConfig) -> dict[str, Any]:
         """What a checkpoint of a run holds besides the trainer's own state."""
         return {
@@ -77,13 +79,13 @@ class RunState:
             "epoch_step": self.epoch_step,
             "losses": astuple(self.losses),
             "seconds": self.elapsed,
-            "tested": [[_plain(value) for value in astuple(end)] for end in self.tested],
+            "tested": [astuple(end) for end in self.tested],
             "options": _decisive(config),
         }
 
     def go_on_from(self, extra: Mapping[str, Any], config: TrainConfig, checkpoint: Path) -> None:
         """Take over what `to_extra` of a checkpoint says."""
-        if not extra.keys() >= _POSITION_KEYS:
+        if "epoch_step" not in extra:
             raise CheckpointError(
                 f"the checkpoint {checkpoint} does not say where in the data it was made",
                 "Only a checkpoint of `hybridpar train` does; one that a script saved with Trainer.save does not.",
@@ -99,8 +101,7 @@ class RunState:
                     f"Resume with {name} {saved}; for another start, name the checkpoint with --weights.",
                 )
         self.epoch, self.epoch_step, self.seconds = int(extra["epoch"]), int(extra["epoch_step"]), extra["seconds"]
-        self.losses, ends = RunningMean(*extra["losses"]), [EpochRecord(*row) for row in extra["tested"]]
-        self.tested = [replace(end, train_loss=math.nan) if end.train_loss is None else end for end in ends]
+        self.losses, self.tested = RunningMean(*extra["losses"]), [EpochRecord(*row) for row in extra["tested"]]
 
 
 def _decisive(config: TrainConfig) -> dict[str, Any]:
@@ -113,18 +114,15 @@ def _decisive(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _plain(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
-
-
 # ------------------------------------------------------------------------------------------------- the best epochs
 
 
 def ranked(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
     """Epochs from the best to the worst, of equal ones the earlier first; those without the figure are left out."""
     sign = -1.0 if rule.by.endswith("accuracy") else 1.0
-    known = [end for end in tested if (value := figure(rule, end)) is not None and math.isfinite(value)]
-    return sorted(known, key=lambda end: sign * float(figure(rule, end) or 0.0))  # a stable sort
+    figures = [(getattr(end, rule.by), end) for end in tested]
+    known = [(sign * value, end) for value, end in figures if value is not None and math.isfinite(value)]
+    return [end for _, end in sorted(known, key=lambda pair: pair[0])]  # a stable sort
 
 
 def best_epochs(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
@@ -155,17 +153,10 @@ def checkpoint_of(end: EpochRecord, tested: Sequence[EpochRecord], checkpoints: 
 
 def why_over(rule: Checkpoints, tested: Sequence[EpochRecord]) -> str | None:
     """Why training should end, where the last epochs were no better than one before; else None."""
-    known = [end for end in tested if figure(rule, end) is not None]
+    known = [end for end in tested if getattr(end, rule.by) is not None]
     best = next(iter(ranked(rule, known)), None)
     if rule.stop is None or best is None or (since := len(known) - 1 - known.index(best)) < rule.stop:
         return None
     epochs = f"the {since:,} epochs" if since > 1 else "the epoch"
-    return (
-        f"stopped early: no better {rule.by} than {figure(rule, best):.4f} of epoch {best.epoch + 1} in {epochs} since"
-    )
-
-
-def figure(rule: Checkpoints, end: EpochRecord) -> float | None:
-    """The figure of an epoch that a rule follows."""
-    value: float | None = getattr(end, rule.by)
-    return value
+    reached = f"{getattr(best, rule.by):.4f} of epoch {best.epoch + 1}"
+    return f"stopped early: no better {rule.by} than {reached} in {epochs} since"

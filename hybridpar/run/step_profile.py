@@ -37,13 +37,12 @@ class StepProfile(Part):
 
     def begin_step(self, run: Run) -> None:
         """Begin or end where that is due."""
-        coming = run.trainer.steps_done + 1
-        if self._profiler is None and coming in self._shown:
+        if (run.trainer.steps_done + 1 in self._shown) != (self._profiler is not None):
             with run.clock.away(), run.progress.pause():
-                self._begin(run)
-        elif self._profiler is not None and coming not in self._shown:
-            with run.clock.away(), run.progress.pause():
-                self.finish(run)
+                if self._profiler is None:
+                    self._begin(run)
+                else:
+                    self.finish(run)
 
     def finish(self, run: Run) -> None:
         """End a profile that is under way, at the end of a run that ended early."""
@@ -58,7 +57,7 @@ class StepProfile(Part):
             with tempfile.TemporaryDirectory() as folder:
                 profiler.export_chrome_trace(f"{folder}/trace.json")
                 trace = json.loads(Path(folder, "trace.json").read_bytes())
-            name_threads(trace, {thread.native_id or 0: thread.name for thread in threading.enumerate()})
+            _name_threads(trace["traceEvents"])
             replace_file(path, [gzip.compress(json.dumps(trace).encode(), 5)])
         except (OSError, RuntimeError, RunDirectoryError) as error:
             run.warnings.append(f"there is no profile: {error}")
@@ -85,9 +84,9 @@ class StepProfile(Part):
         FLIGHT.names_ranges = True
 
 
-def name_threads(trace: dict[str, Any], names: dict[int, str]) -> None:
+def _name_threads(events: list[dict[str, Any]]) -> None:
     """Give the threads of a trace the names that Python knows them by."""
-    for event in trace["traceEvents"]:
-        name = names.get(event.get("tid")) if event.get("ph") == "M" and event.get("name") == "thread_name" else None
-        if name is not None:
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for event in events:
+        if event.get("name") == "thread_name" and (name := names.get(event.get("tid"))) is not None:
             event["args"]["name"] = "main thread" if name == "MainThread" else name

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.train import Checkpoints, TrainedOptions
+from hybridpar.config.train import TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
 from hybridpar.formats.tensor_files import shards_of
 from hybridpar.models import parse_arguments
 from hybridpar.models.weight_files import check_file, is_file
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.observe.summary import SUMMARY_FILE
 from hybridpar.plan import read_plan
 from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
 from hybridpar.run.state import best_checkpoint
@@ -38,8 +37,6 @@ class Trained:
         why: Why it is this one, in a few words.
         average: Whether its weights are those of the moving average.
         images: What `run.json` says of images; None where it says nothing.
-        finished: Whether the run has a report.
-        file: Where the weights of the checkpoint are, which a run that still trains may delete.
     """
 
     config: TrainConfig
@@ -49,8 +46,6 @@ class Trained:
     why: str = ""
     average: bool = False
     images: Mapping[str, Any] | None = None
-    finished: bool = True
-    file: Path | None = None
 
     @property
     def step(self) -> int | None:
@@ -67,77 +62,62 @@ class Trained:
         if self.checkpoint is None:
             return f"{self.name} with the weights {self.source}"
         kind = "moving average" if self.average else "weights"
-        text = f"{self.name}, {kind} of step {self.step:,}{self.why}: {self.file}"
-        return text if self.finished else f"{text} (the run has no report yet)"
+        return f"{self.name}, {kind} of step {self.step:,}{self.why}: {self.checkpoint}"
 
 
 def find_trained(source: str, options: TrainedOptions) -> Trained:
     """Find the model that options name, without importing torch."""
-    which, kind = _chosen(options.weights)
+    words = set() if options.weights is None else {word.strip() for word in options.weights.split(",")}
+    if not words <= {"best", "last", "ema", "raw"} or words >= {"best", "last"} or words >= {"ema", "raw"}:
+        raise UsageError(
+            f"--weights {shortened(options.weights)}",
+            "It names a checkpoint of the run (`best` or `last`), which of its weights (`ema` or `raw`), or both.",
+            "Write for instance --weights last, or --weights last,raw.",
+        )
     path = Path(source)
     if not path.is_dir():
         return _in_file(source, options)
-    checkpoint = _checkpoint_of(path)
+    checkpoint, why = _checkpoint_of(path), ""
     # RUN/checkpoints/step-N
     folders = path, *checkpoint.absolute().parents[:2]
-    run = next((folder for folder in folders if (folder / RUN_FILE).is_file()), None)
-    if run is None and (options.model is None or options.data is None):
+    run = next((folder for folder in folders if (folder / RUN_FILE).is_file()), path)
+    facts, is_named = read_facts(run), options.model is not None and options.data is not None
+    if not (run / RUN_FILE).is_file() and not is_named:
         raise UsageError(
             f"{path} is not in the directory of a run: there is no {RUN_FILE}",
             "A run says of which model its weights are, and which data it was trained on.",
             "Name the model with --model and the data with --data.",
         )
-    why = ""
-    if run is None:
-        config, name, images = options.changed(TrainConfig()), str(options.model), None
-    else:
-        facts = read_facts(run)
-        if options.model is not None and options.data is not None and "options" not in facts:
-            facts = {"model": options.model, "options": {}}
-        recorded = recorded_config(facts, run)
-        if not (path / "manifest.json").is_file():
-            checkpoint, why = _of_run(run, recorded.saving, checkpoint, which)
-        elif which is not None:
-            raise UsageError(
-                f"--weights {options.weights} with the checkpoint {path}",
-                "Of a run there may be several checkpoints, and this is one.",
-                f"Name the run, {run}, or leave out `{which}`.",
-            )
-        config = replace(options.changed(recorded), plan="none", **_as_planned(run))  # a plan is for training
-        name = options.model or str(facts["model"])
-        images = facts.get("images")
-    config.check()
-    finished = run is None or (run / SUMMARY_FILE).exists()
-    average = _takes_average(kind, checkpoint)
-    stem = "model_ema" if average else "model"
-    names = shards_of(stem, read_manifest(checkpoint)["files"])
-    file = checkpoint / (names[0] if len(names) == 1 else f"{stem}.safetensors.index.json")
-    return Trained(config, name, source, checkpoint, why, average, images, finished, file)
-
-
-def _chosen(text: str | None) -> tuple[str | None, str | None]:
-    """Which checkpoint of a run, and which of its weights, `--weights` names; None where it does not say."""
-    words = [] if text is None else [word.strip() for word in text.split(",")]
-    which, kind = ([word for word in words if word in choices] for choices in (("best", "last"), ("ema", "raw")))
-    if len(which) + len(kind) != len(words) or max(len(which), len(kind)) > 1:
+    if is_named and "options" not in facts:
+        facts = {"model": options.model, "options": {}}
+    recorded = recorded_config(facts, run)
+    if not (path / "manifest.json").is_file():
+        why, rule = ", the last", recorded.saving
+        if "last" not in words and (best := best_checkpoint(run, read_metrics(run).epochs, rule)) is not None:
+            checkpoint, why = best[1], f", the best by {rule.by}"
+    elif words & {"best", "last"}:
         raise UsageError(
-            f"--weights {shortened(text)}",
-            "It names a checkpoint of the run (`best` or `last`), which of its weights (`ema` or `raw`), or both.",
-            "Write for instance --weights last, or --weights last,raw.",
+            f"--weights {options.weights} with the checkpoint {path}",
+            "Of a run there may be several checkpoints, and this is one.",
+            f"Name the run, {run}, or leave out `best` and `last`.",
         )
-    return next(iter(which), None), next(iter(kind), None)
-
-
-def _of_run(run: Path, rule: Checkpoints, last: Path, which: str | None) -> tuple[Path, str]:
-    """The checkpoint of a run that is wanted, and why it is that."""
-    found = None if which == "last" else best_checkpoint(run, read_metrics(run).epochs, rule)
-    return (last, ", the last") if found is None else (found[1], f", the best by {rule.by}")
+    config = replace(options.changed(recorded), plan="none", **_as_planned(run))  # a plan is for training
+    config.check()
+    has_average = bool(shards_of("model_ema", read_manifest(checkpoint)["files"]))
+    if "ema" in words and not has_average:
+        raise UsageError(
+            f"--weights ema: {checkpoint} has no moving average",
+            "It is kept by a run with --model-ema.",
+            "Leave out --weights.",
+        )
+    average = has_average and "raw" not in words
+    return Trained(config, options.model or str(facts["model"]), source, checkpoint, why, average, facts.get("images"))
 
 
 def _in_file(source: str, options: TrainedOptions) -> Trained:
     """A model whose weights are in a file, or published."""
-    there, by_name = Path(source).exists(), options.model is not None and not is_file(source)
-    if not there and not by_name and not Path(source).suffix:
+    is_published = options.model is not None and not is_file(source)
+    if not (Path(source).exists() or is_published or Path(source).suffix):
         raise UsageError(
             f"there is no run {shortened(source)}",
             "A run is the directory that `hybridpar train` reports at its end.",
@@ -145,22 +125,21 @@ def _in_file(source: str, options: TrainedOptions) -> Trained:
         )
     if is_file(source):
         check_file(Path(source))
-    for option, value in (("--model", options.model), ("--data", options.data)):
-        if value is None:
-            raise UsageError(
-                f"the weights {shortened(source)} without {option}",
-                "A file of weights does not say of which model they are, and what they tell apart.",
-                "Name --model and --data, or a run directory instead.",
-            )
+    if options.model is None or options.data is None:
+        raise UsageError(
+            f"the weights {shortened(source)} without {'--model' if options.model is None else '--data'}",
+            "A file of weights does not say of which model they are, and what they tell apart.",
+            "Name --model and --data, or a run directory instead.",
+        )
     if options.weights is not None:
         raise UsageError(
             f"--weights {options.weights} with the weights {shortened(source)}",
             "It chooses among the checkpoints of a run, and what they hold.",
             "Leave it out, or name a run directory.",
         )
-    config, name = options.changed(TrainConfig(weights=source)), str(options.model)
+    config = options.changed(TrainConfig(weights=source))
     config.check()
-    return Trained(config, name, source)
+    return Trained(config, options.model, source)
 
 
 def _checkpoint_of(path: Path) -> Path:
@@ -175,18 +154,6 @@ def _checkpoint_of(path: Path) -> Path:
             "A checkpoint is saved after the first epoch, or as --checkpoints says.",
             "Wait until there is one, or train without `--checkpoints never`.",
         ) from error
-
-
-def _takes_average(kind: str | None, checkpoint: Path) -> bool:
-    """Whether the moving average is wanted, and there is one."""
-    has = bool(shards_of("model_ema", read_manifest(checkpoint)["files"]))
-    if kind == "ema" and not has:
-        raise UsageError(
-            f"--weights ema: {checkpoint} has no moving average",
-            "It is kept by a run with --model-ema.",
-            "Leave out --weights.",
-        )
-    return has and kind != "raw"
 
 
 def _as_planned(run: Path) -> dict[str, Any]:

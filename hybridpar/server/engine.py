@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
-from hybridpar.pipeline.local_stage import AfterStep
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepValues
 from hybridpar.server.link import Servers
 from hybridpar.server.stripes import flat_buffers, piece_views, put_buffers, trained_parameters
@@ -36,8 +35,6 @@ class ServerGradients(Reducer):
 
     #: What the step under way is to do.
     given: StepRequest
-    #: From worker 0: what learning rates are multiplied with; None for no news.
-    lowered: float | None = None
     #: Of shard 0, to the last push.
     answer: Weights
 
@@ -103,7 +100,6 @@ class ServerGradients(Reducer):
             pieces=[],
             stop=given.stop,
             save=given.save,
-            lowered=self.lowered,
         )
         missing = {name for name, parameter in self._trained.items() if parameter.grad is None}
         flat = {name: _flat_gradient(parameter) for name, parameter in self._trained.items()}
@@ -146,7 +142,6 @@ class ServedEngine(Engine):
     def __init__(self, parts: EngineParts, servers: Servers) -> None:
         self._servers = servers
         self._share = 1.0  # of this worker's mean loss in that of a step
-        self._followed = 0  # steps that the moving average has seen
         #: On worker 0, of a checkpoint: the model, and the optimizer's state.
         self.saved: tuple[dict[str, Tensor], dict[str, Any]] = {}, {}
         super().__init__(replace(parts, optimizer=_no_optimizer))
@@ -174,19 +169,6 @@ class ServedEngine(Engine):
         """Steps are those of the servers, of which this worker's are a part."""
         super().recover(steps)
         return steps
-
-    def go_on_from(self, step: int) -> None:
-        """Number of the last step that servers have done."""
-        super().go_on_from(step)
-        self._followed = step
-
-    def follow(self, step: int, *, counts: bool = True) -> None:
-        """Move the average towards the weights of now, for each step that the servers have done since last time."""
-        if counts or not self._servers.barrier:
-            for number in range(self._followed + 1, step + 1):
-                for average in self.averages:
-                    average.update(number)
-        self._followed = step
 
     def model_state(self) -> dict[str, Tensor]:
         """The model as the shards have it, on worker 0."""
@@ -223,16 +205,6 @@ class ServedEngine(Engine):
 
     def _step_of(self, module: nn.Module) -> Callable[[float | None, Tensor | None, Gradients | None], None]:
         return lambda factor, commit, unwritten: None
-
-    def _after_step_of(self, module: nn.Module) -> AfterStep:
-        super()._after_step_of(module)
-
-        def follow(_: int, commit: bool | Tensor) -> None:
-            self.follow(self.gradients.answer.step, counts=bool(commit))
-            for scale in self.loss_scales:
-                scale.update(commit)
-
-        return follow
 
 
 def _no_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -110,7 +110,6 @@ class ShardServer:
         self._alone_since: float | None = None
         self._waiting_since: float | None = None
         self._stop = self._save = False
-        self._lowered: float | None = None
         self._news: list[str] = []
         self._items: dict[str, dict[int, Any]] = {}  # what was said under a tag
         self._refused: set[str] = set()  # addresses
@@ -301,7 +300,6 @@ class ShardServer:
             self._decoder.decode(push.pieces, push.states, gradient)
         self._stop |= push.stop
         self._save |= push.save and self._rules.barrier  # else worker 0 saves without the others
-        self._lowered = self._lowered if push.lowered is None else push.lowered
         self._deliver(shard.push(push, gradient, push.statistics))
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
@@ -327,7 +325,6 @@ class ShardServer:
             done=shard.done,
             stop=self._stop,
             save=self._save,
-            lowered=self._lowered,
             rows=self._rows_after(peer.heard),
             news=news,
         )

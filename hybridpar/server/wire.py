@@ -102,7 +102,6 @@ class Gradient(ServerMessage, Push):
         statistics: Running statistics after the step, for shard 0.
         stop: Whether all workers are to stop.
         save: Whether all workers are to write a checkpoint.
-        lowered: From worker 0: what learning rates are multiplied with; None for no news.
         heard: Step up to which it has heard what the steps did; None where it is not to hear.
     """
 
@@ -111,7 +110,6 @@ class Gradient(ServerMessage, Push):
     statistics: Tensor = field(default_factory=_nothing)
     stop: bool = False
     save: bool = False
-    lowered: float | None = None
     heard: int | None = None
 
 
@@ -158,7 +156,6 @@ class Weights(ServerMessage, Answer):
         done: Whether all pushes that were wanted have come.
         stop: Whether all workers are to stop.
         save: Whether all workers, which are in step, are to write a checkpoint.
-        lowered: What worker 0 last said that learning rates are multiplied with.
         rows: What the steps did of which the worker has not heard.
         news: For worker 0: what happened to other workers.
         rest: To a worker that has come: what else the model has.
@@ -170,7 +167,6 @@ class Weights(ServerMessage, Answer):
     done: bool
     stop: bool
     save: bool
-    lowered: float | None
     rows: list[StepRow] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
     rest: dict[str, Tensor] = field(default_factory=dict)

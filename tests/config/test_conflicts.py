@@ -16,6 +16,7 @@ from hybridpar.errors import UsageError
 OPTIONS: dict[str, dict[str, Any]] = {
     "adafactor": {"optimizer": "adafactor", "memory_format": "channels_last"},
     "another codec": {"compress": "fp16"},
+    "asynchronous": {"sync": "ps-async"},
     "batch auto": {"batch_size": "auto"},
     "batch norm sync": {"batch_norm": "sync"},
     "codec": {"compress": "onebit"},
@@ -37,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overwrite": {"overwrite": True},
     "placed": {"stages": 2, "placement": "0,1;2,3"},
     "plan file": {"plan": Path("plan.json")},
+    "plateau": {"lr_schedule": "plateau"},
     "profile": {"profile": True},
     "recipe": {"sync": "onebit-sgd"},
     "recompute all": {"recompute": ("all",)},

@@ -67,7 +67,7 @@ def test_everything_arrives_as_it_was_in_the_order_that_was_asked_for(shared_mem
         {"tensor": 1},
         Path("runs/one"),
         torch.bfloat16,
-        RunFolder(Path("runs/one"), None, claim="make"),
+        RunFolder(Path("runs/one"), None, restarted=True),
         parse_codec("topk:rate=0.1"),
     ],
 )

@@ -84,6 +84,7 @@ def test_a_worker_that_nobody_waits_for_is_replaced_alone(tmp_path, capfd):
     ("acts", "patient", "who"),
     [
         ('{"2:0": "dies", "0:0": "waits", "1:0": "waits"}', False, "server 0"),
+        ('{"0:0": "dies", "1:0": "waits", "2:0": "waits"}', False, "worker 0"),
         ('{"1:0": "dies", "0:0": "waits", "2:0": "waits"}', True, "worker 1"),
     ],
 )

@@ -105,13 +105,10 @@ def test_a_run_is_planned_kept_and_held_against_its_prediction(tmp_path, capsys)
     summary = check_run(tmp_path / "run", steps=6)
     assert plan.inputs is not None
     assert plan.predicted is not None
-    assert plan.ran is not None
     for key in PREDICTED:
         assert summary[f"predicted_{key}"] is not None, key
     assert summary["predicted_step_ms"] == plan.predicted.step_ms
     busy = summary["step_ms_median"] - summary["data_ms"]
-    assert plan.ran.step_ms == pytest.approx(busy, abs=1e-3)
-    assert plan.ran.memory_bytes == summary["memory_bytes"]
     assert "predicted" in shown
     assert f"measured {f'{busy:.2f} ms':>9}" in shown
     apart = abs(busy / plan.predicted.step_ms - 1) > 0.15
@@ -291,7 +288,6 @@ def test_a_plans_file_is_followed_and_predicts_again(tmp_path, capsys):
     again = read_plan(tmp_path / "two" / "plan.json")
     assert again.predicted == plan.predicted
     assert again.inputs == plan.inputs
-    assert again.ran is not None
     assert "plan     from" in capsys.readouterr().out
     summary = check_run(tmp_path / "two")
     assert plan.predicted is not None
@@ -439,9 +435,7 @@ def test_two_workers_search_within_the_stages_that_they_were_given(tmp_path):
     summary = check_run(tmp_path / "run", steps=4)
     assert (summary["stages"], summary["micro_batches"], summary["schedule"]) == (2, 2, "gpipe")
     assert plan.predicted is not None
-    assert plan.ran is not None
     assert (plan.predicted.bubble, plan.predicted.peak_saved_bytes) > (0, 0)
-    assert plan.ran.bubble == summary["bubble"]
 
 
 def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys):

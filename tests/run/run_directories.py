@@ -66,7 +66,7 @@ def a_run(
         fields: Of every step.
     """
     config = TrainConfig(data="digits", run_dir=directory, compress=codec, **(options or {}))
-    claim_folder(RunFolder(directory), config, "resnet18", {"torch": "2.14.1"})
+    claim_folder(RunFolder(directory), config, "resnet18")
     with MetricsWriter(directory) as writer:
         for step in range(1, steps + 1):
             writer.write(step_record(step, **fields))

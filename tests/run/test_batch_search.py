@@ -20,36 +20,30 @@ from tests.runs import assert_same_state, saved_state, train, train_rank
 
 
 def search(losses: dict[int, float], **options) -> tuple[int, list[int]]:
-    tried = []
-
-    def trial(size: int) -> float:
-        tried.append(size)
-        return losses.get(size, losses[max(losses)])
-
-    chosen, seen = search_batch_size(trial, min(losses), **{"largest": 1 << 20, **options})
-    assert list(seen) == tried
-    return chosen, tried
+    """The size that is chosen, and those that are tried, where larger sizes have the loss of the last that is given."""
+    chosen, seen = search_batch_size(
+        lambda size: losses.get(size, losses[max(losses)]), min(losses), **{"largest": 1 << 20, **options}
+    )
+    return chosen, list(seen)
 
 
 def test_sizes_grow_by_the_root_of_two_in_multiples():
-    size, tried = search({256: 1.0}, largest=2048)
-    assert tried == [256, 384, 512, 704, 1024, 1472]
-    assert size == tried[-1]
+    assert search({256: 1.0}, largest=2048) == (1472, [256, 384, 512, 704, 1024, 1472])
 
 
-def test_the_last_size_that_is_as_good_is_chosen():
-    assert search({256: 1.0, 384: 1.009, 512: 1.02, 704: 0.5}) == (384, [256, 384, 512])
-    assert search({256: 1.0, 384: 1.009, 512: 1.02, 704: 3.0}, margin=0.05)[0] == 512
-
-
-def test_the_first_size_sets_the_loss_to_compare_with():
-    assert search({256: 1.0, 384: 0.5, 512: 0.9, 704: 2.0})[0] == 512
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_fails(bad):
-    assert search({256: 1.0, 384: bad, 512: 0.1}) == (256, [256, 384])
-    assert search({256: bad, 384: 0.1}) == (256, [256])
+@pytest.mark.parametrize(
+    ("losses", "options", "chosen"),
+    [
+        ({256: 1.0, 384: 1.009, 512: 1.02, 704: 0.5}, {}, 384),
+        ({256: 1.0, 384: 1.009, 512: 1.02, 704: 3.0}, {"margin": 0.05}, 512),
+        ({256: 1.0, 384: 0.5, 512: 0.9, 704: 2.0}, {}, 512),  # the first size sets the loss to compare with
+        ({256: 1.0, 384: math.nan, 512: 0.1}, {}, 256),
+        ({256: 1.0, 384: math.inf, 512: 0.1}, {}, 256),
+        ({256: math.nan, 384: 0.1}, {}, 256),
+    ],
+)
+def test_the_last_size_that_is_as_good_is_chosen(losses, options, chosen):
+    assert search(losses, **options)[0] == chosen
 
 
 def test_bounds():

@@ -10,7 +10,7 @@ import torch
 from hybridpar.comm.world import World
 from hybridpar.commands import find_command
 from hybridpar.config import TrainConfig
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, RunDirectoryError, UsageError
 from hybridpar.run.directory import (
     RunFolder,
     before_the_start,
@@ -33,11 +33,11 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
 def start(model="resnet18", **options) -> RunFolder:
     """What a run does at its start."""
     config = TrainConfig(**options)
-    return claim_folder(find_folder(config, model), config, model, {"torch": "x"})
+    return claim_folder(find_folder(config, model), config, model)
 
 
-def save(place: RunFolder, step: int) -> Path:
-    return save_checkpoint(place.checkpoints, CheckpointData(step, "f", {"w": torch.ones(1)}, {}, {}), World())
+def save(folder: RunFolder, step: int) -> Path:
+    return save_checkpoint(folder.checkpoints, CheckpointData(step, "f", {"w": torch.ones(1)}, {}, {}), World())
 
 
 def test_runs_without_a_name_are_numbered():
@@ -47,30 +47,37 @@ def test_runs_without_a_name_are_numbered():
 def test_two_runs_that_start_at_once_get_directories_of_their_own():
     config = TrainConfig()
     first, second = find_folder(config, "resnet18"), find_folder(config, "resnet18")
-    assert claim_folder(first, config, "resnet18", {}).directory == BASE
-    assert claim_folder(second, config, "resnet18", {}).directory == Path(f"{BASE}-2")
+    assert claim_folder(first, config, "resnet18").directory == BASE
+    assert claim_folder(second, config, "resnet18").directory == Path(f"{BASE}-2")
 
 
 @pytest.mark.parametrize("run_dir", [Path("mine"), None])
 def test_overwrite_deletes_the_run_and_nothing_else(run_dir):
-    place = start(run_dir=run_dir)
-    save(place, 5)
+    folder = start(run_dir=run_dir)
+    save(folder, 5)
     for name in ("metrics.jsonl", "summary.json", "plan.json", "notes.txt"):
-        (place.directory / name).write_text("old")
-    (place.directory / "tensorboard").mkdir()
+        (folder.directory / name).write_text("old")
+    (folder.directory / "tensorboard").mkdir()
     again = start(run_dir=run_dir, overwrite=True)
-    assert again.directory == place.directory
+    assert again.directory == folder.directory
     assert again.checkpoint is None
-    assert sorted(path.name for path in place.directory.iterdir()) == [
+    assert sorted(path.name for path in folder.directory.iterdir()) == [
         *("checkpoints", "config.toml", "notes.txt", "run.json")
     ]
-    assert not list(place.checkpoints.iterdir())
+    assert not list(folder.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize("run_dir", [Path("taken/run"), Path("taken")])
+def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_measured(run_dir):
+    Path("taken").write_text("a file")
+    with pytest.raises(RunDirectoryError, match=f"cannot write {run_dir}"):
+        find_folder(TrainConfig(run_dir=run_dir), "resnet18")
 
 
 def test_overwrite_does_not_delete_what_it_is_to_start_from():
-    place = start(run_dir=Path("mine"))
-    path = save(place, 5)
-    for source in (path, place.directory):
+    folder = start(run_dir=Path("mine"))
+    path = save(folder, 5)
+    for source in (path, folder.directory):
         with pytest.raises(UsageError, match="which --resume-from names"):
             start(run_dir=Path("mine"), overwrite=True, resume_from=source)
     assert path.is_dir()
@@ -81,11 +88,11 @@ def test_resume_without_a_name_takes_the_newest_run_that_has_a_checkpoint():
     second = start()
     newest = save(second, 4)
     start()
-    found = find_folder(TrainConfig(resume=True), "resnet18")
-    assert found == RunFolder(second.directory, newest)
+    resumed = find_folder(TrainConfig(resume=True), "resnet18")
+    assert resumed == RunFolder(second.directory, newest)
     mine, other = start(data="hf/foo"), start(data="hf/foo-2")  # as the second run with hf/foo
-    for place in (mine, other):
-        save(place, 5)
+    for folder in (mine, other):
+        save(folder, 5)
         assert find_folder(TrainConfig(resume=True, data="hf/foo"), "resnet18").directory == mine.directory
     assert find_folder(TrainConfig(resume=True, data="hf/foo-2"), "resnet18").directory == other.directory
 
@@ -97,9 +104,9 @@ def restarted_as(monkeypatch, job, count):
 
 def began(**options) -> Path:
     """A run with a checkpoint."""
-    place = start(run_dir=Path("mine"), **options)
-    save(place, 7)
-    return place.directory
+    folder = start(run_dir=Path("mine"), **options)
+    save(folder, 7)
+    return folder.directory
 
 
 def recall(named=(), model="resnet18", **options):
@@ -180,8 +187,8 @@ def test_a_restarted_job_finds_its_own_run(monkeypatch):
     restarted_as(monkeypatch, "job-b", 0)
     save(start(), 8)
     restarted_as(monkeypatch, "job-a", 1)
-    found = start()
-    assert found == RunFolder(mine.directory, path, restarted=True)
+    resumed = start()
+    assert resumed == RunFolder(mine.directory, path, restarted=True)
 
 
 @pytest.mark.parametrize("text", ["[]", '"job-a"', "{", "[" * 100_000, "\xff"])
@@ -193,15 +200,6 @@ def test_a_damaged_run_beside_it_does_not_hide_a_jobs_own(text, monkeypatch):
     (other / "run.json").write_text(text, encoding="latin-1")
     restarted_as(monkeypatch, "job-a", 1)
     assert start() == RunFolder(mine.directory, None, restarted=True)
-
-
-def test_who_replaces_a_worker_that_died_as_it_made_the_directory_uses_that(monkeypatch):
-    restarted_as(monkeypatch, "job-a", 0)
-    config = TrainConfig()
-    decided = find_folder(config, "resnet18")
-    made = claim_folder(decided, config, "resnet18", {})
-    restarted_as(monkeypatch, "job-a", 1)
-    assert claim_folder(decided, config, "resnet18", {}).directory == made.directory
 
 
 def test_a_restarted_job_does_not_delete_what_it_has_done_with_overwrite(monkeypatch):

@@ -20,15 +20,15 @@ RUN = Path("run")
 
 
 def train_apart(world: World, base: Path, options: dict[str, Any]) -> int:
-    """Train with a disk of this rank's own."""
-    own = base / str(world.rank)
-    own.mkdir(exist_ok=True)
-    os.chdir(own)
+    """Train on a disk that only this rank sees."""
+    disk = base / str(world.rank)
+    disk.mkdir(exist_ok=True)
+    os.chdir(disk)
     return train(RUN, "dropping", **options)
 
 
 def names(path: Path) -> list[str]:
-    return sorted(one.name for one in path.iterdir())
+    return sorted(entry.name for entry in path.iterdir())
 
 
 def test_worker_0_has_all_checkpoints_and_every_worker_needs_them_to_go_on(tmp_path):

@@ -17,14 +17,14 @@ def test_every_worker_writes_a_trace_with_lanes_exchanges_and_codecs_by_name(tmp
     for rank in range(2):
         with gzip.open(tmp_path / "run" / "profile" / f"rank-{rank}.json.gz") as file:
             events = json.load(file)["traceEvents"]
-        threads = {one["tid"]: one["args"]["name"] for one in events if one.get("name") == "thread_name"}
-        ranges = {(one["name"], threads[one["tid"]]) for one in events if one.get("cat") == "user_annotation"}
+        threads = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+        ranges = {(event["name"], threads[event["tid"]]) for event in events if event.get("cat") == "user_annotation"}
         assert {name for name, _ in ranges if name.startswith("step ")} == {"step 4", "step 5", "step 6"}
         assert ("0F0", "main thread") in ranges
         assert ("adding gradients of stage 0 over its replicas", "lane sync-0") in ranges
         assert ("exchanging statistics of stage 0", "lane control") in ranges
         assert ("encode RowSigns", "main thread") in ranges
-        assert any(one.get("cat") == "cpu_op" for one in events)
+        assert any(event.get("cat") == "cpu_op" for event in events)
 
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capsys):

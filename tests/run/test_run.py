@@ -17,7 +17,6 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.run import opening, served_trainer
-from hybridpar.run import run as run_module
 from hybridpar.run.part import Part
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import latest_checkpoint, list_checkpoints
@@ -51,7 +50,7 @@ def test_an_error_before_the_first_step_closes_the_trainer(tmp_path):
 
 def test_who_cannot_recall_options_joins_as_the_others_are_asked_to(tmp_path, monkeypatch):
     train(tmp_path, steps=1)
-    monkeypatch.setattr(run_module, "in_job", lambda: True)
+    monkeypatch.setattr(opening, "in_job", lambda: True)
     joined = mock.Mock(wraps=served_trainer.join_servers)
     monkeypatch.setattr(served_trainer, "join_servers", joined)
     with pytest.raises(UsageError, match="--weights is default"):
@@ -119,15 +118,15 @@ def test_a_part_sees_every_step_and_may_end_the_run(tmp_path, monkeypatch):
 
 def test_two_workers_are_one_with_two_micro_batches(tmp_path):
     run_ranks(train_rank, 2, tmp_path / "two", "plain", None, {})
-    train(tmp_path / "one", micro_batches=2)
+    train(tmp_path / "alone", micro_batches=2)
     assert check_run(tmp_path / "two", steps=STEPS)["workers"] == 2
-    two, one = saved_state(tmp_path / "two"), saved_state(tmp_path / "one")
+    two, alone = saved_state(tmp_path / "two"), saved_state(tmp_path / "alone")
     for name, value in two.items():
         if "running" in name:
-            torch.testing.assert_close(value, one[name], rtol=1e-6, atol=1e-7, msg=name)
+            torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-7, msg=name)
         else:
-            assert torch.equal(value, one[name]), name
-    losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("two", "one")]
+            assert torch.equal(value, alone[name]), name
+    losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("two", "alone")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -143,9 +142,9 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(straight, tmp_path
     assert train(tmp_path, "dropping", resume=True) == 0
     assert check_run(tmp_path, steps=STEPS)["resumed_from"] == forward + 1
     assert_same_state(straight, tmp_path)
-    whole, resumed = (read_metrics(path) for path in (straight, tmp_path))
-    assert whole.steps["loss"].tolist() == resumed.steps["loss"].tolist()
-    assert [one.train_loss for one in whole.epochs] == [one.train_loss for one in resumed.epochs]
+    uninterrupted, resumed = (read_metrics(path) for path in (straight, tmp_path))
+    assert uninterrupted.steps["loss"].tolist() == resumed.steps["loss"].tolist()
+    assert [end.train_loss for end in uninterrupted.epochs] == [end.train_loss for end in resumed.epochs]
 
 
 def test_all_workers_stop_at_the_same_step_and_resume_bit_for_bit(tmp_path):
@@ -242,13 +241,13 @@ def test_a_scripts_checkpoint_has_no_place_in_the_data(tmp_path):
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved):
     train(tmp_path, checkpoints=f"{every},keep={keep}")
     best = max(read_metrics(tmp_path).epochs, key=lambda epoch: (epoch.test_accuracy, -epoch.epoch)).step
-    told = check_run(tmp_path)["best"]
+    reported = check_run(tmp_path)["best"]
     if every == "never":
-        assert told is None
+        assert reported is None
     else:
         saved = {*saved, best}
-        assert told["step"] == best
-        assert (tmp_path / told["checkpoint"] / "model.safetensors").exists()
+        assert reported["step"] == best
+        assert (tmp_path / reported["checkpoint"] / "model.safetensors").exists()
     assert set(saved_steps(tmp_path)) == saved
 
 
@@ -349,7 +348,7 @@ def test_a_run_starts_from_weights_trains_what_is_not_frozen_and_is_resumed_to_t
     train(tmp_path / "whole", "dropping", **fine)
     assert "weights  " in capsys.readouterr().out
     began, ended = saved_state(straight), saved_state(tmp_path / "whole")
-    for name in (one for one in began if "/" not in one):
+    for name in (key for key in began if "/" not in key):
         if name != "body.3.bias":  # the norm after it takes it away
             same = torch.equal(began[name], ended[name])
             assert same == name.startswith(("body.0.", "body.1.")), name  # with them the layer's running statistics
@@ -370,11 +369,3 @@ def test_fine_tuning_in_stages_is_that_of_one_process(straight, tmp_path):
     run_ranks(train_rank, 2, tmp_path / "cut", "plain", None, {**fine, "stages": 2})
     for name, value in saved_state(tmp_path / "one").items():
         torch.testing.assert_close(saved_state(tmp_path / "cut")[name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_a_longer_run_goes_on_within_the_epoch(tmp_path):
-    options = {"lr_schedule": "constant:warmup=0"}
-    train(tmp_path / "straight", steps=9, **options)
-    train(tmp_path / "extended", steps=4, **options)
-    train(tmp_path / "extended", steps=9, resume=True, **options)
-    assert_same_state(tmp_path / "straight", tmp_path / "extended")

@@ -92,24 +92,24 @@ def accuracies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("best", "kept"),
+    ("best", "staying"),
     [("best=1", [12, 30]), ("best=3", [6, 12, 24, 30]), ("by=test_loss", [6, 30])],
 )
-def test_checkpoints_of_the_best_epochs_stay(accuracies, tmp_path, best, kept):
+def test_checkpoints_of_the_best_epochs_stay(accuracies, tmp_path, best, staying):
     train(tmp_path, epochs=5, checkpoints=f"keep=1,{best}")
-    assert [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")] == kept
-    told = check_run(tmp_path)["best"]
-    assert told["step"] == (6 if "loss" in best else 12)
-    assert told["metric"] == ("test_loss" if "loss" in best else "test_accuracy")
+    assert [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")] == staying
+    reported = check_run(tmp_path)["best"]
+    assert reported["step"] == (6 if "loss" in best else 12)
+    assert reported["metric"] == ("test_loss" if "loss" in best else "test_accuracy")
 
 
 def test_a_trained_model_is_that_of_the_best_epoch_unless_another_is_asked_for(accuracies, tmp_path):
     train(tmp_path, epochs=3, checkpoints="keep=1")
     for weights, step, said in (
         (None, 12, "weights of step 12, the best by test_accuracy: "),
-        ("best,raw", 12, "step-12/model.safetensors"),
+        ("best,raw", 12, "checkpoints/step-12"),
         ("last", 18, "weights of step 18, the last: "),
-        ("last, raw", 18, "step-18/model.safetensors"),
+        ("last, raw", 18, "checkpoints/step-18"),
     ):
         trained = find_trained(str(tmp_path), TrainedOptions(weights=weights))
         assert trained.step == step

@@ -32,9 +32,9 @@ class Mixed(nn.Module):
         self.head = nn.Linear(64, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        found = self.norm(self.conv(images)).mean(dim=(2, 3)) * self.scale
-        found = self.second(self.first(found)) + self.noise.mean() * found[:, self.order[:64]]
-        scores: Tensor = self.head(found)
+        features = self.norm(self.conv(images)).mean(dim=(2, 3)) * self.scale
+        features = self.second(self.first(features)) + self.noise.mean() * features[:, self.order[:64]]
+        scores: Tensor = self.head(features)
         return scores
 
 
@@ -87,14 +87,14 @@ def test_the_layout_is_that_which_is_wanted_and_the_dtype_that_of_the_model(tmp_
     model = Mixed()
     for number, (layout, wanted) in enumerate(((False, False), (False, True), (True, False), (True, True))):
         model.to(memory_format=torch.channels_last if layout else torch.contiguous_format)
-        found = loaded(saved(tmp_path / str(number), model), "Mixed", channels_last=wanted)
+        reopened = loaded(saved(tmp_path / str(number), model), "Mixed", channels_last=wanted)
         expected = Mixed().to(memory_format=torch.channels_last if wanted else torch.contiguous_format)
-        assert found.conv.weight.stride() == expected.conv.weight.stride()
-        assert torch.equal(found.conv.weight, model.conv.weight)
+        assert reopened.conv.weight.stride() == expected.conv.weight.stride()
+        assert torch.equal(reopened.conv.weight, model.conv.weight)
     torch.save(model.half().state_dict(), tmp_path / "half.pt")
-    found = loaded(tmp_path / "half.pt", "Mixed")
-    assert found.head.weight.dtype == torch.float32
-    assert torch.equal(found.head.weight, model.head.weight.float())
+    reopened = loaded(tmp_path / "half.pt", "Mixed")
+    assert reopened.head.weight.dtype == torch.float32
+    assert torch.equal(reopened.head.weight, model.head.weight.float())
 
 
 def test_files_that_do_not_fit_are_one_error(tmp_path):

@@ -171,11 +171,10 @@ class Worker:
     def step(self, seed: int, workers: int = 1, **more: Any) -> Any:
         return self.step_on(images(seed), workers, **more)
 
-    def step_on(self, batch: tuple[Tensor, Tensor], workers: int = 1, lowered: float | None = None, **more: Any) -> Any:
+    def step_on(self, batch: tuple[Tensor, Tensor], workers: int = 1, **more: Any) -> Any:
         """The answer to a push, the norm that was added up, and bytes pushed and pulled."""
         assert self.engine is not None
         before = self.servers.traffic
-        self.engine.gradients.lowered = lowered
         given = StepRequest([batch], 4, 4 * workers, **more)
         self._thread.submit(self.engine.step, given).result()
         pushed, pulled = (now - then for now, then in zip(self.servers.traffic, before, strict=True))

@@ -134,16 +134,6 @@ def test_a_shard_that_dies_while_norms_are_added_up_is_what_is_said():
         assert "is gone" in second
 
 
-def test_worker_0_tells_the_others_what_rates_are_multiplied_with():
-    rules = Rules.asynchronous(2)
-    with serving(rules) as served:
-        team, results = train(served, rules, 2, 1)
-        assert [one.lowered for (one,) in results] == [None, None]
-        assert team[0].step(2, lowered=0.25).lowered == 0.25
-        assert team[1].step(3).lowered == 0.25
-        together([worker.close for worker in team])
-
-
 @pytest.mark.parametrize("codec", ["onebit:least=1", "powersgd:rank=1,gain=0", "topk:rate=0.3,least=1"])
 def test_compressed_pushes_train_alike_on_all_workers(codec):
     rules = Rules.synchronous(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from hybridpar.plan import StepFigures
-from hybridpar.run.closing import expected_lines
+from hybridpar.run.reporting import expected_lines
 
 NOON = datetime(2026, 5, 4, 12, 0)
 
