@@ -83,57 +83,38 @@ def box_around(lam: float, row: int, column: int, size: tuple[int, int]) -> Box:
     return Box(*bounds)
 
 
-def mix(
-    images: Tensor, targets: Tensor, draw: MixDraw, *, classes: int, smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def mix(images: Tensor, targets: Tensor, draw: MixDraw) -> tuple[Tensor, Tensor]:
     """Mix a batch, or a share of it that was cut at even positions of the global batch; nothing is changed in place.
 
     Args:
         images: Normalised images, shape (n, channels, height, width).
-        targets: Class numbers, shape (n,), or a target for each class, shape (n, classes).
+        targets: A target for each class, shape (n, classes); see `hybridpar.optim.losses.soft_targets`.
         draw: Of the global batch.
-        classes: Number of classes.
-        smoothing: Label smoothing of the targets; those of several labels move towards 1/2.
 
     Returns:
-        The mixed images, and targets of shape (n, classes), float32. An odd last sample is not mixed.
+        The mixed images and targets. An odd last sample is not mixed.
     """
-    if targets.ndim == 1:
-        off = smoothing / classes
-        dense = torch.full((len(targets), classes), off, device=targets.device)
-        soft = dense.scatter_(1, targets.long().view(-1, 1), 1.0 - smoothing + off)
-    else:
-        soft = targets.float() * (1.0 - smoothing) + 0.5 * smoothing
     lam, box = draw
     if lam == 1.0:
-        return images, soft
+        return images, targets
     if box is None:
         images = images.mul(lam).add_(_partners(images).mul_(1.0 - lam))
     else:
         partners = _partners(images[:, :, box.top : box.bottom, box.left : box.right])
         images = images.clone()
         images[:, :, box.top : box.bottom, box.left : box.right] = partners
-    return images, soft * lam + _partners(soft) * (1.0 - lam)
+    return images, targets * lam + _partners(targets) * (1.0 - lam)
 
 
 def mix_step(
-    micro_batches: Sequence[tuple[Tensor, Tensor]],
-    mixing: Mixing,
-    seed: int,
-    step: int,
-    epoch: float,
-    *,
-    classes: int,
-    smoothing: float,
+    micro_batches: Sequence[tuple[Tensor, Tensor]], mixing: Mixing, seed: int, step: int, epoch: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Mix this worker's share of a global batch, by one draw for the step."""
-    draw = MixDraw()
-    if not micro_batches:
-        return []
-    if not mixing.off or epoch < mixing.off:
-        height, width = micro_batches[0][0].shape[-2:]
-        draw = draw_mix(mixing, seed, step, (height, width))
-    return [mix(images, targets, draw, classes=classes, smoothing=smoothing) for images, targets in micro_batches]
+    if not micro_batches or (mixing.off and epoch >= mixing.off):
+        return [*micro_batches]
+    height, width = micro_batches[0][0].shape[-2:]
+    draw = draw_mix(mixing, seed, step, (height, width))
+    return [mix(images, targets, draw) for images, targets in micro_batches]
 
 
 def _partners(values: Tensor) -> Tensor:

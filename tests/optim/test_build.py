@@ -18,6 +18,7 @@ from hybridpar.optim.build import (
     build_optimizer,
     fill_momentum,
     load_optimizer_state,
+    optimizer_by_name,
     optimizer_state,
     parameter_groups,
 )
@@ -170,7 +171,8 @@ def test_all_parameters_decay_where_that_is_asked_for():
 
 def test_rates_are_scaled_by_parameter():
     model = Mixed()
-    optimizer = build_optimizer(model, OptimizerConfig(lr=0.5), scales={"head.weight": 0.1, "head.bias": 0.1})
+    groups = parameter_groups(model, 5e-4, Groups(), lr=0.5, scales={"head.weight": 0.1, "head.bias": 0.1})
+    optimizer = optimizer_by_name(groups, OptimizerConfig(lr=0.5))
     rates = Rates(optimizer)
     rates.set(0.5)
     by_name = {

@@ -15,6 +15,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import DeferredModel
 from tests.ranks import run_ranks
+from tests.train.training import plain_loop
 
 X, Y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 5
 
@@ -62,13 +63,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def plain_steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
-    for _ in range(count):
-        optimizer.zero_grad()
-        cross_entropy(net(X), Y).backward()
-        optimizer.step()
-
-
 def facts(net: nn.Module) -> list[tuple[str, bool, set[str]]]:
     return [(name, module.training, set(vars(module))) for name, module in net.named_modules()]
 
@@ -98,7 +92,7 @@ def test_modes_stay_the_users_before_and_after_a_test(make: Callable[[], nn.Modu
             for _ in range(2):
                 trainer.step((X, Y))
             trainer.wait()
-            plain_steps(twin, optimizer, 2)
+            plain_loop(twin, optimizer, [(X, Y)] * 2)
             assert_same(net, twin)
             loss = trainer.evaluate([(X, Y)]).loss
             tested = copy.deepcopy(twin).eval()
@@ -125,7 +119,7 @@ def test_thawing_is_as_in_plain_pytorch(stages: int) -> None:
             for _ in range(2):
                 trainer.step((X, Y))
             trainer.wait()
-            plain_steps(twin, optimizer, 2)
+            plain_loop(twin, optimizer, [(X, Y)] * 2)
             assert_same(net, twin)
             assert int(net[1].num_batches_tracked) == 2 * thawed  # type: ignore[arg-type]
     assert facts(net) == facts(twin)
@@ -168,7 +162,7 @@ def test_two_workers_with_a_stage_each(deferred: bool) -> None:
     for _ in range(2):
         for _ in range(2):
             losses.append(float(cross_entropy(net(X), Y).detach()))
-            plain_steps(net, optimizer, 1)
+            plain_loop(net, optimizer, [(X, Y)])
         losses.append(float(cross_entropy(copy.deepcopy(net).eval()(X), Y).detach()))
     for found, modes in run_ranks(train_on_two, 2, deferred):
         assert found == pytest.approx(losses, rel=1e-5)

@@ -14,6 +14,7 @@ from hybridpar.comm.world import World
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.train.checkpoint import load_model_state
 from tests.ranks import run_ranks
+from tests.train.training import plain_loop
 
 State = dict[str, Tensor]
 
@@ -46,11 +47,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def plain() -> tuple[State, float]:
     """The state and the loss after training in a plain loop."""
     model = Net()
-    optimizer = sgd(model)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        cross_entropy(model(X), Y).backward()
-        optimizer.step()
+    plain_loop(model, sgd(model), [(X, Y)] * STEPS)
     return model.state_dict(), cross_entropy(model(X), Y).item()
 
 
