@@ -163,7 +163,6 @@ def test_the_average_is_evaluated_by_itself() -> None:
     [
         ({"model_ema": "0.9,warmpu=on"}, "Did you mean warmup?"),
         ({"model_ema": "1.0"}, "less than 1"),
-        ({"model_ema": "0.9998", "cuda_graph": True}, "--cuda-graph"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> None:

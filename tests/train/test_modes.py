@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
-from hybridpar.models.deferred import DeferredModel
-from tests.ranks import run_ranks
 from tests.train.training import plain_loop
 
 X, Y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 5
@@ -138,32 +135,3 @@ def test_a_mode_that_the_stages_are_not_cut_for_is_refused() -> None:
         net.eval()
         with pytest.raises(UsageError, match=r"Sequential is in evaluation mode, and the stages"):
             trainer.step((X, Y))
-
-
-def train_on_two(world: World, deferred: bool) -> tuple[list[float], list[bool]]:
-    torch.manual_seed(0)
-    model = DeferredModel(part_in_evaluation) if deferred else part_in_evaluation()
-    losses = []
-    with Trainer(
-        model, optimizer=sgd, config=TrainConfig(plan="none", stages=2, micro_batches=2), world=world, example=X[:4]
-    ) as trainer:
-        for _ in range(2):
-            losses += [float(trainer.step((X, Y)).loss) for _ in range(2)]
-            shares = [(X, Y)] if deferred else [(X[world.rank :: 2], Y[world.rank :: 2])]
-            losses.append(trainer.evaluate(shares).loss)
-        return losses, [module.training for module in trainer.model.modules()]
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_two_workers_with_a_stage_each(deferred: bool) -> None:
-    torch.manual_seed(0)
-    net = part_in_evaluation()
-    optimizer, losses = sgd(net), []
-    for _ in range(2):
-        for _ in range(2):
-            losses.append(float(cross_entropy(net(X), Y).detach()))
-            plain_loop(net, optimizer, [(X, Y)])
-        losses.append(float(cross_entropy(copy.deepcopy(net).eval()(X), Y).detach()))
-    for found, modes in run_ranks(train_on_two, 2, deferred):
-        assert found == pytest.approx(losses, rel=1e-5)
-        assert modes == [module.training for module in net.modules()]
