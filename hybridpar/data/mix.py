@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hybridpar.config.data import Mixing
 from hybridpar.data.sampling import Draw, counter_hash
@@ -67,26 +66,20 @@ def cut_around(centre: int, lam: float, length: int) -> slice:
     return slice(max(centre - cut // 2, 0), min(centre + (cut + 1) // 2, length))
 
 
-def mix(
-    images: Tensor, targets: Tensor, draw: MixDraw, *, classes: int, smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def mix(images: Tensor, targets: Tensor, draw: MixDraw) -> tuple[Tensor, Tensor]:
     """Mix a batch, or a share of it that was cut at even positions of the global batch; nothing is changed in place.
 
     Args:
         images: Normalised images, shape (n, channels, height, width).
-        targets: Class numbers, shape (n,), or a target for each class, shape (n, classes).
+        targets: A target for each class, shape (n, classes); see `hybridpar.optim.losses.soft_targets`.
         draw: Of the global batch.
-        classes: Number of classes.
-        smoothing: Label smoothing of the targets; those of several labels move towards 1/2.
 
     Returns:
-        The mixed images, and targets of shape (n, classes), float32. An odd last sample is not mixed.
+        The mixed images and targets. An odd last sample is not mixed.
     """
-    dense = functional.one_hot(targets.long(), classes) if targets.ndim == 1 else targets
-    soft = dense.float() * (1.0 - smoothing) + smoothing / (classes if targets.ndim == 1 else 2)
     lam, box = draw
     if lam == 1.0:
-        return images, soft
+        return images, targets
     if box is None:
         images = images.mul(lam).add_(_partners(images).mul_(1.0 - lam))
     else:
@@ -94,26 +87,18 @@ def mix(
         partners = _partners(images[:, :, rows, columns])
         images = images.clone()
         images[:, :, rows, columns] = partners
-    return images, soft * lam + _partners(soft) * (1.0 - lam)
+    return images, targets * lam + _partners(targets) * (1.0 - lam)
 
 
 def mix_step(
-    micro_batches: Sequence[tuple[Tensor, Tensor]],
-    mixing: Mixing,
-    seed: int,
-    step: int,
-    epoch: float,
-    *,
-    classes: int,
-    smoothing: float,
+    micro_batches: Sequence[tuple[Tensor, Tensor]], mixing: Mixing, seed: int, step: int, epoch: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Mix this worker's share of a global batch, by one draw for the step."""
-    if not micro_batches:
-        return []
+    if not micro_batches or (mixing.off and epoch >= mixing.off):
+        return [*micro_batches]
     height, width = micro_batches[0][0].shape[-2:]
-    ended = mixing.off and epoch >= mixing.off
-    draw = MixDraw() if ended else draw_mix(mixing, seed, step, (height, width))
-    return [mix(images, targets, draw, classes=classes, smoothing=smoothing) for images, targets in micro_batches]
+    draw = draw_mix(mixing, seed, step, (height, width))
+    return [mix(images, targets, draw) for images, targets in micro_batches]
 
 
 def _partners(values: Tensor) -> Tensor:

@@ -38,11 +38,6 @@ def index_of(files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors in a file."""
-    return {name: tuple(facts["shape"]) for name, facts in _header(file).items()}
-
-
 def can_hold(value: object) -> bool:
     """Whether the format has a form for a value: dense tensors, but for some dtypes such as complex128."""
     import torch

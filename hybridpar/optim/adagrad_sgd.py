@@ -6,8 +6,8 @@ to the whole gradient, but for the length that AdaGrad's steps are given, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -18,56 +18,39 @@ from hybridpar.compress.memory import State
 class AdaGradSGD(torch.optim.Optimizer):
     """SGD on gradients that AdaGrad has scaled, before momentum or after it; see the codec `onebit_sgd`."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        rule: OneBitSgd,
-        weight_decay: float = 0.0,
-        momentum_power: float = 1.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], lr: float, rule: OneBitSgd, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": rule.momentum})
         self._rule = rule
-        self.momentum_power = momentum_power
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
         """Take a step with what is in `.grad`; a parameter whose `.grad` is None stays as it is."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
         return loss
 
     def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
-        update = self._smooth(parameter)
-        if group["weight_decay"]:
-            update = update.add_(parameter, alpha=group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"])
-
-    def _smooth(self, parameter: torch.Tensor) -> torch.Tensor:
-        rule, state = self._rule, self.state[parameter]
+        adagrad, state = self._rule.adagrad, self.state[parameter]
         assert parameter.grad is not None
-        values = parameter.grad.detach().clone(memory_format=torch.contiguous_format)
-        if rule.adagrad in ("owner", "worker"):
-            self._scale(values, parameter)
-        if rule.momentum:
+        update = parameter.grad.detach().clone(memory_format=torch.contiguous_format)
+        if adagrad in ("owner", "worker"):
+            self._scale(update, parameter)
+        if group["momentum"]:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            mu = rule.momentum**self.momentum_power
-            values.add_(state["momentum_buffer"], alpha=mu)
-            state["momentum_buffer"].copy_(values)
-        if rule.adagrad == "after":
-            self._scale(values, parameter)
-        return values
+            update.add_(state["momentum_buffer"], alpha=group["momentum"])
+            state["momentum_buffer"].copy_(update)
+        if adagrad == "after":
+            self._scale(update, parameter)
+        if group["weight_decay"]:
+            update.add_(parameter, alpha=group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"])
 
     def _scale(self, values: torch.Tensor, parameter: torch.Tensor) -> None:
         state = self.state[parameter]

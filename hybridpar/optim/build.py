@@ -12,8 +12,7 @@ import importlib
 import inspect
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import compress
@@ -29,26 +28,16 @@ from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, Groups, check_optimizer
 from hybridpar.config.sync import OneBit
 from hybridpar.errors import CheckpointError, UsageError, nearest
+from hybridpar.models import learning_rate_scales
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.spec import with_options
+from hybridpar.spec import split_fields, split_name, with_options
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 #: Optimizers of torch whose fused form can be told on a GPU not to step.
 _FUSED = ("sgd", "adam", "adamw")
 
-#: Keys of parameter groups in which optimizers of timm count their steps.
-_COUNTERS = frozenset({"step"})
-
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
-
-
-def undecayed_names(model: nn.Module, patterns: Collection[str] = ()) -> frozenset[str]:
-    """Parameters that are to have no weight decay besides biases, norms and vectors."""
-    listed = getattr(model, "no_weight_decay", None)
-    asked = [*patterns, *(listed() if callable(listed) else ())]
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return frozenset(name for name in names if any(name == pattern or fnmatchcase(name, pattern) for pattern in asked))
 
 
 def parameter_groups(
@@ -62,16 +51,19 @@ def parameter_groups(
     """Trainable and frozen parameters in groups: those with weight decay and those without, by scale of their rate.
 
     Biases and everything inside a normalisation layer do not decay (Goyal et al. 2017, section 5.3; He et al. 2019,
-    section 3.1), unless `groups` asks for all.
+    section 3.1), unless `groups` asks for all; nor do those that `groups` or the model's `no_weight_decay` names.
     """
+    listed = getattr(model, "no_weight_decay", None)
+    patterns = [*groups.no_decay, *(listed() if callable(listed) else ())]
     exempt = {
         id(parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if not groups.decay_all and (isinstance(module, _NORMS) or name == "bias" or parameter.ndim <= 1)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
     }
-    without, every = undecayed_names(model, groups.no_decay), model.named_parameters(remove_duplicate=False)
-    exempt |= {id(parameter) for name, parameter in every if name in without}
+    for module in model.modules() if not groups.decay_all else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, _NORMS) or name == "bias" or parameter.ndim <= 1:
+                exempt.add(id(parameter))
     members: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         key = id(parameter) in exempt, float((scales or {}).get(name, 1.0))
@@ -83,14 +75,17 @@ def parameter_groups(
     ]
 
 
-def build_optimizer(
-    model: nn.Module,
-    config: OptimizerConfig,
-    scales: Mapping[str, float] | None = None,
-) -> torch.optim.Optimizer:
-    """The optimizer that options name, over `parameter_groups`."""
-    groups = parameter_groups(model, config.weight_decay, config.groups, lr=config.peak_lr, scales=scales)
-    return optimizer_by_name(groups, config)
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that options name."""
+    return optimizer_by_name(groups_of(model, config), config)
+
+
+def groups_of(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The parameters of a model in groups, as options say."""
+    groups, scales = config.groups, None
+    if groups.scales_rates:
+        scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr)
+    return parameter_groups(model, config.weight_decay, groups, lr=config.peak_lr, scales=scales)
 
 
 def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -125,7 +120,9 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         raise UsageError(
             f"the optimizer {config.optimizer} cannot be made: {error or type(error).__name__}",
             "It is made with --lr, --weight-decay and what --optimizer says behind its name.",
-            _fix(config.optim.name),
+            "Use timm/muon, which trains everything but matrices with AdamW."
+            if name == "muon"
+            else "Mend the arguments, or choose another optimizer.",
         ) from error
 
 
@@ -161,12 +158,6 @@ def _group_of(group: Mapping[str, Any], ids: Collection[int]) -> dict[str, Any]:
     return copy.deepcopy({key: value for key, value in group.items() if key not in lists}) | lists
 
 
-def _fix(name: str) -> str:
-    if name == "muon":
-        return "Use timm/muon, which trains everything but matrices with AdamW."
-    return "Mend the arguments, or choose another optimizer."
-
-
 def _check_arguments(config: OptimizerConfig, kind: Callable[..., Any]) -> None:
     """Refuse arguments that an optimizer does not take, and those of another kind than its defaults."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
@@ -199,35 +190,15 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-@contextmanager
-def scaled_options(optimizer: torch.optim.Optimizer, momentum_power: float, decay_factor: float) -> Iterator[None]:
-    """Inside, every group's momentum is raised to a power and its weight decay multiplied, for one optimizer step.
-
-    Afterwards the groups are as before: they are the user's, who reads, changes and saves them.
-    """
-    if momentum_power == decay_factor == 1.0:
-        yield
-        return
-    scaled = [
-        (group, key, group[key], group[key] ** momentum_power if key == "momentum" else group[key] * decay_factor)
-        for group in optimizer.param_groups
-        for key in ("momentum", "weight_decay")
-        if group.get(key)
-    ]
-    for group, key, _, value in scaled:
-        group[key] = value
-    try:
-        yield
-    finally:
-        for group, key, value, _ in scaled:
-            group[key] = value
-
-
 class Rates:
-    """Sets the learning rates of an optimizer's groups to fractions of what they were at first, their peaks."""
+    """Sets the learning rates of an optimizer's groups to fractions of what they were at first, their peaks.
+
+    Where steps are of another number of samples than the options are for, also momentum and weight decay.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
         self._groups = optimizer.param_groups
+        self._given = [dict(group) for group in self._groups]
         self._peaks = [float(group["lr"]) for group in self._groups]
         self._on_device = device is not None
         if device is not None:
@@ -246,6 +217,14 @@ class Rates:
                 group["lr"].fill_(peak * factor)
             else:
                 group["lr"] = peak * factor
+
+    def scale(self, momentum_power: float, decay_factor: float) -> None:
+        """Raise momentum to a power of what it was at first, and multiply weight decay."""
+        for group, given in zip(self._groups, self._given, strict=False):
+            if given.get("momentum"):
+                group["momentum"] = given["momentum"] ** momentum_power
+            if given.get("weight_decay"):
+                group["weight_decay"] = given["weight_decay"] * decay_factor
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -269,7 +248,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any], *, take: bool = False
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any], *, take: bool = False
 ) -> None:
     """Put saved state back by name; what is not in it has none afterwards. The optimizer's own grouping stays."""
     kind = type(optimizer).__name__
@@ -279,48 +258,33 @@ def load_optimizer_state(
             "Optimizer state is of use to the same kind of optimizer only.",
             f"Resume with {saved['kind']}, or start a new run with the checkpoint as --weights.",
         )
-    by_name = dict(model.named_parameters())
-    counting_on_device = {
-        id(parameter)
-        for group in optimizer.param_groups
-        if group.get("fused") or group.get("capturable")
-        for parameter in group["params"]
-    }
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer.state.clear()
-    _load_group_state(optimizer, {id(parameter): name for name, parameter in by_name.items()}, saved)
-    for name, values in saved["state"].items():
-        if name not in by_name:
-            continue
-        parameter = by_name[name]
-        optimizer.state[parameter] = {
-            key: _place(value, parameter, id(parameter) in counting_on_device, take)
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in values.items()
-        }
+    for group in optimizer.param_groups:
+        members = {names[id(parameter)]: parameter for parameter in group["params"]}
+        put_counters(group, next((other for other in saved["groups"] if members.keys() & other["names"]), {}))
+        counts_on_device = bool(group.get("fused") or group.get("capturable"))
+        for name, parameter in members.items():
+            if name in saved["state"]:
+                optimizer.state[parameter] = {
+                    key: _fitted(value, parameter, counts_on_device, take) if isinstance(value, torch.Tensor) else value
+                    for key, value in saved["state"][name].items()
+                }
 
 
 def counters_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What optimizers such as LAMB count per group of parameters, copied."""
-    counters = {key: group[key] for key in _COUNTERS & group.keys()}
-    return {key: count.clone() if isinstance(count, torch.Tensor) else count for key, count in counters.items()}
+    """What optimizers of timm such as LAMB count per group of parameters, their steps, copied."""
+    return copy.deepcopy({key: group[key] for key in ("step",) if key in group})
 
 
 def put_counters(group: dict[str, Any], counters: Mapping[str, Any]) -> None:
     """Give a group of parameters the counters that `counters_of` returned, and no others."""
-    for key in _COUNTERS & group.keys():
-        del group[key]
+    group.pop("step", None)
     group.update(counters_of(counters))
 
 
-def _load_group_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: dict[str, Any]) -> None:
-    """Put back what optimizers such as LAMB count per group: options that no constructor has."""
-    for group in optimizer.param_groups:
-        members = {names.get(id(parameter)) for parameter in group["params"]}
-        put_counters(group, next((other for other in saved["groups"] if members.intersection(other["names"])), {}))
-
-
-def _place(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool, take: bool) -> torch.Tensor:
+def _fitted(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool, take: bool) -> torch.Tensor:
+    """A tensor of an optimizer's state on the device, and in the memory format, in which the optimizer wants it."""
     if value.shape != parameter.shape:
         # A step counter. Only fused and capturable optimizers want it where the parameter is, others on the host.
         # What has dimensions is part of the state, as the row and column sums of Adafactor.
@@ -339,48 +303,38 @@ def _plain(value: object) -> bool:
 def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> TrainConfig:
     """The options that a recipe stands for, without the recipe."""
     config = replace(config, lr=config.peak_lr)
-    if not config.is_onebit:
+    if not isinstance(config.exchange, OneBit):
         return config
-    codec = "none" if replicas == 1 else codec_text(config, total_steps)
     return replace(
         config,
         sync=with_options(config.sync.replace("onebit-sgd", "allreduce", 1), warm=None),
-        compress=codec,
+        compress="none" if replicas == 1 else _owners_codec(config, config.exchange.warm_steps(total_steps)),
         optimizer=with_options(config.optimizer, momentum=0),
         # Not part of the owners' momentum, which would have added it up.
-        weight_decay=config.weight_decay / (1 - _rule(config).momentum),
+        weight_decay=config.weight_decay / (1 - _owners_rule(config).momentum),
     )
 
 
-def codec_text(config: TrainConfig, total_steps: int | None) -> str:
-    """The codec of a recipe, as text; what `--compress` says of it goes before what other options say."""
-    name, _, options = config.compress.strip().partition(":")
-    given = dict(part.partition("=")[::2] for part in options.split(",") if part)
-    codec = "onebit_sgd"
-    given = {option.strip(): value for option, value in given.items()} if name == codec else {}
-    assert isinstance(config.exchange, OneBit)
-    given.setdefault("warm", str(config.exchange.warm_steps(total_steps)))
-    given.setdefault("momentum", f"{config.momentum:g}")
-    return f"{codec}:" + ",".join(f"{option}={value}" for option, value in given.items())
-
-
 def make_optimizer(
-    model: nn.Module,
-    config: TrainConfig,
-    expanded: TrainConfig,
-    *,
-    replicas: int,
-    scales: Mapping[str, float] | None = None,
+    model: nn.Module, config: TrainConfig, expanded: TrainConfig, *, replicas: int
 ) -> torch.optim.Optimizer:
     """The optimizer of a model."""
     if not config.is_onebit or replicas > 1:
-        return build_optimizer(model, expanded, scales)
-    groups = parameter_groups(model, expanded.weight_decay, config.groups, lr=expanded.peak_lr, scales=scales)
-    return AdaGradSGD(groups, expanded.peak_lr, _rule(config))
+        return build_optimizer(model, expanded)
+    return AdaGradSGD(groups_of(model, expanded), expanded.peak_lr, _owners_rule(config))
 
 
-def _rule(config: TrainConfig) -> OneBitSgd:
-    """What owners of stripes do in the recipe `onebit-sgd`, however long the run is."""
-    codec = parse_codec(codec_text(config, 0)).core
+def _owners_codec(config: TrainConfig, warm: int) -> str:
+    """The codec of `onebit-sgd`; what `--compress` says of it goes before what other options say."""
+    name, options = split_name(config.compress)
+    codec = config.compress.strip() if name == "onebit_sgd" else "onebit_sgd"
+    given = split_fields(f"--compress {codec}", options, flags=None) if name == "onebit_sgd" else {}
+    usual: dict[str, object] = {"warm": warm, "momentum": f"{config.momentum:g}"}
+    return with_options(codec, **{key: value for key, value in usual.items() if key not in given})
+
+
+def _owners_rule(config: TrainConfig) -> OneBitSgd:
+    """What owners of stripes do in `onebit-sgd`, however long the run is."""
+    codec = parse_codec(_owners_codec(config, 0)).core
     assert isinstance(codec, OneBitSgd)
     return codec

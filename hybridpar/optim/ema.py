@@ -45,22 +45,6 @@ class ModelAverage:
         self._copied = {name for name, buffer in module.named_buffers() if not bool(torch.isfinite(buffer).all())}
         self._average = {name: _averaged(name, tensor) for name, tensor in module.state_dict().items()}
 
-    def decay_at(self, step: int) -> float:
-        """The decay of an update.
-
-        Args:
-            step: Number of the step, from 1.
-
-        Returns:
-            The decay; 0 at the first update.
-        """
-        update = step // self.every - 1
-        if update <= 0:
-            return 0.0
-        if not self.warmup:
-            return self.decay
-        return min(1.0 - math.pow(1 + update, -2 / 3), self.decay)
-
     @torch.no_grad()
     def update(self, step: int, commit: Tensor | None = None) -> None:
         """Move the average towards what the module is now; only every `every` steps.
@@ -69,9 +53,11 @@ class ModelAverage:
             step: Number of the step that was just made, from 1.
             commit: 0-d tensor on the device; where it is 0, the step was rolled back and the average stays.
         """
-        if step % self.every:
+        number, left = divmod(step, self.every)
+        if left:
             return
-        weight = 1.0 - self.decay_at(step)
+        decay = min(1.0 - math.pow(max(1, number), -2 / 3), self.decay) if self.warmup else self.decay
+        weight = 1.0 if number <= 1 else 1.0 - decay
         averages, values = [], []
         for name, value in self.module.state_dict().items():
             average = self._average.get(name)

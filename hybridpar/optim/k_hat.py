@@ -7,13 +7,12 @@ do not (Seide et al., Interspeech 2014, equation 4). It knows neither overlap no
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
-from hybridpar.errors import UsageError
+from hybridpar.spec import AT_LEAST_0, POSITIVE, Options, check_rules
 
 
-@dataclass(frozen=True)
-class KHat:
+class KHat(Options):
     """The equation's figures, in milliseconds.
 
     Per step and worker, computing takes (samples x per_sample + post) / K + update, and communicating exchange / ratio.
@@ -30,25 +29,15 @@ class KHat:
         UsageError: A value is out of its range; the message says which.
     """
 
-    samples: float
-    per_sample_ms: float
-    exchange_ms: float
-    ratio: float = 1.0
-    post_ms: float = 0.0
-    update_ms: float = 0.0
+    samples: Annotated[float, POSITIVE]
+    per_sample_ms: Annotated[float, POSITIVE]
+    exchange_ms: Annotated[float, AT_LEAST_0]
+    ratio: Annotated[float, POSITIVE] = 1.0
+    post_ms: Annotated[float, AT_LEAST_0] = 0.0
+    update_ms: Annotated[float, AT_LEAST_0] = 0.0
 
     def __post_init__(self) -> None:
-        rules = (
-            ("samples", 0 < self.samples < math.inf),
-            ("per_sample_ms", 0 < self.per_sample_ms < math.inf),
-            ("exchange_ms", 0 <= self.exchange_ms < math.inf),
-            ("ratio", self.ratio > 0),
-            ("post_ms", 0 <= self.post_ms < math.inf),
-            ("update_ms", 0 <= self.update_ms < math.inf),
-        )
-        for name, holds in rules:
-            if not holds:
-                raise UsageError(f"{name} is {getattr(self, name)}", "Times and sizes are finite and at least 0.")
+        check_rules(self)
 
     @property
     def divided_ms(self) -> float:
@@ -56,22 +45,13 @@ class KHat:
         return self.samples * self.per_sample_ms + self.post_ms
 
     @property
-    def saturates(self) -> bool:
-        """Whether the equation holds: the exchange takes longer than what it could always hide behind."""
-        return self.exchange_ms / self.ratio > self.update_ms
-
-    @property
-    def unclamped(self) -> float:
-        """The equation as it stands; infinite outside of its domain."""
-        return self.divided_ms / (self.exchange_ms / self.ratio - self.update_ms) if self.saturates else math.inf
-
-    @property
     def workers(self) -> float:
-        """The number of workers at which computing takes as long as communicating, at least 1.
+        """The number of workers at which computing takes as long as communicating; below 1: do not parallelise.
 
-        Infinite where no number of workers saturates the link.
+        Infinite where the exchange takes no longer than the update: no number of workers saturates such a link.
         """
-        return max(1.0, self.unclamped)
+        left = self.exchange_ms / self.ratio - self.update_ms
+        return self.divided_ms / left if left > 0 else math.inf
 
     def speedup(self, workers: float) -> float:
         """Of K workers over one, where one exchanges nothing, and K do both at a time.

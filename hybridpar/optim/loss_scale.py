@@ -21,19 +21,11 @@ class LossScale:
     nothing. All numbers are tensors on the device; the host reads none of them.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        initial: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 2000,
-    ) -> None:
+    def __init__(self, device: torch.device, *, initial: float = 2.0**16, interval: int = 2000) -> None:
         self.value = torch.full((), initial, device=device)
         self._inverse = 1.0 / self.value
         self._steps = torch.zeros((), device=device)  # since the scale last changed
-        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self._interval = interval
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """From now on divide gradients of a module's parameters by the scale, before they are added up.
@@ -56,9 +48,8 @@ class LossScale:
         good = torch.as_tensor(commit, device=self.value.device).bool()
         self._steps.add_(1.0).mul_(good)
         rises = self._steps >= self._interval
-        risen = torch.where(rises, self.value * self._growth, self.value)
-        risen = torch.where(risen.isfinite(), risen, self.value)
-        self.value.copy_(torch.where(good, risen, self.value * self._backoff))
+        risen = torch.where(rises & (2.0 * self.value).isfinite(), 2.0 * self.value, self.value)
+        self.value.copy_(torch.where(good, risen, 0.5 * self.value))
         self._steps.mul_(~rises)
         self._inverse.copy_(1.0 / self.value)
 

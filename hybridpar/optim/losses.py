@@ -33,20 +33,25 @@ class BinaryCrossEntropy(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The mean over samples and classes."""
-        if targets.shape != outputs.shape:
-            targets = soft_targets(targets, outputs.shape[-1], self.smoothing, outputs.dtype)
-        elif self.smooth_dense and self.smoothing:
-            targets = targets * (1.0 - self.smoothing) + 0.5 * self.smoothing
+        if targets.shape != outputs.shape or self.smooth_dense:
+            dtype = torch.promote_types(outputs.dtype, torch.float32)
+            targets = soft_targets(targets, outputs.shape[-1], self.smoothing, dtype)
         if self.threshold is not None:
             targets = targets.gt(self.threshold).to(outputs.dtype)
         return functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype))
 
 
-def soft_targets(labels: Tensor, classes: int, smoothing: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
-    """Class numbers as a target for each class: 1 - smoothing + smoothing/classes, and smoothing/classes for others."""
+def soft_targets(targets: Tensor, classes: int, smoothing: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Targets of each class, (n, classes).
+
+    Of class numbers: 1 - smoothing + smoothing / classes, and smoothing / classes for the others. Of several labels,
+    which have a 0 or a 1 for each class, smoothing moves them towards 1/2.
+    """
+    if targets.ndim == 2 and targets.shape[1] == classes:
+        return targets.to(dtype) * (1.0 - smoothing) + 0.5 * smoothing
     off = smoothing / classes
-    filled = torch.full((len(labels), classes), off, device=labels.device, dtype=dtype or torch.float32)
-    return filled.scatter_(1, labels.long().view(-1, 1), 1.0 - smoothing + off)
+    filled = torch.full((len(targets), classes), off, device=targets.device, dtype=dtype)
+    return filled.scatter_(1, targets.long().view(-1, 1), 1.0 - smoothing + off)
 
 
 def make_loss(config: OptimizerConfig, *, several_labels: bool = False, mixed: bool = False) -> nn.Module:

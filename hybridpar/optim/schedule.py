@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -120,11 +120,7 @@ class Plateau:
         self._peak = peak
         self._holder = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
         self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            self._holder,
-            mode="max",
-            factor=schedule.rate,
-            patience=schedule.patience,
-            min_lr=schedule.min,
+            self._holder, mode="max", factor=schedule.rate, patience=schedule.patience, min_lr=schedule.min
         )
 
     @property
@@ -148,8 +144,7 @@ class Plateau:
             setattr(self._scheduler, key, state[key])
 
 
-@dataclass(frozen=True)
-class Leg:
+class Leg(NamedTuple):
     """A part of a run with one batch size.
 
     Attributes:
@@ -216,7 +211,7 @@ class Pace:
 
     def plain(self) -> list[list[int]]:
         """The legs as plain values, for a checkpoint."""
-        return [[leg.step, leg.epoch, leg.batch_size, leg.steps_per_epoch] for leg in self.legs]
+        return [[*leg] for leg in self.legs]
 
     @classmethod
     def of(cls, epochs: int, plain: Sequence[Sequence[int]]) -> Pace:

@@ -212,6 +212,8 @@ class StepOutcome(ABC):
     bytes_sent: int
     #: Bytes of weights that came from servers; None where there are none.
     bytes_pulled: int | None = None
+    #: Updates made since the weights that the gradient was computed on; None where that is always none.
+    staleness: float | None = None
 
     @property
     def spans(self) -> StepSpans:

@@ -144,11 +144,11 @@ class ServedTrainer(RunTrainer):
         histogram = {str(age): ages[age] for age in sorted(ages)}
         return {"staleness": {"mean": mean, "most": max(ages, default=None), "histogram": histogram}}
 
-    def _end(self, error: BaseException | None, *, whole: bool) -> None:
+    def _end(self, error: BaseException | None) -> None:
         try:
-            super()._end(error, whole=whole)
+            super()._end(error)
         finally:
-            self.servers.close(graceful=whole)
+            self.servers.close(graceful=error is None)
 
     # ------------------------------------------------------------------- begin
 

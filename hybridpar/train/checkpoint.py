@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError, RunDirectoryError, shortened
@@ -43,7 +43,6 @@ from hybridpar.formats.tensor_files import (
     can_hold,
     index_of,
     read_tensors,
-    shapes_in,
     shard_name,
     shards_of,
     write_tensors,
@@ -239,8 +238,7 @@ def load_model_state(path: Path, *, average: bool = False, held: Collection[str]
     digests, stem = read_manifest(path)["files"], "model_ema" if average else "model"
     state: dict[str, Any] = {}
     for name in shards_of(stem, digests):
-        file = _checked(path, digests, name)
-        with _damage(file):
+        with _checked(path, digests, name) as file:
             state |= read_tensors(file, held)
     for name in sorted(digests, reverse=True):  # worker 0, the last one here, has all extra states
         if name.startswith("extra-"):
@@ -261,66 +259,39 @@ def _add_optimizer(optimizer: dict[str, Any], part: Mapping[str, Any], stepped: 
 
 
 def _read(path: Path, digests: Mapping[str, str], name: str) -> dict[str, Any]:
-    file = _checked(path, digests, name)
-    with _damage(file):
+    with _checked(path, digests, name) as file:
         return read_torch(file)
 
 
-def _checked(path: Path, digests: Mapping[str, str], name: str) -> Path:
-    """A file of a checkpoint, whose content is what the manifest says."""
-    with _damage(path / name):
+@contextlib.contextmanager
+def _checked(path: Path, digests: Mapping[str, str], name: str) -> Iterator[Path]:
+    """A file of a checkpoint whose content is what the manifest says; inside, what is wrong with it is one error."""
+    with usable(path / name):
         if _sha256(path / name) != digests[name]:
             raise Unreadable("its content is not what the manifest says")
-    return path / name
-
-
-@contextlib.contextmanager
-def _damage(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, Unreadable) as error:
-        raise CheckpointError(
-            f"the checkpoint file {shortened(file)} is damaged: {getattr(error, 'strerror', None) or shortened(error)}",
-            "Every file must have the SHA-256 that manifest.json records.",
-            "Resume from another checkpoint with --resume-from, or delete this one.",
-        ) from error
+        yield path / name
 
 
 @contextlib.contextmanager
 def usable(path: Path) -> Iterator[None]:
-    """Inside, a part of a checkpoint that is missing, or of another kind than was expected, is one error."""
+    """Inside, what is wrong with a checkpoint, or a file of one, or is not what was expected in it, is one error."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint {shortened(path)} does not hold what is needed here: {type(error).__name__} "
-            f"{shortened(reason)}",
-            "Its files are whole, but another program, or another version, may have written them.",
-            "Use another checkpoint, or load its weights in a script.",
+            f"{shortened(path)} is damaged, or does not hold what is needed here: {type(error).__name__} "
+            f"{shortened(_reason(error))}",
+            "Every file of a checkpoint must have the SHA-256 that manifest.json records, and be of this version.",
+            "Resume from another checkpoint with --resume-from, or load its weights in a script.",
         ) from error
 
 
-def require_model(path: Path, fingerprint: str, model: nn.Module) -> None:
+def require_model(path: Path, fingerprint: str) -> None:
     """Refuse the checkpoint of another model."""
-    manifest = read_manifest(path)
-    if manifest["model"] == fingerprint:
+    if read_manifest(path)["model"] == fingerprint:
         return
-    shapes: dict[str, tuple[int, ...]] = {}
-    with usable(path):
-        for name in shards_of("model", manifest["files"]):
-            shapes |= shapes_in(_checked(path, manifest["files"], name))
     raise CheckpointError(
-        f"the checkpoint {path} is of another model: {_difference(shapes, model)}",
+        f"the checkpoint {path} is of another model",
         "Names, shapes and dtypes of all parameters and buffers must be equal.",
         "Name the model and the number of classes that the checkpoint was made with.",
     )
-
-
-def _difference(saved: Mapping[str, tuple[int, ...]], model: nn.Module) -> str:
-    here = {name: tuple(value.shape) for name, value in model.state_dict().items() if can_hold(value)}
-    for name in sorted(saved.keys() | here.keys()):
-        there, now = saved.get(name, "missing"), here.get(name, "missing")
-        if there != now:
-            return f"{name} is {there} there and {now} here"
-    return "dtypes differ"

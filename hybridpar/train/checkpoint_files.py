@@ -37,16 +37,16 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """All whole checkpoints of a directory, oldest first."""
     if not directory.is_dir():
         return []
-    whole: dict[int, Path] = {}
+    checkpoints: dict[int, Path] = {}
     for entry in directory.iterdir():
         match = _WHOLE.match(entry.name)
         if match is None or not (entry / "manifest.json").is_file():
             continue
         step, replaced = int(match[1]), match[2] is not None
         # A replaced one counts only where a crash left no successor.
-        if not replaced or step not in whole:
-            whole[step] = entry
-    return [whole[step] for step in sorted(whole)]
+        if not replaced or step not in checkpoints:
+            checkpoints[step] = entry
+    return [checkpoints[step] for step in sorted(checkpoints)]
 
 
 def latest_checkpoint(directory: Path) -> Path | None:

@@ -30,8 +30,9 @@ from hybridpar.train.engine import Engine, EngineParts
 class JoinedOutcome(StepOutcome):
     """Two half steps as one."""
 
-    def __init__(self, halves: Sequence[LateOutcome]) -> None:
-        self._halves = tuple(halves)
+    def __init__(self, halves: Sequence[StepOutcome]) -> None:
+        self._halves = halves
+        self.staleness = statistics.mean(half.staleness or 0.0 for half in halves)
 
     @property
     def exposed_sync_ms(self) -> float:  # type: ignore[override]
@@ -46,20 +47,19 @@ class JoinedOutcome(StepOutcome):
     @property
     def spans(self) -> StepSpans:
         """When everything on this worker really ran, in one half after the other."""
-        origin, spans = self._halves[0].spans.origin, []
-        for half in self._halves:
-            spans += [one.shifted(1e3 * (half.spans.origin - origin)) for one in half.spans.spans]
+        origin = self._halves[0].spans.origin
+        spans = [span.shifted(1e3 * (half.spans.origin - origin)) for half in self._halves for span in half.spans.spans]
         return StepSpans(origin, tuple(sorted(spans, key=lambda span: (span.start_ms, span.end_ms))))
 
     @property
     def bad_parameter(self) -> str | None:
         """A parameter of this worker's stages whose gradient was not finite."""
-        return next((name for half in self._halves if (name := half.bad_parameter) is not None), None)
+        return next(filter(None, (half.bad_parameter for half in self._halves)), None)
 
     @property
     def sync(self) -> SyncFigures:
         """What the sync of this worker's gradients took, in both halves."""
-        return add_up([costs for half in self._halves for costs in half.costs])
+        return add_up([costs for half in self._halves if isinstance(half, LateOutcome) for costs in half.costs])
 
     @property
     def values(self) -> StepValues:
@@ -81,26 +81,22 @@ class DoubleBufferEngine(Engine):
     def __init__(self, parts: EngineParts) -> None:
         self._halves = parts.config.late == "half" and parts.plan.layout.replicas > 1
         super().__init__(parts)
-        if self._halves:
-            # Two steps of half a batch each are to mean what one step means.
-            self._decay_factor = 0.5
-            self.set_batch_scale(1.0)
-        self._staleness = 0.0
-
-    @property
-    def staleness(self) -> float | None:
-        """Updates made since the weights that the last step's gradients were computed on; in halves, their mean."""
-        return self._staleness
+        self.set_batch_scale(1.0)
 
     def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super()._make_optimizer(module)
-        if self._halves:
-            _check_halves(optimizer)
+        if self._halves and not isinstance(optimizer, (torch.optim.SGD, AdaGradSGD)):
+            raise UsageError(
+                f"late=half with {type(optimizer).__name__}",
+                "Half a batch is half a step for SGD alone: other optimizers' steps do not grow with gradients.",
+                "Use torch.optim.SGD, or late=delay.",
+            )
         return optimizer
 
     def step(self, given: StepRequest) -> StepOutcome:
         """Train on this worker's share of one global batch, by late gradients."""
-        if self._halves and len(given.micro_batches) == 1:
+        micro_batches = given.micro_batches
+        if self._halves and len(micro_batches) == 1:
             self.refuse()
             raise UsageError(
                 "a batch that cannot be cut in two halves",
@@ -110,43 +106,28 @@ class DoubleBufferEngine(Engine):
         if self.pipeline.replicas > 1 and given.global_samples is None:
             # The exchange begins with the step, so whether somebody refuses the step is to be known before.
             given = replace(given, global_samples=self.pipeline.executor.count_samples(given.weight)())
-        if self._halves:
-            return self._step_in_halves(given)
-        self._staleness = self._age
-        return super().step(given)
-
-    def _step_in_halves(self, given: StepRequest) -> JoinedOutcome:
-        micro_batches = given.micro_batches
+        if not self._halves:
+            return self._late_step(given)
         middle = (len(micro_batches) + 1) // 2
-        outcomes, ages = [], []
-        for half in (micro_batches[:middle], micro_batches[middle:]):
-            ages.append(self._age)
-            own = sum(int(targets.shape[0]) for _, targets in half)
-            outcome = super().step(replace(given, micro_batches=half, samples=own))
-            assert isinstance(outcome, LateOutcome)
-            outcomes.append(outcome)
-        self._staleness = statistics.mean(ages)
-        return JoinedOutcome(outcomes)
+        halves = micro_batches[:middle], micro_batches[middle:]
+        samples = [sum(int(targets.shape[0]) for _, targets in half) for half in halves]
+        parts = zip(halves, samples, strict=True)
+        return JoinedOutcome(
+            [self._late_step(replace(given, micro_batches=half, samples=count)) for half, count in parts]
+        )
+
+    def _late_step(self, given: StepRequest) -> StepOutcome:
+        reducers = [stage.reducer for stage in self.pipeline.stages.values()]
+        ages = [reducer.staleness for reducer in reducers if isinstance(reducer, DelayedReducer)]
+        outcome = super().step(given)
+        outcome.staleness = float(max(ages, default=0))
+        return outcome
 
     def go_on_from(self, step: int) -> None:
         """Number of the last step; each half of a batch is a step of the pipeline."""
         super().go_on_from(2 * step if self._halves else step)
 
-    def set_batch_scale(self, samples: float) -> None:
-        """Say how many samples the coming steps have; half a batch is a step of its own."""
-        super().set_batch_scale(0.5 * samples if self._halves else samples)
-
-    @property
-    def _age(self) -> float:
-        reducers = [stage.reducer for stage in self.pipeline.stages.values()]
-        return float(max((one.staleness for one in reducers if isinstance(one, DelayedReducer)), default=0))
-
-
-def _check_halves(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers of which two steps on halves of a batch are not as one step on all of it."""
-    if not isinstance(optimizer, (torch.optim.SGD, AdaGradSGD)):
-        raise UsageError(
-            f"late=half with {type(optimizer).__name__}",
-            "Half a batch is half a step for SGD alone: other optimizers' steps do not grow with gradients.",
-            "Use torch.optim.SGD, or late=delay.",
-        )
+    def set_batch_scale(self, samples: float, *, decay: float = 1.0) -> None:
+        """Say how many samples the coming steps have; two steps of half a batch mean what one step means."""
+        part = 0.5 if self._halves else 1.0
+        super().set_batch_scale(part * samples, decay=part * decay)

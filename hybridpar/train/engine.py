@@ -31,14 +31,12 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state_dicts import copy_of, is_extra, load_values
-from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import (
     Rates,
     fill_momentum,
     load_optimizer_state,
     optimizer_state,
     part_of,
-    scaled_options,
 )
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.optim.loss_scale import LossScale
@@ -111,8 +109,6 @@ class Engine:
         self.loss_scales: list[LossScale] = []
         self._hooks: list[RemovableHandle] = []
         self._rates: list[Rates] = []
-        # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
-        self._momentum_power, self._decay_factor = 1.0, 1.0
         self.pipeline = self._open_pipeline(parts)
         self._shares_first = self.pipeline.replicas > 1
         # The host cannot do a first forward pass meanwhile where that needs others, who may have refused the step.
@@ -129,7 +125,7 @@ class Engine:
             self.pipeline.close()
             raise
         # Without the guard every step counts, so the host need not wait for a GPU's decision.
-        fused = all(getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers)
+        fused = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
         on_gpu = world.device.type == "cuda" and (fused or not config.guard)
         self.late = plan.is_staged or config.cuda_graph or on_gpu
 
@@ -139,20 +135,17 @@ class Engine:
         if plan.layout.replicas == 1:
             micro_batches = config.parts_per_step(micro_batches)  # one step of both halves
         stages: Sequence[StageModule] = [WholeModel(parts.model)] if parts.stages is None else parts.stages
-        if parts.example is not None:
-            with self.autocast():
-                options = pipeline_options(
-                    *(plan, parts.example, config, self._sync_options(), world, self._lanes.device, micro_batches),
-                    own_only=parts.own_only,
-                )
+        common: dict[str, Any] = {
+            "compile": config.compile,
+            "capture": config.cuda_graph,
+            "record": config.timeline is not None or config.shares.strip() == "auto",
+            "sync": self._sync_options(),
+        }
+        if parts.example is None:
+            options = whole_options(world.size, **common)
         else:
-            options = whole_options(
-                world.size,
-                compile=config.compile,
-                capture=config.cuda_graph,
-                record=config.timeline is not None or config.shares.strip() == "auto",
-                sync=self._sync_options(),
-            )
+            common |= {"seed": config.seed, "own_only": parts.own_only}
+            options = pipeline_options(plan, parts.example, world, self._lanes.device, micro_batches, **common)
         return PipelineEngine(
             *(parts.model, stages, world, self._lanes, parts.loss, self._step_of, options, micro_batches),
             context=nullcontext if config.amp == "none" else self.autocast,
@@ -214,15 +207,14 @@ class Engine:
             if unwritten is not None and not can_step(optimizer):
                 squares, unwritten = unwritten.materialise(), None
             fill_momentum(optimizer)
-            with scaled_options(optimizer, self._momentum_power, self._decay_factor):
-                if unwritten is not None:
-                    return step_in_pieces(optimizer, unwritten)
-                if commit is None:
-                    optimizer.step()
-                elif getattr(optimizer, "_step_supports_amp_scaling", False):
-                    step_if_committed(optimizer, commit)
-                elif bool(commit):  # waits for the device: this optimizer has to be told
-                    optimizer.step()
+            if unwritten is not None:
+                return step_in_pieces(optimizer, unwritten)
+            if commit is None:
+                optimizer.step()
+            elif getattr(optimizer, "_step_supports_amp_scaling", False):
+                step_if_committed(optimizer, commit)
+            elif bool(commit):  # waits for the device: this optimizer has to be told
+                optimizer.step()
             return squares
 
         return step
@@ -232,7 +224,7 @@ class Engine:
         if self._given is None:
             self._given = self._factory(self.model)
             known = {id(parameter) for parameter in self.model.parameters()}
-            if any(id(one) not in known for group in self._given.param_groups for one in group["params"]):
+            if any(id(param) not in known for group in self._given.param_groups for param in group["params"]):
                 raise UsageError(
                     "the optimizer holds parameters that the model does not",
                     "Gradients are synchronised for the parameters of the model.",
@@ -242,10 +234,10 @@ class Engine:
         is_sharded = self.plan.sync.shard_optimizer and layout.replicas > 1
         if self.plan.is_staged or is_sharded:
             _check_divisible(optimizer, "--shard-optimizer" if is_sharded else "a pipeline")
-            own = {id(parameter) for parameter in module.parameters()}
+            params = {id(parameter) for parameter in module.parameters()}
             if is_sharded:
-                own = owned(module, layout.replica_of(self._world.rank), layout.replicas)
-            optimizer = part_of(optimizer, own)
+                params = owned(module, layout.replica_of(self._world.rank), layout.replicas)
+            optimizer = part_of(optimizer, params)
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -257,7 +249,7 @@ class Engine:
             average = ModelAverage(module, ema.decay, warmup=ema.warmup, every=ema.every)
             self.averages.append(average)
         if config.amp == "fp16":
-            scale = LossScale(next((one.device for one in module.parameters()), self._world.device))
+            scale = LossScale(next((param.device for param in module.parameters()), self._world.device))
             self.loss_scales.append(scale)
             self._hooks += scale.attach(module)
 
@@ -320,12 +312,10 @@ class Engine:
         for rates in self._rates:
             rates.set(factor)
 
-    def set_batch_scale(self, samples: float) -> None:
+    def set_batch_scale(self, samples: float, *, decay: float = 1.0) -> None:
         """Say how many samples the coming steps have, as a multiple of those that momentum was given for."""
-        self._momentum_power = samples
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, AdaGradSGD):
-                optimizer.momentum_power = samples
+        for rates in self._rates:
+            rates.scale(samples, decay)
         for codec in self.codecs:
             codec.set_batch_scale(samples)
 
@@ -342,17 +332,9 @@ class Engine:
         """Wait until every step that was issued is done, as far as the host can tell."""
         self.pipeline.executor.wait()
 
-    @property
-    def staleness(self) -> float | None:
-        """Updates made since the weights that a step's gradient was computed on; None where that is always none."""
-        return None
-
     def bad_parameter(self, outcome: StepOutcome) -> str | None:
         """Name of a parameter of this worker's stages whose gradient was not finite."""
-        found = outcome.bad_parameter
-        if found or self.plan.is_staged:
-            return found
-        return self.pipeline.stages[0].gradients.first_bad()
+        return outcome.bad_parameter or (None if self.plan.is_staged else self.pipeline.stages[0].gradients.first_bad())
 
     # ----------------------------------------------------------- between steps
 
@@ -394,13 +376,13 @@ class Engine:
     def averaged(self) -> Iterator[None]:
         """Inside, `model` holds the moving average, once `synchronize_buffers` has made it whole; a collective."""
         self.pipeline.wait()
-        own = copy_of(self.held_state())
+        before = copy_of(self.held_state())
         for average in self.averages:
             average.copy_to_module()
         try:
             yield
         finally:
-            load_values(self.model, own)
+            load_values(self.model, before)
 
     @property
     def codecs(self) -> list[Compression]:
@@ -430,10 +412,8 @@ class Engine:
     @property
     def stepped(self) -> set[str]:
         """Names of the parameters that this worker steps."""
-        return {name for optimizer in self.optimizers for name in self._stepped_by(optimizer)}
-
-    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> set[str]:
-        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        params = {id(param) for group in groups for param in group["params"]}
         return {name for name, param in self.model.named_parameters() if id(param) in params}
 
     def held_state(self) -> dict[str, Any]:
@@ -459,19 +439,16 @@ class Engine:
 
     def training_state(self) -> dict[str, Any]:
         """State of optimizers and loss scale, which is of use on any layout; a collective."""
-        self.pipeline.wait()
         state: dict[str, Any] = {"optimizer": self.optimizer_state()}
         if self.loss_scales:  # the same everywhere
             state["loss_scale"] = self.loss_scales[0].state_dict()
         return state
 
-    def load_training_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore what `training_state` returned after a step."""
-        self.pipeline.wait()
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `training_state` returned, after `go_on_from`."""
         self.load_optimizer_state(state["optimizer"])
         for scale in self.loss_scales if "loss_scale" in state else ():
             scale.load_state_dict(state["loss_scale"])
-        self.go_on_from(step)
 
     def optimizer_state(self) -> dict[str, Any]:
         """State of this worker's optimizers by parameter name."""
@@ -489,9 +466,7 @@ class Engine:
         if self.graph is not None:
             self.graph.forget()
         for optimizer in self.optimizers:
-            names = self._stepped_by(optimizer)
-            state = {name: values for name, values in saved["state"].items() if name in names}
-            load_optimizer_state(optimizer, self.model, {**saved, "state": state}, take=True)
+            load_optimizer_state(optimizer, self.model, saved, take=True)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs beyond model and optimizers; a collective."""
@@ -503,6 +478,7 @@ class Engine:
 
     def go_on_from(self, step: int) -> None:
         """Number of the last step, on which the random operations of stages depend."""
+        self.pipeline.wait()
         self.pipeline.executor.start_at(step)
 
     def bring_back(self) -> None:
@@ -532,7 +508,7 @@ class Engine:
 
 def _check_complex(model: nn.Module, plan: ResolvedPlan, config: TrainConfig) -> None:
     """Refuse complex parameters where gradients must be real numbers."""
-    name = next((name for name, one in model.named_parameters() if one.is_complex()), None)
+    name = next((name for name, param in model.named_parameters() if param.is_complex()), None)
     used = {
         f"--compress {plan.sync.codec}": plan.sync.codec != "none",
         "--sync outer": plan.sync.outer is not None or config.outer is not None,

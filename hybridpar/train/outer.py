@@ -27,11 +27,8 @@ from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import Policy, agree_on_policy
-from hybridpar.config import TrainConfig
 from hybridpar.config.sync import Outer
-from hybridpar.errors import UsageError, counted
 from hybridpar.models.state_dicts import copy_of, load_values
-from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
@@ -102,10 +99,9 @@ class OuterEngine(Engine):
         self._steps = 0
         self._flags = [False, False]
         self._holds_average = False  # the model is the mean of the parties' moving averages for the moment
-        self._trained = 0  # samples since the start, in steps that counted
-        self._marks = [0] * loop.fragments  # those at the last exchange of each fragment
+        #: Samples since the last exchange of each fragment, in steps that counted.
+        self._trained = [0] * loop.fragments
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
-        check_length(config, loop.every, total_steps)
         self._timetable = Timetable(loop.every, total_steps, loop.qsr, warmup_steps)
         self._round: OuterRound | None = None
         self._worlds: list[World | NodeWorlds] = []
@@ -122,14 +118,11 @@ class OuterEngine(Engine):
 
     def _open(self, parts: EngineParts, loop: Outer) -> None:
         model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
-        nodes = None
-        if parts.stages is None:
-            if config.exchange.hierarchy:
-                nodes = NodeWorlds.open(world, [range(world.size)], 1)
-            parties = nodes.nodes.members if nodes is not None else [(rank,) for rank in range(world.size)]
-            columns: tuple[tuple[int, ...], ...] = (tuple(range(world.size)),)
-        else:
-            columns, parties = plan.layout.columns, plan.layout.ranks
+        nodes, columns, parties = None, plan.layout.columns, plan.layout.ranks
+        if parts.stages is None and config.exchange.hierarchy:
+            nodes = NodeWorlds.open(world, columns, 1)
+        if nodes is not None:
+            parties = nodes.nodes.members
         self._party = world.split(parties, len(world.lane_groups) or 1)
         self._team = world if len(columns) == 1 else world.split(columns, 1)
         self._worlds = [made for made in (nodes, self._party, self._team) if made is not None and made is not world]
@@ -172,40 +165,41 @@ class OuterEngine(Engine):
         """Train on this worker's share of a batch; requests to stop or save are agreed on at the next exchange."""
         if self._round is None or self._steps >= self._round.stop:
             self._round = self._timetable.next_round(self._steps, given.rate_factor)
-        own = super().step(replace(given, global_samples=None))
+        party = super().step(replace(given, global_samples=None))
         self._steps += 1
-        self._unread.append((own, given.samples))
+        self._unread.append((party, given.samples))
         self._read(1)  # the step before is known by now
-        result, waited = self._exchange(own, given)
+        result, waited = self._exchange(party, given)
         samples = round(given.global_samples or given.samples * self._team.size)
-        return OuterOutcome(own, samples, self._full_bytes, result, waited)
+        return OuterOutcome(party, samples, self._full_bytes, result, waited)
 
-    def _exchange(self, own: StepOutcome, given: StepRequest) -> tuple[OuterResult | None, float]:
+    def _exchange(self, party: StepOutcome, given: StepRequest) -> tuple[OuterResult | None, float]:
         """Send and take what is due after a step."""
         assert self._round is not None
         result, waited = None, 0.0
-        for one in self._round.transfers(len(self._marks), self._delay):
-            if self._steps not in (one.sent, one.arrives):
+        for transfer in self._round.transfers(len(self._trained), self._delay):
+            if self._steps not in (transfer.sent, transfer.arrives):
                 continue
             self.pipeline.wait()  # parameters are looked at
             started = time.perf_counter()
-            if one.sent == self._steps:
-                self._send(one.fragment, own, given, plain=self._round.is_last and one.arrives == self._round.stop)
-            if one.arrives == self._steps and self.outer.exchange is not None:
+            if transfer.sent == self._steps:
+                is_end = self._round.is_last and transfer.arrives == self._round.stop
+                self._send(transfer.fragment, party, given, plain=is_end)
+            if transfer.arrives == self._steps and self.outer.exchange is not None:
                 arrived = self.outer.arrive()
                 # Several fragments arrive in the last step.
                 result = arrived if result is None else arrived._replace(sent=result.sent + arrived.sent)
             waited += (time.perf_counter() - started) * 1e3
         return result, waited
 
-    def _send(self, fragment: int, own: StepOutcome, given: StepRequest, *, plain: bool) -> None:
+    def _send(self, fragment: int, party: StepOutcome, given: StepRequest, *, plain: bool) -> None:
         self._read(0)
-        trained, self._marks[fragment] = self._trained - self._marks[fragment], self._trained
+        trained, self._trained[fragment] = self._trained[fragment], 0
         # In the order in which `OuterOutcome` reads their sums.
-        counted = given.samples if own.committed and math.isfinite(own.loss) else 0
-        squares = own.values.squares if own.committed else -1.0
+        counted = given.samples if party.committed and math.isfinite(party.loss) else 0
+        squares = party.values.squares if party.committed else -1.0
         norm = (squares, 1) if squares >= 0 else (0.0, 0)
-        report = (own.loss * counted if counted else 0.0, counted, *norm, given.samples, *self._flags)
+        report = (party.loss * counted if counted else 0.0, counted, *norm, given.samples, *self._flags)
         self._flags = [False, False]
         self.outer.send(fragment, trained, report, plain=plain)
 
@@ -213,7 +207,8 @@ class OuterEngine(Engine):
         """Count the samples of steps that are over, but for the last ones, and note what was asked for in them."""
         while len(self._unread) > left:
             outcome, samples = self._unread.pop(0)
-            self._trained += samples if outcome.committed else 0
+            if outcome.committed:
+                self._trained = [count + samples for count in self._trained]
             self._flags = [self._flags[0] or outcome.stop, self._flags[1] or outcome.save]
 
     def refuse(self) -> None:
@@ -231,7 +226,7 @@ class OuterEngine(Engine):
     @contextmanager
     def _at_last_exchange(self) -> Iterator[None]:
         """Inside, the whole model is that of the last exchange, which all parties have; a collective of each party."""
-        own = copy_of(self.model.state_dict())
+        before = copy_of(self.model.state_dict())
         self.pipeline.wait()
         self.outer.load_last()
         for buffers in self._buffers:
@@ -240,7 +235,7 @@ class OuterEngine(Engine):
         try:
             yield
         finally:
-            load_values(self.model, own)
+            load_values(self.model, before)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[..., Any]]:
@@ -267,7 +262,7 @@ class OuterEngine(Engine):
 
     def wire_format(self) -> WireFormat:
         """What outer gradients are sent as; a collective."""
-        mine = {name: row for one in self.codecs for name, row in one.bytes_by_parameter().items()}
+        mine = {name: row for codec in self.codecs for name, row in codec.bytes_by_parameter().items()}
         parts: list[Any] = self._job.gather(mine)
         return WireFormat(self._policy, layer_bytes(self.model, ChainMap(*parts)))
 
@@ -307,9 +302,9 @@ class OuterEngine(Engine):
         merged = {key: {name: value for part in parts for name, value in part[key].items()} for key in mine}
         return {**state, "outer": {"round": self._round and [*self._round], **merged}}
 
-    def load_training_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore what `training_state` returned after a step."""
-        super().load_training_state(state, step)
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `training_state` returned, after `go_on_from`."""
+        super().load_training_state(state)
         if (outer := state.get("outer")) is not None:
             self._round = None if outer["round"] is None else OuterRound(*outer["round"])
             self.outer.load_common_state(outer)
@@ -318,16 +313,15 @@ class OuterEngine(Engine):
         """What a resumed run on the same layout needs: all that this party has."""
         state = super().state_dict()
         self._read(0)
-        own: dict[str, Any] = {
+        party = {
             "model": copy_of(self.model.state_dict()),
-            "optimizers": [optimizer_state(one, self.model) for one in self.optimizers],
+            "training": super().training_state(),
+            "average": copy_of(ChainMap(*(average.state_dict() for average in self.averages))),
             "flags": list(self._flags),
-            "samples": [self._trained, *self._marks],
-            "averages": [copy_of(one.state_dict()) for one in self.averages],
-            "loss_scales": [scale.state_dict() for scale in self.loss_scales],
+            "trained": list(self._trained),
             "outer": self.outer.state_dict(),
         }
-        return {**state, "local": own}
+        return {**state, "party": party}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; `load_training_state` is called before.
@@ -336,21 +330,18 @@ class OuterEngine(Engine):
         """
         super().load_state_dict(state)
         self._unread = []
-        self._flags, self._trained, self._marks = [False, False], 0, [0] * len(self._marks)
-        own = state.get("local", {})
-        self.outer.load_state_dict(own.get("outer", {}))
-        if not own:  # all are at the weights of the last exchange
+        self._flags, self._trained = [False, False], [0] * len(self._trained)
+        party = state.get("party", {})
+        self.outer.load_state_dict(party.get("outer", {}))
+        if not party:  # all are at the weights of the last exchange
             return
-        load_values(self.model, own["model"])
-        for optimizer, saved in zip(self.optimizers, own["optimizers"], strict=False):
-            load_optimizer_state(optimizer, self.model, saved)
-        self._flags = list(own["flags"])
-        if len(own["samples"]) == 1 + len(self._marks):
-            self._trained, *self._marks = own["samples"]
-        for average, saved in zip(self.averages, own["averages"], strict=False):
-            average.load_state_dict(saved)
-        for scale, saved in zip(self.loss_scales, own["loss_scales"], strict=False):
-            scale.load_state_dict(saved)
+        load_values(self.model, party["model"])
+        super().load_training_state(party["training"])
+        if party["average"]:
+            self.load_average_state(party["average"])
+        self._flags = list(party["flags"])
+        if len(party["trained"]) == len(self._trained):
+            self._trained = list(party["trained"])
 
     def go_on_from(self, step: int) -> None:
         """Number of the last step, which says when parties exchange next."""
@@ -373,15 +364,3 @@ class OuterEngine(Engine):
     def _sync_options(self) -> SyncOptions:
         # The codec is for outer gradients.
         return replace(super()._sync_options(), codec="none")
-
-
-def check_length(config: TrainConfig, every: int, total: int | None) -> None:
-    """Refuse a loop that a run would never come to the end of."""
-    if total is None or every <= total:
-        return
-    given = f"--sync {config.sync}"
-    raise UsageError(
-        f"{given} in a run of {counted(total, 'step')}",
-        "The run would end before the first exchange is due.",
-        f"Use --sync {config.sync.replace(f':{every}', f':{max(1, total // 4)}', 1)}, or a longer run.",
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,11 @@ from torch import Tensor
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError, UsageError
 from hybridpar.models.outputs import main_output
+from hybridpar.optim.loss_scale import FALLS
 from hybridpar.pipeline.step import StepOutcome
+
+if TYPE_CHECKING:
+    from hybridpar.train.engine import Engine
 
 #: Steps in a row that may be bad before training stops.
 MAX_BAD_STEPS = 3
@@ -28,7 +32,6 @@ class StepResult:
         outcome: What the workers agreed on.
         lr: Learning rate of the first parameter group.
         host_ms: Time for which the step kept the host.
-        staleness: Updates made since the weights that the step's gradient was computed on; None where there are none.
         staged: The model is cut into stages: lanes ran the step, and `outcome.spans` says when.
     """
 
@@ -36,7 +39,6 @@ class StepResult:
     outcome: StepOutcome
     lr: float
     host_ms: float
-    staleness: float | None = None
     staged: bool = False
 
     @property
@@ -55,6 +57,11 @@ class StepResult:
         return self.outcome.grad_norm
 
     @property
+    def staleness(self) -> float | None:
+        """Updates made since the weights that the step's gradient was computed on; None where there are none."""
+        return self.outcome.staleness
+
+    @property
     def step_ms(self) -> float:
         """Time of the whole step on this worker."""
         return self.outcome.spans.step_ms if self.staged else self.host_ms
@@ -68,10 +75,9 @@ class StepResult:
 class BadSteps:
     """Ends a training in which nothing but bad steps comes: a gradient or the loss is not finite."""
 
-    def __init__(self, *, late: bool, name_parameter: Callable[[StepOutcome], str | None], allowed: int = 0) -> None:
-        self._late = late
-        self._most = MAX_BAD_STEPS + allowed
-        self._name_parameter = name_parameter
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._most = MAX_BAD_STEPS + (FALLS if engine.loss_scales else 0)
         self._pending: StepResult | None = None
         self._count = 0
         self._first_bad: str | None = None
@@ -79,7 +85,7 @@ class BadSteps:
     def watch(self, result: StepResult) -> None:
         """Look at the latest step."""
         before, self._pending = self._pending, result
-        seen = before if self._late else result
+        seen = before if self._engine.late else result
         if seen is None or not seen.outcome.is_agreed:  # the others go on
             return
         if seen.outcome.committed and math.isfinite(seen.outcome.loss):
@@ -87,7 +93,7 @@ class BadSteps:
             return
         self._count += 1
         if self._count == 1 or self._first_bad is None:
-            self._first_bad = self._name_parameter(seen.outcome)
+            self._first_bad = self._engine.bad_parameter(seen.outcome)
         if self._count >= self._most:
             first, last = seen.step - self._most + 1, seen.step
             raise TrainingError(

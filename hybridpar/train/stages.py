@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
-from hybridpar.sync.options import SyncOptions
 
 _log = logging.getLogger(__name__)
 
@@ -44,14 +44,14 @@ def cut_model(
         def make() -> str:
             """Measure and cut on rank 0; an error there is raised on all workers."""
             threads = lane_threads(layout, device)
-            whole = model
+            measured = model
             if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
-                whole = deferred.whole().to(device)
+                measured = deferred.whole().to(device)
                 if partition.memory_format_name(example) == "channels_last":
-                    whole.to(memory_format=torch.channels_last)
+                    measured.to(memory_format=torch.channels_last)
             with autocast(config.amp, device):
                 made = partition.partition_model(
-                    whole, example, layout.stages, threads=threads, cache=measurements_directory()
+                    measured, example, layout.stages, threads=threads, cache=measurements_directory()
                 )
             return made.plan.to_json()
 
@@ -65,9 +65,9 @@ def cut_model(
     ranks = plan.layout.rows[plan.layout.replica_of(world.rank)]
 
     def fill(stages: list[Stage]) -> None:
-        own = [stage for stage in stages if ranks[stage.index][0] == world.rank]
+        mine = [stage for stage in stages if ranks[stage.index][0] == world.rank]
         held = {name for name, _, _ in places(model)}
-        deferred.fill((name for stage in own for name, _, _ in places(stage) if name in held), example.device)
+        deferred.fill((name for stage in mine for name, _, _ in places(stage) if name in held), example.device)
 
     return plan, partition.stages_from_plan(model, plan, (example,), fill=fill)
 
@@ -99,14 +99,7 @@ def check_modes(modes: Iterable[tuple[str, nn.Module, bool]]) -> None:
 
 
 def pipeline_options(
-    plan: ResolvedPlan,
-    example: torch.Tensor,
-    config: TrainConfig,
-    sync: SyncOptions,
-    world: World,
-    device: torch.device,
-    micro_batches: int,
-    own_only: bool = False,
+    plan: ResolvedPlan, example: torch.Tensor, world: World, device: torch.device, micro_batches: int, **options: Any
 ) -> PipelineOptions:
     """The options of the pipeline that follows a plan."""
     layout, pipeline, orders = plan.layout, plan.pipeline, plan.orders(micro_batches)
@@ -121,13 +114,8 @@ def pipeline_options(
         orders,
         recompute=pipeline.recompute,
         offload=pipeline.offload,
-        compile=config.compile,
         threads=lane_threads(layout, device),
-        seed=config.seed,
         costs=plan.pass_costs(scale),
-        sync=sync,
         sync_lanes=plan.sync.lanes,
-        capture=config.cuda_graph,
-        record=config.timeline is not None,
-        own_only=own_only,
+        **options,
     )

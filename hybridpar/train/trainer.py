@@ -27,7 +27,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import Automatic, OnPlateau, read_rate
 from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
 from hybridpar.lanes import Lanes
-from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
+from hybridpar.models import autocast, freeze, model_fingerprint
 from hybridpar.models.build import article
 from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
@@ -35,10 +35,8 @@ from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.models.state_dicts import load_values
 from hybridpar.optim.build import expand, make_optimizer
-from hybridpar.optim.loss_scale import FALLS
-from hybridpar.optim.losses import as_sum, ignored_label, make_loss
+from hybridpar.optim.losses import as_sum, ignored_label, make_loss, soft_targets
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
-from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.local_stage import RefusedStepError
 from hybridpar.pipeline.step import StepRequest
 from hybridpar.plan import Plan, ResolvedPlan
@@ -194,14 +192,10 @@ class Trainer:
             after_lanes.callback(self.engine.close)
             self._opened = opened.pop_all()
         self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
-        self._mixes, self._is_staged = self.config.mixing.is_on, self.plan.is_staged
+        self._mixes = self.config.mixing.is_on
         self.steps_done = 0
         self._left = ""  # how this worker came to take part in no further step
-        self._bad_steps = BadSteps(
-            late=self.engine.late,
-            name_parameter=self.engine.bad_parameter,
-            allowed=FALLS if self.engine.loss_scales else 0,
-        )
+        self._bad_steps = BadSteps(self.engine)
 
     def _open_engine(
         self,
@@ -231,14 +225,8 @@ class Trainer:
                 made = optimizer(model)
                 self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
-            scales = None
-            if (groups := asked.groups).scales_rates:
-                scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr)
-            return make_optimizer(model, asked, options, replicas=replicas, scales=scales)
+            return make_optimizer(model, asked, options, replicas=replicas)
 
-        if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
-            positions = plan.layout.positions
-            check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
         parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
         kind: Callable[[EngineParts], Engine] = Engine
         if options.outer is not None:
@@ -333,8 +321,7 @@ class Trainer:
             raise
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
-        rate, staleness = self.peak_rate * factor, self.engine.staleness
-        result = StepResult(self.steps_done, outcome, rate, host_ms, staleness, self._is_staged)
+        result = StepResult(self.steps_done, outcome, self.peak_rate * factor, host_ms, staged=self.plan.is_staged)
         self._bad_steps.watch(result)
         return result
 
@@ -395,11 +382,11 @@ class Trainer:
         """Mixup and cutmix, by one draw for the global batch of the step."""
         from hybridpar.data.mix import mix_step
 
-        config, done = self.config, self.steps_done
+        config, done, classes = self.config, self.steps_done, self._classes
+        assert classes is not None
         epoch = (done if self.pace is None else self.pace.first_steps(done)) / self.steps_per_epoch
-        assert self._classes is not None
-        place = config.seed, done, epoch
-        return mix_step(placed, config.mixing, *place, classes=self._classes, smoothing=config.criterion.smoothing)
+        soft = [(inputs, soft_targets(targets, classes, config.criterion.smoothing)) for inputs, targets in placed]
+        return mix_step(soft, config.mixing, config.seed, done, epoch)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self._channels_last and tensor.ndim == 4:
@@ -432,10 +419,12 @@ class Trainer:
         """
         self.engine.wire_format()
         before = copy.deepcopy(self._state())
+        tensors = [*before.model.values(), *(before.average or {}).values()]
+        copied = {id(value): value for value in tensors if isinstance(value, Tensor)}
 
         def undo() -> None:
             self.engine.wait()
-            self._restore(copy.deepcopy(before))
+            self._restore(copy.deepcopy(before, dict(copied)))  # some of it is taken over
 
         try:
             yield undo
@@ -541,7 +530,8 @@ class Trainer:
         load_values(self.model, data.model)
         if not self.engine.own_only:
             self.model.load_state_dict(data.model)  # which modules may have hooks for
-        self.engine.load_training_state(data.training, data.step)
+        self.engine.go_on_from(data.step)
+        self.engine.load_training_state(data.training)
         self.engine.load_average_state(data.model if data.average is None else data.average)
         if self._plateau is not None and "plateau" in data.training:
             self._plateau.load_state_dict(data.training["plateau"])
@@ -572,7 +562,7 @@ class Trainer:
         engine = self.engine
         engine.wait()
         path = resolve_checkpoint(Path(path))
-        require_model(path, self.fingerprint, self.model)
+        require_model(path, self.fingerprint)
         held = engine.held_state().keys() if engine.own_only else None
         stepped = engine.stepped if engine.in_parts else None
         data = load_checkpoint(path, self.world.rank, held=held, stepped=stepped)
@@ -591,7 +581,7 @@ class Trainer:
         Raises:
             SyncError: A worker died or did not answer in time; the model is left as after another error.
         """
-        self._end(None, whole=sys.exc_info()[1] is None)
+        self._end(sys.exc_info()[1])
 
     def __enter__(self) -> Trainer:
         return self
@@ -599,14 +589,13 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(error, whole=error is None)
+        self._end(error)
 
-    def _end(self, error: BaseException | None, *, whole: bool) -> None:
+    def _end(self, error: BaseException | None) -> None:
         try:
             if self._owns_world:
-                met = error or sys.exc_info()[1]
-                self._leave(f"{GOOD_ORDER if met is None else 'left'} after step {self.steps_done}", met)
-            if whole:
+                self._leave(f"{GOOD_ORDER if error is None else 'left'} after step {self.steps_done}", error)
+            if error is None:
                 self.engine.bring_back()
             else:  # others may be gone
                 self.engine.leave_out()

@@ -43,6 +43,9 @@ class Trial:
     `example` is the inputs of the whole batch, the same on all workers. `open_trainer` makes the `Trainer`.
     """
 
+    #: The trainer; None on a worker that the plan does not use.
+    trainer: Any = None
+
     def __init__(
         self,
         open_trainer: Callable[..., Any],
@@ -52,8 +55,6 @@ class Trial:
         example: Tensor,
         plan: Plan | None = None,
     ) -> None:
-        self._stack = ExitStack()
-        self.trainer: Any = None
         workers = world.size if plan is None else plan.workers or 1
         if plan is not None and 1 < workers < world.size and len(plan.partition.stages) > 1:
             raise UsageError(
@@ -66,37 +67,24 @@ class Trial:
         run = resolve(config, workers, plan, (), device=world.device.type)
         #: Steps from one exchange of an outer loop to the next.
         self.interval = run.sync.outer or 1
-        try:
-            users = self._join(world, run)
-            if users is None:
-                return
-            self._batch = _share(example, run, users.rank)
-            self.trainer = open_trainer(
-                twin_of(model),
-                config=config,
-                loss=any_loss,
-                world=users,
-                lanes=self._stack.enter_context(Lanes(users.device)),
-                plan=PlannedRun(run),
-                example=example[: run.micro_batch_samples(len(example))],
-            )
-            self._stack.callback(self.trainer.close)
-        except BaseException:
-            self.close()
-            raise
-
-    def _join(self, world: World, run: ResolvedPlan) -> World | None:
-        """The workers of the plan, of which this is one; None where it is not."""
-        workers = run.layout.workers
-        if workers == world.size == 1:
-            return world
-        if workers == world.size:
-            users = World.join(lanes=run.sync.groups, timeout=world.timeout, device=world.device)
-        else:
-            parties = [list(range(workers)), *([rank] for rank in range(workers, world.size))]
-            users = world.split(parties, run.sync.groups)
-        self._stack.callback(users.close)
-        return users if world.rank < workers else None
+        is_used = world.rank < workers
+        with ExitStack() as opened:
+            if not workers == world.size == 1:
+                world = _users_of(run, world)
+                opened.callback(world.close)
+            if is_used:
+                self._batch = _share(example, run, world.rank)
+                self.trainer = open_trainer(
+                    twin_of(model),
+                    config=config,
+                    loss=any_loss,
+                    world=world,
+                    lanes=opened.enter_context(Lanes(world.device)),
+                    plan=PlannedRun(run),
+                    example=example[: run.micro_batch_samples(len(example))],
+                )
+                opened.callback(self.trainer.close)
+            self._opened = opened.pop_all()
 
     def step(self) -> None:
         """Take a step, to its end; nothing on workers that the plan does not use."""
@@ -111,12 +99,20 @@ class Trial:
         before = _draw_state(device)
         result = self.trainer.step(self._batch)
         self.trainer.wait()
-        gradients = {name: one.grad.float().clone() for name, one in model.named_parameters() if one.grad is not None}
+        gradients = {name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None}
         return StepValues(float(result.loss), gradients, draws=not torch.equal(before, _draw_state(device)))
 
     def close(self) -> None:
         """End what it holds. Safe to call twice."""
-        self._stack.close()
+        self._opened.close()
+
+
+def _users_of(run: ResolvedPlan, world: World) -> World:
+    """The workers of a plan, or, where this worker is none of them, it alone."""
+    workers = run.layout.workers
+    if workers == world.size:
+        return World.join(lanes=run.sync.groups, timeout=world.timeout, device=world.device)
+    return world.split([range(workers), *([rank] for rank in range(workers, world.size))], run.sync.groups)
 
 
 def _draw_state(device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.data import Mixing
 from hybridpar.data.mix import MixDraw, cut_around, draw_mix, mix
 from hybridpar.errors import UsageError
+from hybridpar.optim.losses import soft_targets
 from tests.pipeline.oracle import images
 from tests.ranks import run_ranks
 from tests.train.test_engine import EXAMPLE, assert_close, normless, plan_of, state_of
@@ -47,7 +48,7 @@ def test_it_is_timms_on_the_same_random_numbers(smoothing, cuts, lam, monkeypatc
     rows, columns = cut_around(1, lam, 9), cut_around(6, lam, 7)
     area = (rows.stop - rows.start) * (columns.stop - columns.start)
     draw = MixDraw(1 - area / 63, (rows, columns)) if cuts else MixDraw(lam)
-    mixed, targets = mix(images, labels, draw, classes=CLASSES, smoothing=smoothing)
+    mixed, targets = mix(images, soft_targets(labels, CLASSES, smoothing), draw)
     torch.testing.assert_close(mixed[order], wanted, rtol=0, atol=0)
     torch.testing.assert_close(targets[order], wanted_targets, rtol=1e-6, atol=1e-7)
 
@@ -59,13 +60,13 @@ def test_several_labels_are_mixed_as_timm_mixes_them(monkeypatch):
     monkeypatch.setattr(timms, "_params_per_batch", lambda: (0.3, False))
     order = to_ends(8)
     _, wanted = timms(images[order].clone(), several[order])
-    _, targets = mix(images, several, MixDraw(0.3), classes=CLASSES, smoothing=0.1)
+    _, targets = mix(images, soft_targets(several, CLASSES, 0.1), MixDraw(0.3))
     torch.testing.assert_close(targets[order], wanted)
 
 
 def test_an_odd_last_sample_stays_as_it_is():
     images, labels = batch(7)
-    mixed, targets = mix(images, labels, MixDraw(0.3), classes=CLASSES)
+    mixed, targets = mix(images, soft_targets(labels, CLASSES), MixDraw(0.3))
     assert torch.equal(mixed[-1], images[-1] * 0.3 + images[-1] * 0.7)
     torch.testing.assert_close(targets[-1], torch.nn.functional.one_hot(labels[-1], CLASSES).float())
 

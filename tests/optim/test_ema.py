@@ -20,7 +20,6 @@ from hybridpar.errors import UsageError
 from hybridpar.optim.ema import ModelAverage
 from tests.ranks import run_ranks
 from tests.train.test_engine import assert_close, make_trainer, steps
-from tests.train.test_trainer_load import go_on, open_trainer
 from tests.train.training import make_net
 
 EMA: dict[str, Any] = {"model_ema": "0.8,warmup"}
@@ -111,32 +110,6 @@ def test_stages_on_workers_and_replicas_keep_the_average_of_the_model(options: d
         assert_close(state, expected, exact=False)
 
 
-#: Options of a trainer on two workers, of which each run must resume bit for bit.
-WAYS: dict[str, dict[str, Any]] = {
-    "codec": {"compress": "onebit"},
-    "local BatchNorm": {"batch_norm": "local"},
-    "late": {"sync": "allreduce:late=delay"},
-    "stages": {"stages": 2},
-}
-
-
-def resumed(world: World, options: dict[str, Any], folder: Path) -> list[str]:
-    """Names of tensors that differ between a run that was resumed and one that was not."""
-    ends = []
-    for load in (None, folder / "whole" / "step-2"):
-        with open_trainer(world, {**options, **EMA}) as trainer:
-            if load is not None:
-                trainer.load(load)
-            go_on(trainer, options, folder / ("whole" if load is None else "rest"))  # saving makes workers meet
-            ends.append(average_of(trainer))
-    return [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_has_the_average_of_an_uninterrupted_one(way: str, tmp_path: Path) -> None:
-    assert run_ranks(resumed, 2, WAYS[way], tmp_path, shared_memory=False) == [[], []]
-
-
 def test_a_checkpoint_has_the_average_as_a_state_dict(tmp_path: Path) -> None:
     with make_trainer(2, **EMA) as trainer:
         steps(trainer, 3)
@@ -190,7 +163,6 @@ def test_the_average_is_evaluated_by_itself() -> None:
     [
         ({"model_ema": "0.9,warmpu=on"}, "Did you mean warmup?"),
         ({"model_ema": "1.0"}, "less than 1"),
-        ({"model_ema": "0.9998", "cuda_graph": True}, "--cuda-graph"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> None:

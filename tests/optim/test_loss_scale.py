@@ -11,7 +11,7 @@ from torch import nn
 from hybridpar import Trainer
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.errors import TrainingError, UsageError
+from hybridpar.errors import TrainingError
 from hybridpar.optim.loss_scale import LossScale
 from tests.ranks import run_ranks
 
@@ -136,16 +136,3 @@ def test_a_loss_that_no_scale_can_help_ends_the_training_with_the_name_of_a_para
             assert trainer.step((inputs * torch.nan, targets)).skipped
         with pytest.raises(TrainingError, match=r"steps 1 to 27; first bad parameter: 0\.weight"):
             trainer.step((inputs * torch.nan, targets))
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"guard": False}, "--no-guard"),
-        ({"sync": "allreduce:late=delay"}, "late=delay"),
-        ({"kernels": "auto"}, "--kernels"),
-    ],
-)
-def test_what_does_not_go_with_it_is_one_error(options, named):
-    with pytest.raises(UsageError, match=named):
-        TrainConfig(amp="fp16", **options).check()

@@ -36,7 +36,6 @@ from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.run.plan_step import timeline_of_plan
 from hybridpar.schedule.schedules import SCHEDULES
-from hybridpar.sync.options import SyncOptions
 from hybridpar.train.stages import pipeline_options
 from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
 
@@ -470,7 +469,7 @@ def test_what_runs_and_what_is_drawn_is_what_was_predicted(schedule):
         if one.layout.positions == 2:
             resolved = resolve(TrainConfig(batch_size=16), 2, plan)
             example = torch.empty(evaluator.samples(one.layout, one.micro_batches), 1)
-            given = resolved, example, TrainConfig(), SyncOptions(), World(size=2), torch.device("cpu")
+            given = resolved, example, World(size=2), torch.device("cpu")
             options = pipeline_options(*given, one.micro_batches)
             assert options.order(0, one.micro_batches).rows == predicted[0]
             checked.add(one.schedule)

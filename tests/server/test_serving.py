@@ -18,12 +18,11 @@ from torch import nn
 from hybridpar.comm.handshake import knock
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.models import learning_rate_scales
 from hybridpar.optim.build import build_optimizer
 from hybridpar.server import Rules
 from hybridpar.server.wire import Connection, Gradient
 from tests.server.problems import unsent
-from tests.server.serving import OPTIMIZER, Clock, Net, Worker, copies, images, serving, together
+from tests.server.serving import OPTIMIZER, Clock, Worker, copies, images, serving, together
 from tests.waiting import eventually
 
 
@@ -44,10 +43,10 @@ def train(served, rules, workers, steps, **options):
     return team, results
 
 
-def oracle(workers, steps, scales=None, config=OPTIMIZER):
+def oracle(workers, steps, config=OPTIMIZER):
     """One process: micro-batches are the workers' shares, and each is normalised by itself; timm clips."""
     (model,) = copies(1)
-    optimizer = build_optimizer(model, config, scales)
+    optimizer = build_optimizer(model, config)
     for number in range(steps):
         statistics = []
         optimizer.zero_grad()
@@ -68,11 +67,11 @@ def oracle(workers, steps, scales=None, config=OPTIMIZER):
 
 @pytest.mark.parametrize(("shards", "decay"), [(1, 1.0), (3, 1.0), (5, 0.5)])
 def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, decay):
-    rules, scales = Rules.synchronous(3), learning_rate_scales(Net(), decay, decay)
+    rules = Rules.synchronous(3)
     with serving(rules, shards) as served:
         by_layer = replace(OPTIMIZER, optimizer=f"sgd:momentum=0.9,layer_decay={decay},head_lr={decay}")
         team, results = train(served, rules, 3, 4, optimizer=by_layer)
-        expected = oracle(3, 4, scales)
+        expected = oracle(3, 4, by_layer)
         for worker in team:
             assert same(worker.model, expected)
             torch.testing.assert_close(worker.model.norm.running_mean, expected.norm.running_mean)

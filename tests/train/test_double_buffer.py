@@ -60,22 +60,6 @@ def test_parameters_that_are_frozen_and_thawed_leave_the_others_what_waits():
     close(ranks[0], delayed_oracle(6, frozen=[2, 3]))
 
 
-@pytest.mark.parametrize("form", ["delay", "half"])
-@pytest.mark.parametrize("codec", ["none", "onebit_sgd"])
-def test_a_resumed_run_goes_on_bit_for_bit(form, codec, tmp_path):
-    options = {
-        "sync": f"allreduce:late={form}",
-        "compress": codec,
-        **({"optimizer": "sgd:momentum=0"} if codec != "none" else {}),
-    }
-    through = run(options, save=(str(tmp_path), 3))
-    assert same(through[0]["weights"], run(options)[0]["weights"]), "saving changed the training"
-    resumed = run(options, load=str(tmp_path / "step-3"))
-    for mine, theirs in zip(through, resumed, strict=True):
-        assert same(mine["weights"], theirs["weights"])
-        assert mine["losses"][3:] == theirs["losses"]
-
-
 def test_a_bad_step_costs_its_gradient_and_the_one_that_waited():
     ranks = run({"sync": "allreduce:late=delay", "compress": "onebit"}, 7, norm=True, spoil=3)
     for rank in ranks:

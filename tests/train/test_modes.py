@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
-from hybridpar.models.deferred import DeferredModel
-from tests.ranks import run_ranks
+from tests.train.training import plain_loop
 
 X, Y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 5
 
@@ -62,13 +60,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def plain_steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
-    for _ in range(count):
-        optimizer.zero_grad()
-        cross_entropy(net(X), Y).backward()
-        optimizer.step()
-
-
 def facts(net: nn.Module) -> list[tuple[str, bool, set[str]]]:
     return [(name, module.training, set(vars(module))) for name, module in net.named_modules()]
 
@@ -98,7 +89,7 @@ def test_modes_stay_the_users_before_and_after_a_test(make: Callable[[], nn.Modu
             for _ in range(2):
                 trainer.step((X, Y))
             trainer.wait()
-            plain_steps(twin, optimizer, 2)
+            plain_loop(twin, optimizer, [(X, Y)] * 2)
             assert_same(net, twin)
             loss = trainer.evaluate([(X, Y)]).loss
             tested = copy.deepcopy(twin).eval()
@@ -125,7 +116,7 @@ def test_thawing_is_as_in_plain_pytorch(stages: int) -> None:
             for _ in range(2):
                 trainer.step((X, Y))
             trainer.wait()
-            plain_steps(twin, optimizer, 2)
+            plain_loop(twin, optimizer, [(X, Y)] * 2)
             assert_same(net, twin)
             assert int(net[1].num_batches_tracked) == 2 * thawed  # type: ignore[arg-type]
     assert facts(net) == facts(twin)
@@ -144,32 +135,3 @@ def test_a_mode_that_the_stages_are_not_cut_for_is_refused() -> None:
         net.eval()
         with pytest.raises(UsageError, match=r"Sequential is in evaluation mode, and the stages"):
             trainer.step((X, Y))
-
-
-def train_on_two(world: World, deferred: bool) -> tuple[list[float], list[bool]]:
-    torch.manual_seed(0)
-    model = DeferredModel(part_in_evaluation) if deferred else part_in_evaluation()
-    losses = []
-    with Trainer(
-        model, optimizer=sgd, config=TrainConfig(plan="none", stages=2, micro_batches=2), world=world, example=X[:4]
-    ) as trainer:
-        for _ in range(2):
-            losses += [float(trainer.step((X, Y)).loss) for _ in range(2)]
-            shares = [(X, Y)] if deferred else [(X[world.rank :: 2], Y[world.rank :: 2])]
-            losses.append(trainer.evaluate(shares).loss)
-        return losses, [module.training for module in trainer.model.modules()]
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_two_workers_with_a_stage_each(deferred: bool) -> None:
-    torch.manual_seed(0)
-    net = part_in_evaluation()
-    optimizer, losses = sgd(net), []
-    for _ in range(2):
-        for _ in range(2):
-            losses.append(float(cross_entropy(net(X), Y).detach()))
-            plain_steps(net, optimizer, 1)
-        losses.append(float(cross_entropy(copy.deepcopy(net).eval()(X), Y).detach()))
-    for found, modes in run_ranks(train_on_two, 2, deferred):
-        assert found == pytest.approx(losses, rel=1e-5)
-        assert modes == [module.training for module in net.modules()]

@@ -1,7 +1,9 @@
-"""A model whose stages ask each other's parameters for their type or shape trains as in a plain loop."""
+"""Models of two stages that ask each other's parameters for their type or shape, or keep modes, beside a plain loop."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from hybridpar.comm.world import World
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.train.checkpoint import load_model_state
 from tests.ranks import run_ranks
+from tests.train.test_modes import part_in_evaluation
+from tests.train.training import plain_loop
 
 State = dict[str, Tensor]
 
@@ -35,46 +39,43 @@ class Net(nn.Module):
 
 GENERATOR = torch.Generator().manual_seed(1)
 X, Y = torch.randn(8, 12, generator=GENERATOR), torch.arange(8) % 5
-STEPS = 20
+STEPS = 10
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02)
 
 
-@pytest.fixture(scope="module")
-def plain() -> tuple[State, float]:
-    """The state and the loss after training in a plain loop."""
-    model = Net()
-    optimizer = sgd(model)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        cross_entropy(model(X), Y).backward()
-        optimizer.step()
-    return model.state_dict(), cross_entropy(model(X), Y).item()
-
-
-def train(world: World, directory: str, deferred: bool) -> tuple[State, float]:
-    """Train in two stages with a test in between; the saved state and the loss of the last test."""
+def train(
+    world: World, directory: str, make: Callable[[], nn.Module], deferred: bool
+) -> tuple[State, list[float], list[bool]]:
+    """Train in two stages with a test in between; the saved state, the losses of the tests, and modes."""
     config = TrainConfig(plan="none", stages=2, micro_batches=2, batch_size=8)
-    model = DeferredModel(Net) if deferred else Net()
+    torch.manual_seed(0)
+    model = DeferredModel(make) if deferred else make()
     with Trainer(model, optimizer=sgd, config=config, world=world, example=X[:4]) as trainer:
-        for step in range(STEPS):
-            trainer.step((X, Y))
-            if step == STEPS // 2:
-                trainer.evaluate([(X, Y)])
-        tested = trainer.evaluate([(X, Y)])
+        tested = []
+        for _ in range(2):
+            for _ in range(STEPS):
+                trainer.step((X, Y))
+            tested.append(trainer.evaluate([(X, Y)]).loss)
         path = trainer.save(directory)
-        return load_model_state(path), tested.loss
+        return load_model_state(path), tested, [module.training for module in trainer.model.modules()]
 
 
 @pytest.mark.parametrize(("workers", "deferred"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("make", [Net, part_in_evaluation])
 def test_two_stages_train_as_a_plain_loop(
-    plain: tuple[State, float], tmp_path: Path, workers: int, deferred: bool
+    make: Callable[[], nn.Module], tmp_path: Path, workers: int, deferred: bool
 ) -> None:
-    state, loss = plain
-    for saved, tested in run_ranks(train, workers, str(tmp_path), deferred):
-        assert saved.keys() == state.keys()
-        for name, value in state.items():
+    torch.manual_seed(0)
+    model, losses = make(), []
+    for _ in range(2):
+        plain_loop(model, sgd(model), [(X, Y)] * STEPS)
+        losses.append(cross_entropy(copy.deepcopy(model).eval()(X), Y).item())
+    for saved, tested, modes in run_ranks(train, workers, str(tmp_path), make, deferred):
+        assert saved.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
             torch.testing.assert_close(saved[name], value, rtol=1e-6, atol=1e-6)
-        assert tested == pytest.approx(loss, rel=1e-5)
+        assert tested == pytest.approx(losses, rel=1e-5)
+        assert modes == [module.training for module in model.modules()]

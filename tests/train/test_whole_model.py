@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from hybridpar import TrainConfig, Trainer
@@ -17,6 +16,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.models.deferred import DeferredModel
 from tests.ranks import run_ranks
+from tests.train.training import plain_loop
 
 Factory = Callable[[nn.Module], Optimizer]
 
@@ -49,13 +49,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def plain(net: Net, factory: Factory, steps: int = 3) -> dict[str, Tensor]:
     """What a loop of stock PyTorch makes of a model."""
-    (x, y), optimizer = batch(), factory(net)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
-            (cross_entropy(net(inputs), targets) / 2).backward()
-        optimizer.step()
-    return dict(net.state_dict())
+    return dict(plain_loop(net, factory(net), [batch()] * steps, parts=2).state_dict())
 
 
 def trainer_of(net: nn.Module | DeferredModel, factory: Factory | None, stages: int = 2, **more: Any) -> Trainer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,26 @@ def config(**options: Any) -> TrainConfig:
 
 def gradients(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters())))
+
+
+def plain_loop(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    parts: int = 1,
+    limit: float | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+) -> nn.Module:
+    """What everybody writes by hand: one process, the micro-batches one after the other."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        for inputs, targets in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
+            (loss(net(inputs), targets) * (len(targets) / len(y))).backward()
+        if limit is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), limit)
+        optimizer.step()
+    return net
 
 
 def weights(net: nn.Module) -> list[Tensor]:
