@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "plan": {"errors", "formats", "schedule"},
     "pipeline": {"comm", "compress", "errors", "lanes", "models", "schedule", "sync"},
     "partition": {"errors", "formats", "machine", "models", "plan", "registry", "schedule"},
-    "config": {"errors", "schedule", "spec"},
+    "config": {"errors", "formats", "schedule", "spec"},
     "planner": {
         "comm",
         "compress",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import HubOptions, data_name, samples_of
+from hybridpar.config.data import HubOptions, data_name, samples_of, with_download
 from hybridpar.data.augment import open_image
 from hybridpar.data.labels import number_labels
 from hybridpar.data.sources import DATA_SETS, ImageData, decoded_data
@@ -106,7 +106,7 @@ def _read(name: str, config: DataConfig) -> dict[str, Any]:
     options = config.data_options
     assert isinstance(options, HubOptions)
     rule = "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it."
-    fix = f"Run again with --data {samples_of(config.data)},download, or name a copy with --data-root."
+    fix = f"Run again with --data {with_download(config.data)}, or name a copy with --data-root."
     try:
         if any((root / file).is_file() for file in ("dataset_dict.json", "state.json")):
             read = datasets.load_from_disk(str(root))

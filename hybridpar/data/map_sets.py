@@ -103,7 +103,7 @@ def _part(name: str, row: TorchvisionSet, arguments: dict[str, Any], config: Dat
 
 def _fix(row: TorchvisionSet) -> str:
     needs = f" It needs the package {row.needs}." if row.needs else ""
-    again = "Run again with --data NAME,download, or name" if row.downloads else "Name"
+    again = "Run again with --data NAME:download, or name" if row.downloads else "Name"
     return f"{again} the directory of the files of torchvision.datasets.{row.cls} with --data-root.{needs}"
 
 

@@ -76,10 +76,10 @@ def test_what_a_run_writes_is_what_it_was_given(tmp_path: Path) -> None:
         data_root=Path('odd "name"\\x'),
         guard=False,
         clip_grad=2.0,
-        sync="ps,servers=2",
+        sync="ps:servers=2",
     )
     file = write(tmp_path, config_text(config, "package.module:factory", named=["stages"]))
-    assert read_settings(Path(file), file).keys() == {
+    assert read_settings(Path(file)).keys() == {
         *("model", "lr", "optimizer", "data_root", "guard", "clip_grad", "stages", "sync")
     }
     train = parsed("--config", file)
@@ -143,11 +143,13 @@ def test_rates_of_presets_are_those_of_their_sources(name: str, rates: dict[int,
         ("[optimization]\nlr = 2\n", ("[optimization]", "optimisation")),
         ("lr = 1.1.1\n", ("a.toml", "line 1")),
         ("lr = {a = 1}\n", ("unknown table [lr]",)),
+        ("[parallelism]\nlr = 2\n", ("lr in [parallelism]", "an option of [optimisation]", "Move it there")),
+        ("[planning]\nmodel = 'resnet18'\n", ("model in [planning]", "above all tables")),
         ("[optimisation]\nlr = {a = 1}\n", ("lr cannot be {",)),
         ("amp = 'bf15'\n", ("amp cannot be", "'bf16'")),
         ("weight-decay = true\n", ("weight-decay cannot be true", "a valid number")),
         ("recompute = [0, true]\n", ("recompute cannot be", "a valid integer")),
-        ("timeline = true\n", ("timeline cannot be true", "a path")),
+        ("timeline = true\n", ("timeline cannot be true", "a valid string")),
         ("freeze = 'conv1'\n", ("freeze cannot be", "a list")),
     ],
 )
@@ -176,5 +178,5 @@ def test_wrong_words(words: list[str], said: str) -> None:
 
 def test_none_in_a_file_unsets_what_a_preset_sets(tmp_path: Path) -> None:
     (tmp_path / "options.toml").write_text('clip-grad = "none"\nmix = "none"\n')
-    values = read_settings(tmp_path / "options.toml", "options.toml")
+    values = read_settings(tmp_path / "options.toml")
     assert values == {"clip_grad": None, "mix": None}

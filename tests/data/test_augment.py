@@ -39,8 +39,8 @@ def picture(side=40):
 
 
 OWN = [
-    ("ra,n=2,m=7", [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
-    ("ta,hflip=0", [v2.TrivialAugmentWide(interpolation=LINEAR)]),
+    ("ra:n=2,m=7", [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
+    ("ta:hflip=0", [v2.TrivialAugmentWide(interpolation=LINEAR)]),
     ("aa", [v2.RandomHorizontalFlip(), v2.AutoAugment(interpolation=LINEAR)]),
     ("augmix", [v2.RandomHorizontalFlip(), v2.AugMix(interpolation=LINEAR)]),
     (
@@ -53,7 +53,7 @@ OWN = [
 @pytest.mark.parametrize(("policy", "changes"), OWN, ids=["ra", "ta", "aa", "augmix", "flips"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_training_transforms_are_torchvisions(policy, changes, seed):
-    config = TrainConfig(augment=f"{policy},scale=0.3/0.9,ratio=0.5/2,erase=0.5")
+    config = TrainConfig(augment=f"{policy}{',' if '=' in policy else ':'}scale=0.3/0.9,ratio=0.5/2,erase=0.5")
     reference = v2.Compose(
         [
             RandomCrop(24, scale=(0.3, 0.9), ratio=(0.5, 2.0)),
@@ -118,7 +118,7 @@ def synthetic(**options):
 
 
 def test_images_in_memory_are_changed_alike_whoever_asks():
-    config = synthetic(augment="ra,erase=0.5,vflip=0.5")
+    config = synthetic(augment="ra:erase=0.5,vflip=0.5")
     source = load_dataset(config).train
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -176,9 +176,9 @@ def test_noise_is_drawn_in_normalised_images_and_not_cut_off(mode):
 
 
 POLICIES = [
-    "ra,erase=0.5,erase_mode=pixel",
+    "ra:erase=0.5,erase_mode=pixel",
     "timm:rand-m9-mstd0.5-inc1,erase=0.5,erase_mode=rand",
-    "augmix,color_jitter=0.4,vflip=0.5,erase=0.5",
+    "augmix:color_jitter=0.4,vflip=0.5,erase=0.5",
 ]
 
 

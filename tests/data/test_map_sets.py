@@ -218,12 +218,12 @@ def test_missing_files_are_one_error(name: str, tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             load_dataset(DataConfig(data=name, data_root=root))
         assert str(root) in caught.value.what
-        assert ",download" in caught.value.fix
+        assert ":download" in caught.value.fix
 
 
 def test_what_torchvision_cannot_download_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="torchvision cannot download stanfordcars"):
-        load_dataset(DataConfig(data="stanfordcars,download", data_root=tmp_path))
+        load_dataset(DataConfig(data="stanfordcars:download", data_root=tmp_path))
 
 
 CIFARS = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
@@ -294,7 +294,7 @@ def test_damaged_cifar_is_never_unpickled(cifar, damaged, tmp_path):
     file.write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(DataError, match="corrupted") as caught:
         load_dataset(DataConfig(data=name, data_root=root))
-    assert ",download" in caught.value.fix
+    assert ":download" in caught.value.fix
     assert not exploded.exists()
     pickle.loads(file.read_bytes())
     assert exploded.exists(), "the file would have done harm"
@@ -308,7 +308,7 @@ def test_download_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets.caltech, "download_and_extract_archive", unreachable)
     for name in ("cifar10", "caltech101"):
         with pytest.raises(DataError, match="no route to host") as caught:
-            load_dataset(DataConfig(data=f"{name},download", data_root=tmp_path / name))
+            load_dataset(DataConfig(data=f"{name}:download", data_root=tmp_path / name))
         assert str(tmp_path / name) in caught.value.what
 
 
@@ -322,7 +322,7 @@ def test_download_puts_the_files_into_the_data_root(cifar, tmp_path, monkeypatch
         folder.rename(Path(download_root) / folder.name)
 
     monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", transfer)
-    assert len(load_dataset(DataConfig(data=f"{name},download", data_root=root)).test) == 12
+    assert len(load_dataset(DataConfig(data=f"{name}:download", data_root=root)).test) == 12
 
 
 def save_image(path: Path, mode: str) -> None:

@@ -16,7 +16,7 @@ CONTRADICTIONS = [
     ({"sync": "onebit-sgd", "optimizer": "sgd:nesterov"}, "--sync onebit-sgd", "--optimizer sgd:nesterov"),
     ({"sync": "allreduce:late=half", "optimizer": "adamw"}, "--sync allreduce:late=half", "--optimizer adamw"),
     ({"sync": "local:2,late=delay"}, "--sync local:2", "'late'"),
-    ({"sync": "ps,late=delay"}, "--sync ps", "'late'"),
+    ({"sync": "ps:late=delay"}, "--sync ps", "'late'"),
     ({"sync": "local:2", "compress": "onebit"}, "--sync local:2", "--compress onebit"),
     ({"sync": "outer:2", "compress": "auto"}, "--sync outer:2", "--compress auto"),
     ({"sync": "outer:2", "select_batch": 1}, "--select-batch 1", "--sync outer:2"),

@@ -18,7 +18,7 @@ from tests.small_nets import plain
     [
         ({"sync": "softsync:0", "nproc": 3}, "--sync softsync:0: split=0"),
         ({"sync": "softsync:4", "nproc": 3}, "softsync:4 with 3 workers"),
-        ({"sync": "ps,servers=-1"}, "--sync ps,servers=-1: servers=-1"),
+        ({"sync": "ps:servers=-1"}, "--sync ps:servers=-1: servers=-1"),
         ({"sync": "ps", "plan": "some.json"}, "--plan some.json with --sync ps"),
         ({"sync": "ps", "replicas": 2}, "--replicas 2 with --sync ps"),
         (
@@ -60,7 +60,7 @@ def test_modes_as_rules(sync, workers, collect, barrier, rate):
 
 def test_the_default_of_staleness_is_the_papers():
     assert Rules.of(TrainConfig(sync="ps-async"), 4).scale(5, 4) == 1 / 5
-    assert Rules.of(TrainConfig(sync="ps-async,staleness=mean"), 4).scale(5, 4) == 1 / 4
+    assert Rules.of(TrainConfig(sync="ps-async:staleness=mean"), 4).scale(5, 4) == 1 / 4
 
 
 def test_a_trainer_says_where_servers_are_to_be_had():

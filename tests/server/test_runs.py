@@ -50,7 +50,7 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     options |= {"mix": "mixup=0.2,cutmix=1", "loss": "ce:smoothing=0.1"}
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     run(tmp_path / "served", 3, sync="ps", **options)
-    run(tmp_path / "masters", 2, sync="ps,servers=0", **options)
+    run(tmp_path / "masters", 2, sync="ps:servers=0", **options)
     for name, own in average(tmp_path / "plain").items():
         torch.testing.assert_close(average(tmp_path / "served")[name], own, rtol=1e-5, atol=1e-6)
         assert not torch.equal(own, saved_state(tmp_path / "plain")[name]) or "num_batches" in name
@@ -86,7 +86,7 @@ def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
 
 def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
     with pytest.raises(UsageError, match="fixed has 1,000 outputs, and the data has 10 classes"):
-        train(tmp_path / "run", "fixed", sync="ps,servers=0")
+        train(tmp_path / "run", "fixed", sync="ps:servers=0")
     assert not (tmp_path / "run").exists()
 
 
@@ -128,7 +128,7 @@ def test_a_shard_of_a_worker_ends_by_itself_where_nothing_is_left_to_train(tmp_p
 
     monkeypatch.setattr(ShardServer, "run", served)
     for resume in (False, True):
-        train(tmp_path / "run", sync="ps-async,servers=0", steps=4, timeout=10, resume=resume)
+        train(tmp_path / "run", sync="ps-async:servers=0", steps=4, timeout=10, resume=resume)
     assert given_up == [False, False]
 
 
@@ -141,7 +141,7 @@ def test_any_layout_resumes_any_checkpoint(tmp_path):
     run_without_servers(place, 2, sync="local:2", steps=8, **more)
     run(place, 4, sync="ps-async", steps=10, **more)
     run_without_servers(place, 2, stages=2, micro_batches=2, steps=12, **more)
-    run(place, 3, sync="ps-async,servers=2", steps=14, **more)  # one worker
+    run(place, 3, sync="ps-async:servers=2", steps=14, **more)  # one worker
     assert train(place, steps=16, **more) == 0  # alone, with no servers at all
     steps = read_metrics(place).steps["step"]
     assert [int(step) for step in steps] == list(range(1, 17))
@@ -181,7 +181,7 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
 
 
 def test_an_asynchronous_run_in_figures(tmp_path):
-    run(tmp_path / "run", 3, sync="ps-async,staleness=inverse,pull=fp16", checkpoints="4", model_ema="0.9998")
+    run(tmp_path / "run", 3, sync="ps-async:staleness=inverse,pull=fp16", checkpoints="4", model_ema="0.9998")
     summary = check_run(tmp_path / "run", steps=12)
     assert all(one.ema_test_loss is not None for one in read_metrics(tmp_path / "run").epochs)
     assert average(tmp_path / "run")
@@ -205,7 +205,7 @@ def test_a_run_that_others_end_epochs_ahead_is_tested_once(tmp_path, monkeypatch
         return result
 
     monkeypatch.setattr(ServedTrainer, "step", steps)
-    assert train(tmp_path / "run", sync="ps-async,servers=0", steps=15) == 0
+    assert train(tmp_path / "run", sync="ps-async:servers=0", steps=15) == 0
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert [(line["epoch"], line["step"]) for line in lines if "event" in line] == [(2, 15)]
 
@@ -245,14 +245,14 @@ def replace_worker(monkeypatch) -> Callable[[], None]:
     """From the call on the only worker of a run replaces another, which died before it came to the servers."""
 
     def begin() -> None:
-        alone = replace(find_process(TrainConfig(sync="ps-async,servers=0")), joins=True)
+        alone = replace(find_process(TrainConfig(sync="ps-async:servers=0")), joins=True)
         monkeypatch.setattr(served_trainer, "find_process", lambda config: alone)
 
     return begin
 
 
 def test_who_replaces_worker_0_before_servers_have_weights_goes_on_from_the_checkpoint(tmp_path, replace_worker):
-    options = {"sync": "ps-async,servers=0", "checkpoints": "epoch"}
+    options = {"sync": "ps-async:servers=0", "checkpoints": "epoch"}
     train(tmp_path / "run", **options)
     shutil.copytree(tmp_path / "run", tmp_path / "replaced")
     train(tmp_path / "run", **options, epochs=3, resume=True)
@@ -276,13 +276,13 @@ def test_who_replaces_worker_0_before_servers_have_weights_brings_those_that_are
 
     monkeypatch.setattr(opening, "start_from_weights", start_from_weights)
     replace_worker()
-    train(tmp_path / "run", sync="ps-async,servers=0", weights=str(tmp_path / "source"), freeze=("body.[01]",), steps=1)
+    train(tmp_path / "run", sync="ps-async:servers=0", weights=str(tmp_path / "source"), freeze=("body.[01]",), steps=1)
     for name in ("body.0.weight", "body.1.weight"):
         assert torch.equal(saved_state(tmp_path / "run")[name], saved_state(tmp_path / "source")[name])
 
 
 def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):
-    options = {"sync": "ps-async,servers=1", "checkpoints": "2", "timeout": 10}
+    options = {"sync": "ps-async:servers=1", "checkpoints": "2", "timeout": 10}
     with job(3, tmp_path / "run", **options, epochs=500) as answers:
         server = pids(answers, 3)[2]
         eventually(lambda: saved(tmp_path / "run"))
