@@ -74,20 +74,17 @@ class Spec(Generic[_T]):
         text = getattr(options, self._option)
         if text is None:
             return typing.cast("_T", self._absent)
-        return read_spec(f"--{self._option.replace('_', '-')}", str(text), self._kinds, self._usual)
-
-
-def read_spec(option: str, text: str, kinds: type[_T] | Mapping[str, type[_T]], usual: str = "") -> _T:
-    """The dataclass that the text of an option stands for; its name chooses among several dataclasses."""
-    if not isinstance(kinds, Mapping):
-        return read_fields(f"{option} {shortened(text)}", text, kinds)
-    name, rest = split_name(text)
-    if usual and "=" in name:
-        name, rest = usual, text
-    if name not in kinds:
-        near = nearest(name.partition(",")[0], kinds)
-        raise UsageError(f"{option} {shortened(text)}", f"There is no {shortened(repr(name))}.", near)
-    return read_fields(f"{option} {shortened(text)}", rest, kinds[name])
+        text = str(text)
+        label = f"--{self._option.replace('_', '-')} {shortened(text)}"
+        if not isinstance(self._kinds, Mapping):
+            return read_fields(label, text, self._kinds)
+        name, rest = split_name(text)
+        if self._usual and "=" in name:
+            name, rest = self._usual, text
+        if name not in self._kinds:
+            near = nearest(name.partition(",")[0], self._kinds)
+            raise UsageError(label, f"There is no {shortened(repr(name))}.", near)
+        return read_fields(label, rest, self._kinds[name])
 
 
 def read_fields(label: str, text: str, kind: type[_T]) -> _T:

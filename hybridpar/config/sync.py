@@ -212,7 +212,7 @@ class SyncConfig(Options):
         batch_norm: BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over
             all replicas; `local`: per replica, averaged at checkpoints; `frozen`: normalise by those that the model
             has, and keep them.
-        guard: Skip a step in which any gradient is not finite, on all workers.
+        guard: Whether a step in which any gradient is not finite is skipped, on all workers.
         shard_optimizer: Divide the optimizer's state among the replicas, each of which updates a part of the parameters
             and hands it round: the same result in less memory, for another half of the traffic.
     """
@@ -220,7 +220,9 @@ class SyncConfig(Options):
     sync: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "allreduce"
     compress: str = "none"
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
-    guard: bool = True
+    guard: Annotated[
+        bool, tyro.conf.arg(help="Make steps whose gradients are not finite, too.", help_behavior_hint="")
+    ] = True
     shard_optimizer: bool = False
 
     sync_mode = Spec[Sync]("sync", _CHOICES)

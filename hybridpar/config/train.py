@@ -28,7 +28,16 @@ from hybridpar.config.sync import ONEBIT_RATE, SyncConfig
 from hybridpar.errors import UsageError, check, refuse
 from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES
-from hybridpar.spec import AT_LEAST_1, POSITIVE, Options, Spec, Unnamed, check_rules, defaults_of, fields_of
+from hybridpar.spec import (
+    AT_LEAST_1,
+    POSITIVE,
+    Options,
+    Spec,
+    Unnamed,
+    check_rules,
+    defaults_of,
+    fields_of,
+)
 
 
 class PipelineConfig(Options):
@@ -253,14 +262,16 @@ class AdvancedConfig(Options):
         seed: Seed of weights, shuffling, augmentation and dropout.
         deterministic: Use deterministic algorithms only.
         timeout: Seconds after which a worker that does not answer is an error.
-        tune_process: Set the C allocator, thread counts and CPU affinity of CPU workers for training.
+        tune_process: Whether the C allocator, thread counts and CPU affinity of CPU workers are set for training.
         debug: Show tracebacks.
     """
 
     seed: int = 0
     deterministic: bool = False
     timeout: Annotated[float, POSITIVE] = 120.0
-    tune_process: bool = True
+    tune_process: Annotated[
+        bool, tyro.conf.arg(help="Leave allocator, threads and affinity alone.", help_behavior_hint="")
+    ] = True
     debug: bool = False
 
 
