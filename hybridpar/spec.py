@@ -104,7 +104,7 @@ def _made(label: str, text: str, kind: type) -> Any:
     return kind(**values)
 
 
-def check_rules(options: object) -> None:
+def check_rules(options: Any) -> None:
     """Check that the fields of a dataclass are what their types say, and that each text stands for something."""
     for name, kind in fields_of(type(options)).items():
         value = getattr(options, name)

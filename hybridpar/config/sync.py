@@ -221,7 +221,7 @@ class SyncConfig(Options):
     compress: str = "none"
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
     guard: Annotated[
-        bool, tyro.conf.arg(help="Make steps whose gradients are not finite, too.", help_behavior_hint="")
+        bool, tyro.conf.arg(help="Do not skip steps in which a gradient is not finite.", help_behavior_hint="")
     ] = True
     shard_optimizer: bool = False
 

@@ -14,30 +14,14 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from hybridpar.config.conflicts import (
-    CONFLICTS,
-    GRADIENT_CONFLICTS,
-    NEED_EQUAL_REPLICAS,
-    NEED_WHOLE_MODEL,
-    first_of,
-    refuse_conflicts,
-)
+from hybridpar.config import conflicts
 from hybridpar.config.data import DataConfig, ModelConfig, images_over
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.sync import ONEBIT_RATE, SyncConfig
 from hybridpar.errors import UsageError, check, refuse
 from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES
-from hybridpar.spec import (
-    AT_LEAST_1,
-    POSITIVE,
-    Options,
-    Spec,
-    Unnamed,
-    check_rules,
-    defaults_of,
-    fields_of,
-)
+from hybridpar.spec import AT_LEAST_1, POSITIVE, Options, Spec, Unnamed, check_rules, defaults_of
 
 
 class PipelineConfig(Options):
@@ -270,7 +254,8 @@ class AdvancedConfig(Options):
     deterministic: bool = False
     timeout: Annotated[float, POSITIVE] = 120.0
     tune_process: Annotated[
-        bool, tyro.conf.arg(help="Leave allocator, threads and affinity alone.", help_behavior_hint="")
+        bool,
+        tyro.conf.arg(help="Leave allocator, threads and affinity of CPU workers as they are.", help_behavior_hint=""),
     ] = True
     debug: bool = False
 
@@ -298,8 +283,7 @@ class TrainConfig(
     @property
     def named(self) -> frozenset[str]:
         """Names of the options that the user set: those that are given, and those that are not at their default."""
-        options = fields_of(TrainConfig).keys() - {"given"}
-        return (self.given or frozenset()) & options | self.changed
+        return (self.given or frozenset()) & defaults_of(TrainConfig).keys() | self.changed
 
     @property
     def changed(self) -> frozenset[str]:
@@ -366,25 +350,25 @@ class TrainConfig(
     @property
     def needs_whole(self) -> str | None:
         """An option with which every worker of a pipeline holds the whole model; None where there is none."""
-        return first_of(self, NEED_WHOLE_MODEL)
+        return conflicts.first_of(self, conflicts.NEED_WHOLE_MODEL)
 
     def check_conflicts(self) -> None:
         """Refuse two options that contradict each other."""
-        refuse_conflicts(self, CONFLICTS)
+        conflicts.refuse_conflicts(self, conflicts.CONFLICTS)
 
     def check_gradients(self) -> None:
         """Refuse two options on gradients that contradict each other; they are all that a `Trainer` knows of."""
-        refuse_conflicts(self, GRADIENT_CONFLICTS)
+        conflicts.refuse_conflicts(self, conflicts.GRADIENT_CONFLICTS)
 
     def check_unequal(self) -> None:
         """Refuse what needs replicas of equal numbers of workers."""
-        if option := first_of(self, NEED_EQUAL_REPLICAS):
+        if option := conflicts.first_of(self, conflicts.NEED_EQUAL_REPLICAS):
             raise refuse(option, "replicas of different numbers of workers", "It was made for equal replicas.")
 
     @property
     def may_be_unequal(self) -> bool:
         """Whether replicas of a plan may differ in their parts of a batch, and in their numbers of workers."""
-        return not first_of(self, (*NEED_EQUAL_REPLICAS, "shares", "cuda_graph", "select_batch"))
+        return not conflicts.first_of(self, (*conflicts.NEED_EQUAL_REPLICAS, "shares", "cuda_graph", "select_batch"))
 
 
 #: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
