@@ -106,7 +106,7 @@ def _made(label: str, text: str, kind: type) -> Any:
 
 def check_rules(options: Any) -> None:
     """Check that the fields of a dataclass are what their types say, and that each text stands for something."""
-    for name, kind in fields_of(type(options)).items():
+    for name, kind in fields_of(type(options)).items():  # type: ignore[arg-type]
         value = getattr(options, name)
         if not (isinstance(value, str) and Path in _alternatives(kind)):  # a path may be given as text
             validated(f"--{name.replace('_', '-')} is {shortened(value)}", kind, value, strict=True)

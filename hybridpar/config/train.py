@@ -78,6 +78,16 @@ class PipelineConfig(Options):
             )
         return shares
 
+    def check_shares(self, replicas: int | None) -> None:
+        """Check that every replica has a share, where their number is known."""
+        shares = self.share_list
+        check(
+            shares is None or replicas in (None, len(shares)),
+            f"--shares {self.shares} for {replicas} replicas",
+            "Every replica has a share of the batch: every worker, where the model is not cut.",
+            "Give as many numbers as there are replicas.",
+        )
+
     @property
     def layout(self) -> Layout | None:
         """Where stages run, as `placement` says; None where it names a kind or nothing.
@@ -333,19 +343,10 @@ class TrainConfig(
         self.check_gradients()
         if self.layout is not None:
             self.check_unequal()
-        self._check_number_of_shares()
+        workers = self.nproc if self.stages == 1 and not self.searches and self.plan_file is None else None
+        self.check_shares(self.layout.replicas if self.layout else self.replicas or workers)
         if (servers := self.parameter_servers) is not None and self.nproc is not None:
             servers.split_count(self.nproc)
-
-    def _check_number_of_shares(self) -> None:
-        workers = self.nproc if self.stages == 1 and not self.searches and self.plan_file is None else None
-        replicas, shares = self.layout.replicas if self.layout else self.replicas or workers, self.share_list
-        check(
-            shares is None or replicas is None or len(shares) == replicas,
-            f"--shares {self.shares} for {replicas} replicas",
-            "Every replica has a share of the batch: every worker, where the model is not cut.",
-            "Give as many numbers as there are replicas.",
-        )
 
     @property
     def needs_whole(self) -> str | None:
