@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.formats.lazy_names import lazy_names
+from hybridpar.registry import lazy_names
 
 if TYPE_CHECKING:
     from hybridpar.config import TrainConfig as TrainConfig

@@ -1,7 +1,8 @@
 """Registries: data sets, schedules, codecs and commands are chosen by name, and an unknown name is one kind of error.
 
 Each entry has a description for listings, and a name can be taken only once. Models and data sets of a user's own are
-named as `package.module:factory`.
+named as `package.module:factory`. Names that a package loads from its modules when they are first used (PEP 562) are
+here, too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hybridpar.errors import UsageError, nearest, shortened, user_error
 
@@ -116,3 +117,21 @@ def search_here() -> None:
     """Have Python find modules in the current directory, too."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def lazy_names(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package, from the names that each of its modules defines.
+
+    For type checkers the package imports the same names under `if TYPE_CHECKING:`.
+    """
+    module_of = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
+    names = sorted(module_of)
+
+    def load(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of[name]), name)
+
+    return load, lambda: names, names

@@ -1,12 +1,12 @@
 """Options that are one word with more inside: `name:key=value,...` as a frozen dataclass.
 
     outer:16,opt=nesterov,lr=0.7      Outer(every=16, opt="nesterov", lr=0.7)
-    ps,servers=2                      ParameterServers(servers=2)
+    ps:servers=2                      ParameterServers(servers=2)
     0.9998,warmup                     Average(decay=0.9998, warmup=True)
 
 The keys are the fields of the dataclass, and pydantic reads their values as their types say; a tuple is written with
-`/` between its parts. Fields without a default, and those marked `UNNAMED`, may be given without their key, in order; a
-key alone means `on`; `auto` is None, where the type allows it. What a number must be stands beside its type, as in
+`/` between its parts. A field with `UNNAMED` beside its type may be given without its key, in order; a key alone means
+`on`; `auto` is None, where the type allows it. What a number must be stands beside its type, as in
 `Annotated[float, POSITIVE]`.
 """
 
@@ -14,30 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
+import json
 import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from annotated_types import Ge, Gt, Interval
 
 from hybridpar.errors import UsageError, nearest, shortened
 
 _T = TypeVar("_T")
-
-
-@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
-class Options:
-    """Base of options: a subclass is a frozen dataclass that is made by keywords."""
-
-    def __init_subclass__(cls) -> None:
-        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-
-
-#: Beside the type of a field: it may be given without its key, though it has a default.
-UNNAMED = "unnamed"
 
 # What a number must be, beside its type; infinities and NaN are refused in any case.
 AT_LEAST_0 = Ge(0)
@@ -53,65 +41,50 @@ def between(low: int, high: int) -> Interval:
     return Interval(ge=low, le=high)
 
 
-@functools.cache
-def _adapter(kind: Any) -> Any:
-    from pydantic import ConfigDict, TypeAdapter  # takes a moment, which `--help` need not wait for
+class Unnamed(NamedTuple):
+    """Beside the type of a field: it may be given without its key; `shown` stands for it in messages."""
 
-    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+    shown: str
 
 
-def validated(what: str, kind: Any, value: Any, fix: str = "", *, strict: bool = False, toml: bool = False) -> Any:
-    """A value as a type says, and its rules; `what` names it in the error.
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+class Options:
+    """Base of options: a subclass is a frozen dataclass that is made by keywords."""
 
-    Strict: it must be of the type already. Of TOML, which has neither tuples nor paths, lists and texts stand for them.
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Spec(Generic[_T]):
+    """An attribute of options: what the text of one of them stands for, as `ema = Spec("model_ema", Average)`.
+
+    Args:
+        option: The field with the text.
+        kinds: The dataclass, or several by the name that stands before the colon.
+        usual: The name of a text without one.
+        absent: What None stands for.
     """
-    from pydantic import ValidationError
 
-    if toml:
-        value, strict = _of_toml(kind, value), True
-    try:
-        return _adapter(kind).validate_python(value, strict=strict)
-    except ValidationError as error:
-        # Of a type with alternatives there is an error for each.
-        rules = [detail["msg"].partition("nput should be ")[2].partition(", unable")[0] for detail in error.errors()]
-        rule = " or ".join(dict.fromkeys(filter(None, rules))) or "a value of its type"
-        rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-        rule = rule.replace("a valid tuple", "a list").replace("an instance of Path", "a path")
-        raise UsageError(what, f"It must be {rule}.", fix) from None
+    def __init__(
+        self, option: str, kinds: type[_T] | Mapping[str, type[_T]], *, usual: str = "", absent: _T | None = None
+    ) -> None:
+        self._option, self._kinds, self._usual, self._absent = option, kinds, usual, absent
 
-
-def _of_toml(kind: Any, value: Any) -> Any:
-    """A value of TOML with tuples for lists, and a path for a text that only a path can be."""
-    if isinstance(value, list):
-        return tuple(value)
-    alternatives = _alternatives(kind)
-    words = {word for found in alternatives if typing.get_origin(found) is Literal for word in typing.get_args(found)}
-    takes_text = str in alternatives or value in words
-    return Path(value) if isinstance(value, str) and Path in alternatives and not takes_text else value
-
-
-def check_rules(options: object) -> None:
-    """Check that the fields of a dataclass are what their types say."""
-    for name, kind in fields_of(type(options)).items():
-        value = getattr(options, name)
-        if not (isinstance(value, str) and Path in _alternatives(kind)):  # a path may be given as text
-            validated(f"--{name.replace('_', '-')} is {shortened(value)}", kind, value, strict=True)
-
-
-def split_name(text: str) -> tuple[str, str]:
-    """`name` and `key=value,...` of `name:key=value,...` or `name,key=value,...`."""
-    name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
-    return name, "".join(rest)
-
-
-def read_choice(option: str, text: str, choices: Mapping[str, type[_T]], usual: str | None = None) -> _T:
-    """The dataclass that `name:key=value,...` or `name,key=value,...` stands for; without a name, the usual choice."""
-    name, rest = split_name(text)
-    if usual is not None and "=" in name:
-        name, rest = usual, text
-    if name not in choices:
-        raise UsageError(f"{option} {shortened(text)}", f"There is no {shortened(repr(name))}.", nearest(name, choices))
-    return read_fields(f"{option} {shortened(text)}", rest, choices[name])
+    def __get__(self, options: object, owner: type) -> _T:
+        text = getattr(options, self._option)
+        if text is None:
+            return typing.cast("_T", self._absent)
+        text = str(text)
+        label = f"--{self._option.replace('_', '-')} {shortened(text)}"
+        if not isinstance(self._kinds, Mapping):
+            return read_fields(label, text, self._kinds)
+        name, rest = split_name(text)
+        if self._usual and "=" in name:
+            name, rest = self._usual, text
+        if name not in self._kinds:
+            near = nearest(name.partition(",")[0], self._kinds)
+            raise UsageError(label, f"There is no {shortened(repr(name))}.", near)
+        return read_fields(label, rest, self._kinds[name])
 
 
 def read_fields(label: str, text: str, kind: type[_T]) -> _T:
@@ -122,11 +95,58 @@ def read_fields(label: str, text: str, kind: type[_T]) -> _T:
 
 @functools.cache
 def _made(label: str, text: str, kind: type) -> Any:
-    defaults = defaults_of(kind)
-    values = read_values(label, _split(label, text, kind), fields_of(kind), defaults)
-    if missing := [name for name in fields_of(kind) if name not in defaults and name not in values]:
-        raise UsageError(f"{label} without {missing[0]}", "It has no default.", f"Add {missing[0]}=VALUE.")
+    types_of, defaults = fields_of(kind), defaults_of(kind)
+    values = read_values(label, _split(label, text, kind), types_of, defaults)
+    for name in types_of.keys() - defaults.keys() - values.keys():
+        shown = _unnamed(kind).get(name)
+        fix = f"Give {shown} first." if shown else f"Add {name}=VALUE."
+        raise UsageError(f"{label} without {shown or name}", "It has no default.", fix)
     return kind(**values)
+
+
+def check_rules(options: Any) -> None:
+    """Check that the fields of a dataclass are what their types say, and that each text stands for something."""
+    for name, kind in fields_of(type(options)).items():  # type: ignore[arg-type]
+        value = getattr(options, name)
+        if not (isinstance(value, str) and Path in _alternatives(kind)):  # a path may be given as text
+            validated(f"--{name.replace('_', '-')} is {shortened(value)}", kind, value, strict=True)
+    for owner in type(options).__mro__:
+        for spec in vars(owner).values():
+            if isinstance(spec, Spec):
+                spec.__get__(options, owner)
+
+
+def validated(what: str, kind: Any, value: Any, fix: str = "", *, strict: bool = False, toml: bool = False) -> Any:
+    """A value as a type says, and its rules; `what` names it in the error.
+
+    Strict: it must be of the type already. Of TOML, which has neither tuples nor paths, lists and texts stand for them.
+    """
+    from pydantic import ValidationError
+
+    try:
+        if toml:
+            return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
+        return _adapter(kind).validate_python(value, strict=strict)
+    except ValidationError as error:
+        # Of a type with alternatives there is an error for each.
+        rules = [detail["msg"].partition("nput should be ")[2].partition(", unable")[0] for detail in error.errors()]
+        rule = " or ".join(dict.fromkeys(filter(None, rules)))
+        rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+        rule = rule.replace("an instance of Path", "a path").replace("a valid array", "a list")
+        raise UsageError(what, f"It must be {rule}." if rule else f"{error.errors()[0]['msg']}.", fix) from None
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter  # takes a moment, which `--help` need not wait for
+
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """`name` and `key=value,...` of `name:key=value,...`."""
+    name, _, rest = text.partition(":")
+    return name.strip(), rest
 
 
 def overlay(label: str, below: str, above: str, kind: type) -> str:
@@ -148,6 +168,7 @@ def with_options(text: str, **options: object) -> str:
     return f"{name}:{','.join(parts)}" if parts else name
 
 
+@functools.cache
 def fields_of(kind: type) -> Mapping[str, Any]:
     """Names and types of the fields of a dataclass, in order."""
     types_of = typing.get_type_hints(kind, include_extras=True)
@@ -159,11 +180,10 @@ def defaults_of(kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
-def _unnamed(kind: type) -> list[str]:
-    """The fields that may be given without their key."""
-    defaults = defaults_of(kind)
-    marked = {name for name, declared in fields_of(kind).items() if UNNAMED in getattr(declared, "__metadata__", ())}
-    return [name for name in fields_of(kind) if name not in defaults or name in marked]
+def _unnamed(kind: type) -> dict[str, str]:
+    """The fields that may be given without their key, and what is shown for them."""
+    marks = {name: getattr(declared, "__metadata__", ()) for name, declared in fields_of(kind).items()}
+    return {name: mark.shown for name, beside in marks.items() for mark in beside if isinstance(mark, Unnamed)}
 
 
 def _split(label: str, text: str, kind: type) -> dict[str, str]:
@@ -200,17 +220,15 @@ def read_values(
         if key not in types_of:
             fix = nearest(key, types_of) if types_of else "It takes no options."
             raise UsageError(f"{label} has no option {shortened(repr(key))}", fix=fix)
+        alternatives = _alternatives(types_of[key])
+        if type(None) in alternatives and text == "auto":
+            values[key] = None
+            continue
+        is_tuple = any(typing.get_origin(option) is tuple for option in alternatives)
+        value = [part.strip() for part in text.split("/")] if is_tuple else text
         fix = "Leave it out to have the default." if key in defaults else ""
-        values[key] = _read(f"{label}: {key}={shortened(text)}", text, types_of[key], fix)
+        values[key] = validated(f"{label}: {key}={shortened(text)}", types_of[key], value, fix)
     return values
-
-
-def _read(what: str, text: str, kind: Any, fix: str) -> Any:
-    alternatives = _alternatives(kind)
-    if type(None) in alternatives and text == "auto":
-        return None
-    is_tuple = any(typing.get_origin(option) is tuple for option in alternatives)
-    return validated(what, kind, [part.strip() for part in text.split("/")] if is_tuple else text, fix)
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ LAYERS: dict[str, set[str]] = {
     "formats": {"errors"},
     "machine": {"errors", "formats"},
     "codegen": {"formats"},
-    "tvm_kernels": {"codegen", "errors", "formats", "machine"},
     "registry": {"errors"},
+    "tvm_kernels": {"codegen", "errors", "formats", "machine", "registry"},
     "models": {"errors", "formats", "registry"},
     "spec": {"errors"},
     "schedule": {"errors", "formats", "registry"},
@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "plan": {"errors", "formats", "schedule"},
     "pipeline": {"comm", "compress", "errors", "lanes", "models", "schedule", "sync"},
     "partition": {"errors", "formats", "machine", "models", "plan", "registry", "schedule"},
-    "config": {"errors", "schedule", "spec"},
+    "config": {"errors", "formats", "schedule", "spec"},
     "planner": {
         "comm",
         "compress",
@@ -106,7 +106,7 @@ LAYERS: dict[str, set[str]] = {
         "tvm_kernels",
     },
     "integrations": {"comm", "compress", "config", "errors", "models", "planner", "sync", "train"},
-    "__init__": {"config", "errors", "formats", "integrations", "optim", "partition", "plan", "train"},
+    "__init__": {"config", "errors", "integrations", "optim", "partition", "plan", "registry", "train"},
     "commands": {
         "__init__",
         "codegen",

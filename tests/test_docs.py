@@ -120,7 +120,7 @@ def test_configuration_files_are_read(tmp_path: Path) -> None:
     files = [block for block in ALL_BLOCKS if block.kind == "toml"]
     for block in files:
         (tmp_path / "a.toml").write_text(block.code)
-        assert read_settings(tmp_path / "a.toml", "a.toml"), block.place
+        assert read_settings(tmp_path / "a.toml"), block.place
     assert files
 
 

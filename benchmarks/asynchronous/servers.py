@@ -162,7 +162,7 @@ def measure_cost(quick: bool, rounds: int, output: str | None) -> None:
             trainer = stack.enter_context(Trainer(setting.build(), config=TrainConfig(lr=1e-3), world=team))
             methods["allreduce"] = partial(trainer.step, batch)
         for kind, servers, hosts in (("masters", 0, range(WORKERS)), ("servers", SERVERS, range(WORKERS, ranks))):
-            config = TrainConfig(lr=1e-3, sync=f"ps,servers={servers}")
+            config = TrainConfig(lr=1e-3, sync=f"ps:servers={servers}")
             party = Party(kind, config, WORKERS, list(hosts), setting.build())
             stack.callback(party.close)
             methods[kind] = partial(party.step, *batch, WORKERS)

@@ -42,7 +42,7 @@ class Options:
     models: tuple[str, ...] = ("resnet18", "resnet34", "resnet50")
     """Models; with --small the first."""
     data: tuple[str, ...] = ("cifar10", "cifar100", "caltech101")
-    """Data sets, `NAME,download` to have torchvision fetch one; not with --small."""
+    """Data sets, `NAME:download` to have torchvision fetch one; not with --small."""
     data_root: Path = Path("data")
     """Directory of the data sets' files."""
     methods: tuple[str, ...] = METHODS

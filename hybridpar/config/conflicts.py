@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hybridpar.config.sync import Local, read_sync
+from hybridpar.config.sync import Local
 from hybridpar.errors import refuse
 
-#: Features of a run by name: the option that gives it, and whether a `TrainConfig` has it.
+#: Features of a run by name: the option that gives it, and whether a `TrainConfig` has it. Beside these, every option
+#: is a feature of the runs in which it is not at its default.
 FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "adafactor": ("optimizer", lambda run: "adafactor" in run.optim.name and run.uses_channels_last),
     "another codec": ("compress", lambda run: not run.compress.strip().startswith(("none", "onebit_sgd"))),
@@ -17,49 +18,33 @@ FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "batch norm sync": ("batch_norm", lambda run: run.batch_norm == "sync"),
     "codec": ("compress", lambda run: run.compress.strip() != "none" and not (run.chooses and run.fidelity == "exact")),
     "codec auto": ("compress", lambda run: run.chooses),
-    "compile": ("compile", lambda run: run.compile),
-    "cuda graph": ("cuda_graph", lambda run: run.cuda_graph),
-    "ema": ("model_ema", lambda run: run.model_ema is not None),
     "fp16": ("amp", lambda run: run.amp == "fp16"),
     "half": ("sync", lambda run: run.late == "half"),
-    "kernels": ("kernels", lambda run: run.uses_kernels),
     "kron": ("optimizer", lambda run: run.optim.name.startswith("timm/kron")),
     "late": ("sync", lambda run: run.late != "off"),
-    "local": ("sync", lambda run: type(read_sync(run.sync)) is Local),
+    "local": ("sync", lambda run: type(run.sync_mode) is Local),
     "nesterov": ("optimizer", lambda run: run.optim.arguments.get("nesterov")),
-    "no guard": ("guard", lambda run: not run.guard),
     "no share": ("shares", lambda run: 0 in (run.share_list or ())),
     "not sgd": ("optimizer", lambda run: run.optim.name != "sgd"),
     "outer": ("sync", lambda run: run.outer),
-    "overwrite": ("overwrite", lambda run: run.overwrite),
     "placed": ("placement", lambda run: run.layout),
     "plan file": ("plan", lambda run: run.plan_file),
     "plateau": ("lr_schedule", lambda run: run.lr_schedule.strip().startswith("plateau")),
-    "profile": ("profile", lambda run: run.profile),
     "recipe": ("sync", lambda run: run.is_onebit),
     "recompute all": ("recompute", lambda run: "all" in run.recompute and not run.is_staged),
     "replicas without stages": ("replicas", lambda run: run.replicas is not None and not run.is_staged),
-    "resume": ("resume", lambda run: run.resume),
-    "resume from": ("resume_from", lambda run: run.resume_from is not None),
-    "select batch": ("select_batch", lambda run: run.select_batch),
     "servers": ("sync", lambda run: run.parameter_servers),
-    "shard optimizer": ("shard_optimizer", lambda run: run.shard_optimizer),
-    "shares": ("shares", lambda run: run.shares.strip() != "equal"),
     "shares auto": ("shares", lambda run: run.shares.strip() == "auto"),
-    "staged": ("stages", lambda run: run.stages > 1),
-    "steps": ("steps", lambda run: run.steps is not None),
     "stop early": ("checkpoints", lambda run: run.saving.stop is not None),
-    "timeline": ("timeline", lambda run: run.timeline is not None),
-    "weights": ("weights", lambda run: run.weights is not None),
 }
 
 #: Features with which every worker of a pipeline holds the whole model.
 NEED_WHOLE_MODEL = (
-    "kernels", "select batch", "outer", "codec auto", "late", "cuda graph", "recipe", "placed",
+    "kernels", "select_batch", "outer", "codec auto", "late", "cuda_graph", "recipe", "placed",
 )  # fmt: skip
 
 #: Features that need replicas of equal numbers of workers.
-NEED_EQUAL_REPLICAS = ("batch norm sync", "codec auto", "late", "outer", "timeline", "shard optimizer")
+NEED_EQUAL_REPLICAS = ("batch norm sync", "codec auto", "late", "outer", "timeline", "shard_optimizer")
 
 #: A feature, others that contradict it, and why.
 Row = tuple[str, tuple[str, ...], str]
@@ -67,7 +52,7 @@ Row = tuple[str, tuple[str, ...], str]
 CONFLICTS: tuple[Row, ...] = (
     (
         "servers",
-        ("placed", "staged", "recompute all", "replicas without stages", "plan file", "select batch", "cuda graph"),
+        ("placed", "stages", "recompute all", "replicas without stages", "plan file", "select_batch", "cuda_graph"),
         "With parameter servers every worker computes the whole model, at its own pace.",
     ),
     (
@@ -79,22 +64,22 @@ CONFLICTS: tuple[Row, ...] = (
     ("servers", ("no share",), "A worker without samples has nothing to push."),
     ("servers", ("kron",), "It draws random numbers of its own: a shard could neither save nor redraw them."),
     ("servers", ("adafactor",), "It looks at the order of dimensions; servers hold parameters as channels_last lies."),
-    ("batch auto", ("staged", "recompute all", "shares"), "It times steps of the whole model, in equal parts."),
+    ("batch auto", ("stages", "recompute all", "shares"), "It times steps of the whole model, in equal parts."),
     ("batch auto", ("plan file",), "A plan is for the batch that it was made with."),
-    ("batch auto", ("select batch",), "Both choose the batch."),
-    ("shares auto", ("select batch",), "Both change batches by trials."),
-    ("weights", ("resume from",), "Both say where to start."),
+    ("batch auto", ("select_batch",), "Both choose the batch."),
+    ("shares auto", ("select_batch",), "Both change batches by trials."),
+    ("weights", ("resume_from",), "Both say where to start."),
     ("overwrite", ("resume",), "--resume goes on with the run in the run directory; --overwrite deletes that run."),
-    ("resume from", ("resume",), "--resume goes on with the run in the run directory; --resume-from starts a new one."),
-    ("cuda graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
-    ("cuda graph", ("shares auto", "timeline"), "A graph is of one size, and runs as a whole."),
+    ("resume_from", ("resume",), "--resume goes on with the run in the run directory; --resume-from starts a new one."),
+    ("cuda_graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
+    ("cuda_graph", ("shares auto", "timeline"), "A graph is of one size, and runs as a whole."),
     ("no share", ("batch norm sync",), "Every replica must have samples to normalise."),
     (
-        "shard optimizer",
-        ("outer", "servers", "recipe", "late", "cuda graph"),
+        "shard_optimizer",
+        ("outer", "servers", "recipe", "late", "cuda_graph"),
         "In every step each replica updates its part of the parameters, from gradients of that step, and sends it.",
     ),
-    ("shard optimizer", ("kron",), "It draws random numbers for one parameter after the other."),
+    ("shard_optimizer", ("kron",), "It draws random numbers for one parameter after the other."),
 )
 
 #: Those of recipes, of the outer loop and of what changes gradients or weights, which a `Trainer` checks, too.
@@ -103,29 +88,37 @@ GRADIENT_CONFLICTS: tuple[Row, ...] = (
     ("recipe", ("nesterov", "not sgd"), "The recipe is one of SGD with plain momentum."),
     ("compile", ("batch norm sync",), "A compiled pass cannot wait for other workers in its middle."),
     (
-        "cuda graph",
-        ("late", "outer", "ema", "fp16", "select batch"),
+        "cuda_graph",
+        ("late", "outer", "model_ema", "fp16", "select_batch"),
         "A captured step is replayed as it is: of one size, with its own gradients, and the same in every step.",
     ),
-    ("half", ("not sgd", "ema"), "Half a batch is half a step for SGD alone, and no step for an average."),
+    ("half", ("not sgd", "model_ema"), "Half a batch is half a step for SGD alone, and no step for an average."),
     ("local", ("codec",), "Parameters are averaged in full precision; outer:H sends them by a codec."),
     (
         "outer",
-        ("codec auto", "batch norm sync", "shares auto", "no share", "select batch"),
+        ("codec auto", "batch norm sync", "shares auto", "no share", "select_batch"),
         "Between two exchanges workers train alone, each on its equal part.",
     ),
-    ("fp16", ("no guard",), "A step whose gradients overflow is rolled back, and the loss scale falls."),
-    ("fp16", ("late", "select batch"), "Gradients must have the scale of the step that they are used in."),
+    ("fp16", ("guard",), "A step whose gradients overflow is rolled back, and the loss scale falls."),
+    ("fp16", ("late", "select_batch"), "Gradients must have the scale of the step that they are used in."),
     ("fp16", ("kernels",), "Tuned kernels compute in float32 and bfloat16."),
-    ("select batch", ("steps",), "How many steps there are depends on what is selected."),
-    ("select batch", ("ema",), "Trials are undone, and averages are not."),
-    ("select batch", ("not sgd",), "Learning rates follow the batch size by the rule of SGD."),
+    ("select_batch", ("steps",), "How many steps there are depends on what is selected."),
+    ("select_batch", ("model_ema",), "Trials are undone, and averages are not."),
+    ("select_batch", ("not sgd",), "Learning rates follow the batch size by the rule of SGD."),
 )
 
 
 def features_of(run: Any) -> dict[str, str]:
     """The features that a `TrainConfig` has, with the options that give them, as users type them."""
-    return {name: _typed(option, getattr(run, option)) for name, (option, has) in FEATURES.items() if has(run)}
+    options = {name: option for name, (option, has) in FEATURES.items() if has(run)}
+    options |= {name: name for name in run.changed}
+    return {name: _typed(option, getattr(run, option)) for name, option in options.items()}
+
+
+def first_of(run: Any, names: Iterable[str]) -> str | None:
+    """The option that gives a run the first of some features that it has; None where it has none of them."""
+    features = features_of(run)
+    return next((features[name] for name in names if name in features), None)
 
 
 def refuse_conflicts(run: Any, rows: Iterable[Row]) -> None:

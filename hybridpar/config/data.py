@@ -19,107 +19,17 @@ from hybridpar.spec import (
     AT_MOST_1,
     BELOW_1,
     POSITIVE,
-    UNNAMED,
     Options,
+    Spec,
+    Unnamed,
     between,
     overlay,
-    read_choice,
     read_fields,
     split_name,
     with_options,
 )
 
-
-class DataConfig(Options):
-    """Data: images, batches, and how training images are changed at random.
-
-    Attributes:
-        data: Data set: digits, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision
-            (mnist, ...), package.module:factory, or `synthetic:samples=1024`. `,download` fetches it; `,bad=error` ends
-            the run at a bad image.
-        data_root: Directory of the data set's files; of `csv` it may be the table.
-        batch_size: Samples per step; `auto`: the smallest as fast as any.
-        loader_workers: Loader processes per worker; default: 0 for data held in memory, else 2.
-        image_size: Side of images in pixels; also `224,test=288,crop=0.95,channels=1`, ...; default: of the weights or
-            model, else of the data.
-        augment: Policy `ra,n=2,m=9`, `ta`, `aa`, `augmix` or `timm:SPEC`; also
-            `hflip=0.5,color_jitter=0.4,erase=0.25,repeats=3`, ...
-        mix: Mix the images of a batch: `mixup=0.2,cutmix=1,prob=1,switch=0.5,off=280`.
-    """
-
-    data: Annotated[str, tyro.conf.arg(metavar="NAME")] = "digits"
-    data_root: Path = Path("data")
-    batch_size: Annotated[int, AT_LEAST_1] | Literal["auto"] = 64
-    loader_workers: Annotated[int | None, AT_LEAST_0] = None
-    image_size: Annotated[int | str | None, tyro.conf.arg(metavar="PX")] = None
-    augment: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "none"
-    mix: Annotated[str | None, tyro.conf.arg(metavar="KEY=...")] = None
-
-    @property
-    def samples_per_step(self) -> int:
-        """`batch_size` as a number.
-
-        Raises:
-            UsageError: It is `auto`, which only `hybridpar train` and `plan` replace by a number.
-        """
-        if self.batch_size == "auto":
-            raise UsageError(
-                "batch_size is auto",
-                "`hybridpar train` chooses a batch; a script makes its own.",
-                "Give a number, such as batch_size=64.",
-            )
-        return self.batch_size
-
-    @property
-    def data_options(self) -> DataOptions:
-        """What `data` says behind the name of the data set."""
-        kinds: dict[str, type[DataOptions]] = {"hf/NAME": HubOptions, "synthetic": Synthetic, USERS: UserOptions}
-        return read_fields(
-            f"--data {self.data}", split_name(self.data)[1], kinds.get(data_set_kind(self.data), DataOptions)
-        )
-
-    @property
-    def images(self) -> Images:
-        """What `image_size` stands for."""
-        return read_images(self.image_size)
-
-    @property
-    def augmentation(self) -> Augmentation:
-        """What `augment` stands for."""
-        return read_choice("--augment", self.augment, _POLICIES, usual="none")
-
-    @property
-    def mixing(self) -> Mixing:
-        """What `mix` stands for."""
-        return read_fields(f"--mix {self.mix}", self.mix or "", Mixing)
-
-
-class ModelConfig(Options):
-    """Model: what is handed to its builder, the weights that it starts from, and what stays as it is.
-
-    Attributes:
-        model_arg: Argument of the model's builder or factory, as key=value; may be repeated. A value is read as TOML or
-            Python. `stem=cifar` gives a ResNet first layers for small images.
-        drop: Dropout before the last layer, and stochastic depth: `0.1,path=0.2`; default: those of the model.
-        weights: Start from published weights (`default`, or a name of torchvision's or timm's), hf-hub:OWNER/NAME, a
-            .pt or .safetensors file, or a checkpoint; the head is new where classes differ.
-        freeze: Do not train what this pattern names, modules or parameters, as layer[12] or *.bias; may be repeated.
-    """
-
-    model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    drop: Annotated[float | str | None, tyro.conf.arg(metavar="RATE[,...]")] = None
-    weights: str | None = None
-    freeze: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-
-    @property
-    def drop_rates(self) -> DropRates:
-        """What `drop` stands for."""
-        return read_fields(f"--drop {self.drop}", "" if self.drop is None else str(self.drop), DropRates)
-
-
 Interpolation = Literal["bilinear", "bicubic"]
-
-_FROM_0_TO_1 = between(0, 1)
 
 
 class Images(Options):
@@ -137,10 +47,10 @@ class Images(Options):
         channels: Of the images: 1 is grey, 3 is RGB, and 4 is RGBA.
     """
 
-    size: Annotated[int | None, UNNAMED, Ge(8)] = None
+    size: Annotated[int | None, Unnamed("PX"), Ge(8)] = None
     test: Annotated[int | None, Ge(8)] = None
     crop: Annotated[float | None, AT_MOST_1] = None
-    mean: tuple[Annotated[float, _FROM_0_TO_1], ...] | None = None
+    mean: tuple[Annotated[float, between(0, 1)], ...] | None = None
     std: tuple[Annotated[float, POSITIVE], ...] | None = None
     interpolation: Interpolation | None = None
     train_interpolation: Literal["bilinear", "bicubic", "random"] | None = None
@@ -170,10 +80,10 @@ class Augmentation(Options):
             samples.
     """
 
-    hflip: Annotated[float | None, _FROM_0_TO_1] = None
-    vflip: Annotated[float, _FROM_0_TO_1] = 0.0
-    color_jitter: Annotated[float, _FROM_0_TO_1] = 0.0
-    erase: Annotated[float, _FROM_0_TO_1] = 0.0
+    hflip: Annotated[float | None, between(0, 1)] = None
+    vflip: Annotated[float, between(0, 1)] = 0.0
+    color_jitter: Annotated[float, between(0, 1)] = 0.0
+    erase: Annotated[float, between(0, 1)] = 0.0
     erase_mode: Literal["const", "rand", "pixel"] = "const"
     scale: tuple[Annotated[float, AT_MOST_1], Annotated[float, AT_MOST_1]] = (0.08, 1.0)
     ratio: tuple[Annotated[float, POSITIVE], Annotated[float, POSITIVE]] = (3 / 4, 4 / 3)
@@ -222,7 +132,7 @@ class TimmAugment(Augmentation):
         spec: What timm's `--aa` takes.
     """
 
-    spec: str
+    spec: Annotated[str, Unnamed("SPEC")]
 
 
 _POLICIES: dict[str, type[Augmentation]] = {
@@ -248,8 +158,8 @@ class Mixing(Options):
 
     mixup: Annotated[float, AT_LEAST_0] = 0.0
     cutmix: Annotated[float, AT_LEAST_0] = 0.0
-    prob: Annotated[float, _FROM_0_TO_1] = 1.0
-    switch: Annotated[float, _FROM_0_TO_1] = 0.5
+    prob: Annotated[float, between(0, 1)] = 1.0
+    switch: Annotated[float, between(0, 1)] = 0.5
     off: Annotated[int, AT_LEAST_0] = 0
 
     @property
@@ -266,7 +176,7 @@ class DropRates(Options):
         path: Stochastic depth; None: that of the model.
     """
 
-    rate: Annotated[float | None, UNNAMED, BELOW_1] = None
+    rate: Annotated[float | None, Unnamed("RATE"), BELOW_1] = None
     path: Annotated[float | None, BELOW_1] = None
 
 
@@ -290,7 +200,7 @@ class HubOptions(DataOptions):
         configuration: Which of its configurations; None: the only one.
     """
 
-    configuration: Annotated[str | None, UNNAMED] = None
+    configuration: Annotated[str | None, Unnamed("CONFIGURATION")] = None
 
 
 class UserOptions(DataOptions):
@@ -300,7 +210,7 @@ class UserOptions(DataOptions):
         factory: What makes them, in the module.
     """
 
-    factory: str
+    factory: Annotated[str, Unnamed("FACTORY")]
 
 
 class Synthetic(DataOptions):
@@ -315,11 +225,6 @@ class Synthetic(DataOptions):
     classes: Annotated[int, Ge(2)] = 10
 
 
-def read_images(text: int | str | None) -> Images:
-    """The images that a value of `--image-size` stands for."""
-    return read_fields(f"--image-size {text}", "" if text is None else str(text), Images)
-
-
 def data_name(data: str) -> str:
     """The name of a data set without its options."""
     return split_name(data)[0]
@@ -332,6 +237,11 @@ def data_set_kind(data: str) -> str:
         return "hf/NAME"
     is_named = name in TORCHVISION_SETS or name in OTHER_SETS
     return USERS if not is_named and re.match(r"[\w.]+:[A-Za-z_]\w*\s*(,|$)", data.strip()) else name
+
+
+def with_download(data: str) -> str:
+    """What `data` says to have the files fetched."""
+    return with_options(samples_of(data), download="on")
 
 
 def without_download(data: str) -> str:
@@ -431,3 +341,80 @@ def is_of_any_size(data: str) -> bool:
     """Whether a data set consists of image files of any size, and not of images of one small size."""
     made = TORCHVISION_SETS.get(data_name(data))
     return data_set_kind(data) in _FILES or (made is not None and made.size == USUAL_SIZE)
+
+
+class DataConfig(Options):
+    """Data: images, batches, and how training images are changed at random.
+
+    Attributes:
+        data: Data set: digits, cifar10, cifar100, caltech101, folder, csv, hf/NAME, another of torchvision
+            (mnist, ...), package.module:factory, or `synthetic:samples=1024`. `NAME:download` fetches it;
+            `NAME:bad=error` ends the run at a bad image.
+        data_root: Directory of the data set's files; of `csv` it may be the table.
+        batch_size: Samples per step; `auto`: the smallest as fast as any.
+        loader_workers: Loader processes per worker; default: 0 for data held in memory, else 2.
+        image_size: Side of images in pixels; also `224,test=288,crop=0.95,channels=1`, ...; default: of the weights or
+            model, else of the data.
+        augment: Policy `ra:n=2,m=9`, `ta`, `aa`, `augmix` or `timm:SPEC`; also
+            `hflip=0.5,color_jitter=0.4,erase=0.25,repeats=3`, ...
+        mix: Mix the images of a batch: `mixup=0.2,cutmix=1,prob=1,switch=0.5,off=280`.
+    """
+
+    data: Annotated[str, tyro.conf.arg(metavar="NAME")] = "digits"
+    data_root: Path = Path("data")
+    batch_size: Annotated[int, AT_LEAST_1] | Literal["auto"] = 64
+    loader_workers: Annotated[int | None, AT_LEAST_0] = None
+    image_size: Annotated[int | str | None, tyro.conf.arg(metavar="PX")] = None
+    augment: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "none"
+    mix: Annotated[str | None, tyro.conf.arg(metavar="KEY=...")] = None
+
+    @property
+    def samples_per_step(self) -> int:
+        """`batch_size` as a number.
+
+        Raises:
+            UsageError: It is `auto`, which only `hybridpar train` and `plan` replace by a number.
+        """
+        if self.batch_size == "auto":
+            raise UsageError(
+                "batch_size is auto",
+                "`hybridpar train` chooses a batch; a script makes its own.",
+                "Give a number, such as batch_size=64.",
+            )
+        return self.batch_size
+
+    images = Spec("image_size", Images, absent=Images())
+    augmentation = Spec("augment", _POLICIES, usual="none")
+    mixing = Spec("mix", Mixing, absent=Mixing())
+
+    @property
+    def data_options(self) -> DataOptions:
+        """What `data` says behind the name of the data set."""
+        kinds: dict[str, type[DataOptions]] = {"hf/NAME": HubOptions, "synthetic": Synthetic, USERS: UserOptions}
+        kind = kinds.get(data_set_kind(self.data), DataOptions)
+        return read_fields(f"--data {self.data}", split_name(self.data)[1], kind)
+
+
+class ModelConfig(Options):
+    """Model: what is handed to its builder, the weights that it starts from, and what stays as it is.
+
+    Attributes:
+        model_arg: Argument of the model's builder or factory, as key=value; may be repeated. A value is read as TOML or
+            Python. `stem=cifar` gives a ResNet first layers for small images.
+        drop: Dropout before the last layer, and stochastic depth: `0.1,path=0.2`; default: those of the model.
+        weights: Start from published weights (`default`, or a name of torchvision's or timm's), hf-hub:OWNER/NAME, a
+            .pt or .safetensors file, or a checkpoint; the head is new where classes differ.
+        freeze: Do not train what this pattern names, modules or parameters, as layer[12] or *.bias; may be repeated.
+    """
+
+    model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    drop: Annotated[float | str | None, tyro.conf.arg(metavar="RATE[,...]")] = None
+    weights: str | None = None
+    freeze: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+
+    drop_rates = Spec("drop", DropRates, absent=DropRates())
+
+
+def read_images(text: int | str | None) -> Images:
+    """The images that a value of `--image-size` stands for."""
+    return DataConfig(image_size=text).images

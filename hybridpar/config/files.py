@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from hybridpar.config.train import GROUPS, TrainConfig
-from hybridpar.errors import UsageError, check, nearest
+from hybridpar.errors import UsageError, check, nearest, shortened
+from hybridpar.formats.file_reader import read_toml
 from hybridpar.spec import Options, defaults_of, fields_of, validated
 
 #: Presets that ship with the package.
@@ -65,41 +65,56 @@ def read_sources(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             for name, description in names.items():
                 print(f"{name:{max(map(len, names))}}  {description}")
             raise SystemExit(0)
-        file, label = (preset_file(value), f"the preset {value}") if option == "--preset" else (Path(value), value)
-        values[option] |= read_settings(file, label)
+        values[option] |= read_settings(preset_file(value) if option == "--preset" else Path(value))
     return {**values["--preset"], **values["--config"]}, rest
 
 
-def read_settings(path: Path, label: str) -> dict[str, Any]:
-    """The options that a configuration file sets, and the `model`, by name; `label` names the file in messages."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot read the configuration {label}: {getattr(error, 'strerror', None) or error}",
-            "It is a TOML file of options.",
-            "A string needs quotes, and true and false are written small.",
-        ) from error
-    types_of, defaults = {**fields_of(TrainConfig), "model": str}, defaults_of(TrainConfig)
-    del types_of["given"]
+def read_settings(path: Path) -> dict[str, Any]:
+    """The options that a configuration file sets, and the `model`, by name."""
+    types_of, defaults, file = {**fields_of(TrainConfig), "model": str}, defaults_of(TrainConfig), shortened(path)
+    tables = {option.name: title for title, options in _tables().items() for option in options} | {"model": ""}
     values: dict[str, Any] = {}
-    for key, value in _entries(tables, label):
+    for table, key, value in _entries(path):
         name = key.replace("-", "_")
-        if name not in types_of:
-            raise UsageError(
-                f"{label}: unknown option {key!r}",
-                nearest(key, [option.replace("_", "-") for option in types_of]),
-                "`hybridpar train --help-all` shows all of them.",
-            )
-        check(name not in values, f"{label} sets {key} twice", "An option has one value.")
+        if name not in tables:
+            near = nearest(key, [option.replace("_", "-") for option in tables])
+            fix = "`hybridpar train --help-all` shows all of them."
+            raise UsageError(f"{file}: unknown option {shortened(repr(key))}", near, fix)
+        why = f"It is an option of [{tables[name]}]." if tables[name] else "It stands above all tables."
+        check(table in ("", tables[name]), f"{file}: {key} in [{table}]", why, "Move it there.")
+        check(name not in values, f"{file} sets {key} twice", "An option has one value.")
         if name in _PATHS and isinstance(value, str) and value not in ("auto", "none"):
             value = str(path.parent / value)
         if value == "none" and defaults.get(name, "") is None:  # as on the command line
             values[name] = None
         else:
+            what = f"{file}: {key} cannot be {shortened(_toml(value))}"
             fix = "`hybridpar train --help-all` says what it takes."
-            values[name] = validated(f"{label}: {key} cannot be {_toml(value)}", types_of[name], value, fix, toml=True)
+            values[name] = validated(what, types_of[name], value, fix, toml=True)
     return values
+
+
+def _tables() -> dict[str, list[Field[Any]]]:
+    """The options that each table of a configuration file holds."""
+    return {
+        title.lower().replace(" ", "-"): [option for base in bases for option in fields(base)]
+        for title, bases in GROUPS.items()
+    }
+
+
+def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Table, key and value of all entries of a file; those above all tables have none."""
+    fix = "A string needs quotes, and true and false are written small."
+    for key, value in read_toml(
+        path, "the configuration", UsageError, fix, why="It is a TOML file of options."
+    ).items():
+        if not isinstance(value, dict):
+            yield "", key, value
+        elif key in (names := _tables()):
+            yield from ((key, *entry) for entry in value.items())
+        else:
+            what = f"{shortened(path)} has an unknown table [{shortened(key)}]"
+            raise UsageError(what, nearest(key, names), f"Tables: {', '.join(names)}.")
 
 
 def preset_names() -> dict[str, str]:
@@ -110,13 +125,9 @@ def preset_names() -> dict[str, str]:
 
 def preset_file(name: str) -> Path:
     """The file of a preset."""
-    names = preset_names()
-    if name not in names:
-        raise UsageError(
-            f"unknown preset {name!r}",
-            nearest(name, list(names)),
-            "`hybridpar train --preset list` shows all of them.",
-        )
+    if name not in (names := preset_names()):
+        fix = "`hybridpar train --preset list` shows all of them."
+        raise UsageError(f"unknown preset {name!r}", nearest(name, names), fix)
     return PRESETS / f"{name}.toml"
 
 
@@ -128,38 +139,18 @@ def config_text(config: TrainConfig, model: str, named: Collection[str] = (), pl
     """
     out = ["# Options of this run; those behind # have their defaults, or are decided by the plan.", ""]
     out.append(f"model = {_toml(model)}")
-    for title, bases in GROUPS.items():
-        out += ["", f"[{table_name(title)}]"]
-        for field in (field for base in bases for field in fields(base)):
-            value = getattr(config, field.name)
-            if field.name in _PATHS and value not in (None, "auto", "none"):
+    for table, options in _tables().items():
+        out += ["", f"[{table}]"]
+        for name in (option.name for option in options):
+            value = getattr(config, name)
+            if name in _PATHS and value not in (None, "auto", "none"):
                 value = os.path.abspath(value)  # a file is read relative to its folder
-            if field.name == "plan" and plan is not None:
-                out.append(f"plan = {_toml(plan)}  # as it was found; auto: search again")
-                continue
-            active = (field.name in named or value != field.default) and field.name not in _OF_ONE_RUN
-            line = field.name.replace("_", "-") + ("" if value is None else f" = {_toml(value)}")
-            out.append(line if active and value is not None else f"# {line}")
+            line = name.replace("_", "-") + ("" if value is None else f" = {_toml(value)}")
+            active = name in {*named, *config.changed} and name not in _OF_ONE_RUN and value is not None
+            if name == "plan" and plan is not None:
+                line, active = f"plan = {_toml(plan)}  # as it was found; auto: search again", True
+            out.append(line if active else f"# {line}")
     return "\n".join(out) + "\n"
-
-
-def table_name(title: str) -> str:
-    """The table of a configuration file that holds the options of a group."""
-    return title.lower().replace(" ", "-")
-
-
-def _entries(tables: Mapping[str, Any], label: str) -> Iterator[tuple[str, Any]]:
-    """Key and value of all entries, in tables and in none."""
-    names = [table_name(title) for title in GROUPS]
-    for key, value in tables.items():
-        if not isinstance(value, dict):
-            yield key, value
-        elif key in names:
-            yield from value.items()
-        else:
-            raise UsageError(
-                f"{label} has an unknown table [{key}]", nearest(key, names), f"Tables: {', '.join(names)}."
-            )
 
 
 def _toml(value: object) -> str:

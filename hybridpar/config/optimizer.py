@@ -23,10 +23,10 @@ from hybridpar.spec import (
     BETWEEN_0_AND_1,
     POSITIVE,
     Options,
+    Spec,
+    Unnamed,
     defaults_of,
     fields_of,
-    read_choice,
-    read_fields,
     read_values,
     split_fields,
     split_name,
@@ -139,7 +139,7 @@ class GradientLimit(Options):
             al. 2021).
     """
 
-    limit: Annotated[float, POSITIVE]
+    limit: Annotated[float, Unnamed("LIMIT"), POSITIVE]
     mode: Literal["norm", "value", "agc"] = "norm"
 
 
@@ -295,21 +295,27 @@ class Average(Options):
         every: Steps from one update of the average to the next.
     """
 
-    decay: Annotated[float, BELOW_1]
+    decay: Annotated[float, Unnamed("DECAY"), BELOW_1]
     warmup: bool = False
     every: Annotated[int, AT_LEAST_1] = 1
+
+
+_Positive = Annotated[float, POSITIVE]
 
 
 class LearningRate(Options):
     """`0.1`, or `0.1/256`: for so many samples per step, and in proportion for others (Goyal et al. 2017).
 
     Attributes:
-        value: The rate.
-        samples: Samples per step that it is for; None: for any number.
+        rate: The rate, and the samples per step that it is for; alone it is for any number.
     """
 
-    value: float
-    samples: float | None = None
+    rate: Annotated[tuple[_Positive] | tuple[_Positive, _Positive], Unnamed("RATE")]
+
+    @property
+    def samples(self) -> float | None:
+        """Samples per step that the rate is for; None: any number."""
+        return self.rate[1] if len(self.rate) == 2 else None
 
 
 class OptimizerConfig(Options):
@@ -351,6 +357,12 @@ class OptimizerConfig(Options):
     model_ema: Annotated[float | str | None, tyro.conf.arg(metavar="DECAY[,KEY=VALUE,...]")] = None
     select_batch: Annotated[int, AT_LEAST_0] = 0
 
+    rate = Spec[LearningRate | None]("lr", LearningRate)
+    rate_schedule = Spec("lr_schedule", _SCHEDULES)
+    criterion = Spec("loss", _LOSSES)
+    clipping = Spec[GradientLimit | None]("clip_grad", GradientLimit)
+    ema = Spec[Average | None]("model_ema", Average)
+
     @property
     def optim(self) -> Optimizer:
         """What `optimizer` stands for."""
@@ -369,45 +381,7 @@ class OptimizerConfig(Options):
     @property
     def peak_lr(self) -> float:
         """The learning rate of which every step's is a fraction; that of `0.1/256` for the 256 samples."""
-        return 0.02 if self.lr is None else read_rate(self.lr).value
-
-    @property
-    def rate_schedule(self) -> Schedule:
-        """What `lr_schedule` stands for."""
-        return read_choice("--lr-schedule", self.lr_schedule, _SCHEDULES)
-
-    @property
-    def criterion(self) -> Loss:
-        """What `loss` stands for."""
-        return read_choice("--loss", self.loss, _LOSSES)
-
-    @property
-    def clipping(self) -> GradientLimit | None:
-        """What `clip_grad` stands for."""
-        text = self.clip_grad
-        return None if text is None else read_fields(f"--clip-grad {text}", str(text), GradientLimit)
-
-    @property
-    def ema(self) -> Average | None:
-        """What `model_ema` stands for."""
-        text = self.model_ema
-        return None if text is None else read_fields(f"--model-ema {text}", str(text), Average)
-
-
-@functools.cache
-def read_rate(text: str | float) -> LearningRate:
-    """The peak learning rate that a value of `--lr` stands for."""
-    try:
-        numbers = [float(part) for part in str(text).split("/")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or not all(0 < number < math.inf for number in numbers):
-        raise UsageError(
-            f"--lr is {shortened(str(text))}",
-            "It must be greater than 0 and finite, or such a rate and the samples per step that it is for.",
-            "Write for instance --lr 0.1, or --lr 0.1/256.",
-        )
-    return LearningRate(value=numbers[0], samples=numbers[1] if len(numbers) == 2 else None)
+        return 0.02 if self.rate is None else self.rate.rate[0]
 
 
 @functools.cache
@@ -443,8 +417,7 @@ def _read_argument(text: str) -> Any:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Check the specs of optimizer, rates, loss and clipping, without importing torch or timm."""
-    _ = config.rate_schedule, config.ema, config.criterion, config.clipping, config.lr is None or read_rate(config.lr)
+    """Check what `optimizer` says, without importing torch or timm."""
     what, nesterov = f"--optimizer {config.optimizer}", config.optim.arguments.get("nesterov")
     is_number = type(momentum := config.optim.arguments.get("momentum", 0.9)) in (int, float)
     check(is_number, f"{what}: momentum={momentum}", "It must be a number.", "Write momentum=0.9.")

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 import tyro
 
 from hybridpar.errors import UsageError, check, counted
-from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, Options, between, read_choice
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, Options, Spec, Unnamed, between
 
 #: Outer steps from which on a run is long enough for much outer momentum; with fewer it overshoots.
 LONG_RUN = 200
@@ -82,7 +82,7 @@ class Local(Exchange):
         every: H, the steps from one exchange to the next.
     """
 
-    every: Annotated[int, AT_LEAST_1]
+    every: Annotated[int, Unnamed("H"), AT_LEAST_1]
 
 
 class Outer(Local):
@@ -166,7 +166,7 @@ class SoftSync(AsyncServers):
         split: N; with 1 an update takes as many gradients as there are workers.
     """
 
-    split: Annotated[int, AT_LEAST_1]
+    split: Annotated[int, Unnamed("N"), AT_LEAST_1]
 
     def split_count(self, workers: int) -> int:
         """N of `softsync:N`."""
@@ -200,17 +200,12 @@ CODECS = (
 )
 
 
-def read_sync(text: str) -> Sync:
-    """What a value of `--sync` stands for."""
-    return read_choice("--sync", text, _CHOICES)
-
-
 class SyncConfig(Options):
     """How workers exchange gradients.
 
     Attributes:
         sync: Replicas meet by `allreduce`, `onebit-sgd`, `outer:H,opt=nesterov`, `local:H`, or at servers:
-            `ps,servers=2`, `ps-async`, `softsync:N`. Without servers: `lanes=2`, `bucket=8` (MiB), `hierarchy=off`.
+            `ps:servers=2`, `ps-async`, `softsync:N`. Without servers: `lanes=2`, `bucket=8` (MiB), `hierarchy=off`.
         compress: Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`,
             ...; rules such as `layer4.* -> powersgd; *.weight -> onebit`; or `auto`, which measures. Anything but
             `none` changes the result.
@@ -222,47 +217,42 @@ class SyncConfig(Options):
             and hands it round: the same result in less memory, for another half of the traffic.
     """
 
-    sync: Annotated[str, tyro.conf.arg(metavar="NAME[,KEY=VALUE,...]")] = "allreduce"
+    sync: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "allreduce"
     compress: str = "none"
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
     guard: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Do not skip steps in which a gradient is not finite.",
-            help_behavior_hint="(default: all workers skip them)",
-        ),
+        bool, tyro.conf.arg(help="Do not skip steps in which a gradient is not finite.", help_behavior_hint="")
     ] = True
     shard_optimizer: bool = False
+
+    sync_mode = Spec[Sync]("sync", _CHOICES)
 
     @property
     def exchange(self) -> Exchange:
         """How replicas meet without servers; with servers, what holds for the workers that share a host."""
-        sync = read_sync(self.sync)
-        return sync if isinstance(sync, Exchange) else Exchange()
+        return self.sync_mode if isinstance(self.sync_mode, Exchange) else Exchange()
 
     @property
     def is_onebit(self) -> bool:
         """Whether this is the recipe `onebit-sgd`."""
-        return isinstance(self.exchange, OneBit)
+        return isinstance(self.sync_mode, OneBit)
 
     @property
     def late(self) -> Literal["off", "delay", "half"]:
         """By how much gradients are applied late."""
-        return self.exchange.late if isinstance(self.exchange, AllReduce) else "off"
+        return self.sync_mode.late if isinstance(self.sync_mode, AllReduce) else "off"
 
     @property
     def outer(self) -> Outer | None:
         """The outer loop of `outer:H`, or of `local:H`, which is one with the plain mean; None otherwise."""
-        sync = self.exchange
-        if isinstance(sync, Outer):
-            return sync
-        return Outer(every=sync.every) if isinstance(sync, Local) else None
+        if isinstance(self.sync_mode, Outer):
+            return self.sync_mode
+        return Outer(every=self.sync_mode.every) if isinstance(self.sync_mode, Local) else None
 
     @property
     def parameter_servers(self) -> ParameterServers | None:
         """The parameter servers that gradients go to; None otherwise."""
-        sync = read_sync(self.sync)
-        return sync if isinstance(sync, ParameterServers) else None
+        return self.sync_mode if isinstance(self.sync_mode, ParameterServers) else None
 
     @property
     def chooses(self) -> bool:

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import tyro
 
-from hybridpar.config.conflicts import (
-    CONFLICTS,
-    GRADIENT_CONFLICTS,
-    NEED_EQUAL_REPLICAS,
-    NEED_WHOLE_MODEL,
-    features_of,
-    refuse_conflicts,
-)
+from hybridpar.config import conflicts
 from hybridpar.config.data import DataConfig, ModelConfig, images_over
-from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, read_rate
+from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.sync import ONEBIT_RATE, SyncConfig
 from hybridpar.errors import UsageError, check, refuse
 from hybridpar.schedule.layout import Layout, PlacementKind
 from hybridpar.schedule.schedules import SCHEDULES
-from hybridpar.spec import AT_LEAST_1, POSITIVE, UNNAMED, Options, check_rules, read_fields
+from hybridpar.spec import AT_LEAST_1, POSITIVE, Options, Spec, Unnamed, check_rules, defaults_of
 
 
 class PipelineConfig(Options):
@@ -62,7 +54,7 @@ class PipelineConfig(Options):
     micro_batches: Annotated[int, AT_LEAST_1] = 1
     schedule: str | None = None
     placement: str | None = None
-    recompute: tuple[int | Literal["all"], ...] = ()
+    recompute: tuple[Literal["all"]] | tuple[int, ...] = ()
     offload: tuple[int, ...] = ()
 
     @property
@@ -85,6 +77,16 @@ class PipelineConfig(Options):
                 "Write for instance --shares 1,2 where the second worker is twice as fast.",
             )
         return shares
+
+    def check_shares(self, replicas: int | None) -> None:
+        """Check that every replica has a share, where their number is known."""
+        shares = self.share_list
+        check(
+            shares is None or replicas in (None, len(shares)),
+            f"--shares {self.shares} for {replicas} replicas",
+            "Every replica has a share of the batch: every worker, where the model is not cut.",
+            "Give as many numbers as there are replicas.",
+        )
 
     @property
     def layout(self) -> Layout | None:
@@ -185,7 +187,7 @@ class Checkpoints(Options):
         stop: End the run after so many tested epochs without a better one; None: never.
     """
 
-    every: Annotated[tuple[str, ...], UNNAMED] = ("epoch", "60s")
+    every: Annotated[tuple[str, ...], Unnamed("WHEN")] = ("epoch", "60s")
     keep: Annotated[int, AT_LEAST_1] = 2
     best: Annotated[int, AT_LEAST_1] = 1
     by: Metric = "test_accuracy"
@@ -244,10 +246,7 @@ class RunConfig(Options):
     timeline: Path | None = None
     profile: bool = False
 
-    @property
-    def saving(self) -> Checkpoints:
-        """What `checkpoints` stands for."""
-        return read_fields(f"--checkpoints {self.checkpoints}", self.checkpoints, Checkpoints)
+    saving = Spec("checkpoints", Checkpoints)
 
 
 class AdvancedConfig(Options):
@@ -266,10 +265,7 @@ class AdvancedConfig(Options):
     timeout: Annotated[float, POSITIVE] = 120.0
     tune_process: Annotated[
         bool,
-        tyro.conf.arg(
-            help="Leave the C allocator, thread counts and CPU affinity of CPU workers as they are.",
-            help_behavior_hint="(default: set for training)",
-        ),
+        tyro.conf.arg(help="Leave allocator, threads and affinity of CPU workers as they are.", help_behavior_hint=""),
     ] = True
     debug: bool = False
 
@@ -297,9 +293,13 @@ class TrainConfig(
     @property
     def named(self) -> frozenset[str]:
         """Names of the options that the user set: those that are given, and those that are not at their default."""
-        defaults = {field.name: field.default for field in fields(TrainConfig) if field.name != "given"}
-        differing = {name for name, default in defaults.items() if getattr(self, name) != default}
-        return (self.given or frozenset()) & defaults.keys() | differing
+        return (self.given or frozenset()) & defaults_of(TrainConfig).keys() | self.changed
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the options that are not at their default."""
+        defaults = defaults_of(TrainConfig)
+        return frozenset(name for name in defaults if name != "given" and getattr(self, name) != defaults[name])
 
     @property
     def is_staged(self) -> bool:
@@ -309,10 +309,10 @@ class TrainConfig(
     @property
     def peak_lr(self) -> float:
         """The learning rate of which every step's is a fraction."""
-        if self.lr is None:
-            return ONEBIT_RATE if self.is_onebit else super().peak_lr
-        rate = read_rate(self.lr)
-        return rate.value if rate.samples is None else rate.value * self.samples_per_step / rate.samples
+        if self.rate is None and self.is_onebit:
+            return ONEBIT_RATE
+        per_batch = self.rate is not None and self.rate.samples
+        return super().peak_lr * self.samples_per_step / per_batch if per_batch else super().peak_lr
 
     def parts_per_step(self, micro_batches: int) -> int:
         """Micro-batches that a worker is given for a step; with `late=half` those of both halves.
@@ -330,7 +330,7 @@ class TrainConfig(
         """
         check_rules(self)
         check_optimizer(self)
-        _ = self.data_options, self.images, self.augmentation, self.mixing, self.drop_rates  # each is read, or refused
+        _ = self.data_options  # is read, or refused
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
         check(
@@ -339,40 +339,37 @@ class TrainConfig(
             "There is no moving average to test.",
             "Add for instance --model-ema 0.9998.",
         )
-        check(self.kernels != "none", "--kernels none", "There is no such database.", "Write --kernels off.")
         self.check_conflicts()
         self.check_gradients()
         if self.layout is not None:
             self.check_unequal()
+        workers = self.nproc if self.stages == 1 and not self.searches and self.plan_file is None else None
+        self.check_shares(self.layout.replicas if self.layout else self.replicas or workers)
         if (servers := self.parameter_servers) is not None and self.nproc is not None:
             servers.split_count(self.nproc)
 
     @property
     def needs_whole(self) -> str | None:
         """An option with which every worker of a pipeline holds the whole model; None where there is none."""
-        return next(self._given(NEED_WHOLE_MODEL), None)
-
-    def _given(self, names: Iterable[str]) -> Iterator[str]:
-        features = features_of(self)
-        return (features[name] for name in names if name in features)
+        return conflicts.first_of(self, conflicts.NEED_WHOLE_MODEL)
 
     def check_conflicts(self) -> None:
         """Refuse two options that contradict each other."""
-        refuse_conflicts(self, CONFLICTS)
+        conflicts.refuse_conflicts(self, conflicts.CONFLICTS)
 
     def check_gradients(self) -> None:
         """Refuse two options on gradients that contradict each other; they are all that a `Trainer` knows of."""
-        refuse_conflicts(self, GRADIENT_CONFLICTS)
+        conflicts.refuse_conflicts(self, conflicts.GRADIENT_CONFLICTS)
 
     def check_unequal(self) -> None:
         """Refuse what needs replicas of equal numbers of workers."""
-        for option in self._given(NEED_EQUAL_REPLICAS):
+        if option := conflicts.first_of(self, conflicts.NEED_EQUAL_REPLICAS):
             raise refuse(option, "replicas of different numbers of workers", "It was made for equal replicas.")
 
     @property
     def may_be_unequal(self) -> bool:
         """Whether replicas of a plan may differ in their parts of a batch, and in their numbers of workers."""
-        return not any(self._given((*NEED_EQUAL_REPLICAS, "shares", "cuda graph", "select batch")))
+        return not conflicts.first_of(self, (*conflicts.NEED_EQUAL_REPLICAS, "shares", "cuda_graph", "select_batch"))
 
 
 #: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.

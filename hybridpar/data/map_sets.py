@@ -71,7 +71,7 @@ def _open(name: str, kind: Any, arguments: dict[str, Any], config: DataConfig) -
     """One part of a data set, downloaded where that is wanted."""
     root, download = config.data_root.resolve(), config.data_options.download
     can_download = "download" in inspect.signature(kind).parameters
-    again = "Run again with --data NAME,download, or name" if can_download else "Name"
+    again = "Run again with --data NAME:download, or name" if can_download else "Name"
     fix = f"{again} the directory of the files of torchvision.datasets.{kind.__name__} with --data-root."
     if download and not can_download:
         raise DataError(f"torchvision cannot download {name}", fix=f"Leave out `download`. {fix}")

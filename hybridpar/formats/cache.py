@@ -17,8 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, cannot_write
 from hybridpar.formats.file_reader import read_json
+from hybridpar.formats.output_files import written_aside
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -66,9 +67,7 @@ def measurement_file(kind: str, key: Mapping[str, Any], directory: Path | None =
 def load_measurement(
     kind: str, key: Mapping[str, Any], types: TypeAdapter[_T], directory: Path | None = None
 ) -> _T | None:
-    """What was kept under a key; None where there is nothing that can be used, which a warning says of
-    a damaged file.
-    """
+    """What was kept under a key; None, with a warning of a damaged file, where there is nothing that can be used."""
     path = measurement_file(kind, key, directory)
     try:
         entry = read_json(path, "the measurement", UsageError)
@@ -86,15 +85,7 @@ def store_measurement(kind: str, key: Mapping[str, Any], data: object, directory
     path = measurement_file(kind, key, directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"key": key, "data": data}, file)
-            os.replace(aside, path)
-        except BaseException:
-            os.unlink(aside)
-            raise
+        with written_aside(path) as aside:
+            aside.write_text(json.dumps({"key": key, "data": data}), encoding="utf-8")
     except OSError as error:
-        _log.warning(
-            "%s is not kept, and will be measured again: cannot write %s: %s", kind, path.parent, error.strerror
-        )
+        _log.warning("%s will be measured again: %s", kind, cannot_write(path.parent, error))

@@ -1,13 +1,14 @@
 """Reads files that may be damaged or hostile; texts in bounded time and memory.
 
 JSON, TOML and files of `torch.save`. Whatever is wrong with a file is told as one short error of the class that the
-caller names; nothing in a file is ever run. Limits are far above what this package writes: bytes of a file, depth of
-what is nested in it, digits of an integer.
+caller names; nothing in a file is ever run. Limits are far above what this package writes: bytes of a file, digits of
+an integer in JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pickle
 import stat
@@ -25,11 +26,8 @@ if TYPE_CHECKING:
 #: Bytes of a file that is read as a whole, unless a reader says otherwise.
 MOST_BYTES = 64 << 20
 
-#: How deep lists and tables may lie in each other.
-MOST_DEPTH = 100
-
-#: Integers are below this in size: those of 64 bits, signed or not, are.
-_INTEGERS = 10**20
+#: Digits of an integer in JSON: those of 64 bits have fewer.
+_MOST_DIGITS = 21
 
 #: Mistakes in a file of which the first is named.
 _MOST_PROBLEMS = 10_000
@@ -42,7 +40,30 @@ class Unreadable(ValueError):
     """What is wrong with a text or a file, in a few words."""
 
 
-# ------------------------------------------------------------------------------------------------------- whole files
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says."""
+    try:
+        value = json.loads(text, parse_int=_integer)
+        json.dumps(value, ensure_ascii=False).encode()  # not with half of a pair of surrogates, which cannot be printed
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"it is not JSON: {shortened(error)}") from error
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError("an integer in it has too many digits")
+    return int(text)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says."""
+    if max(map(len, text.splitlines()), default=0) > _MOST_LINE:
+        raise Unreadable(f"a line has more than {_MOST_LINE:,} characters")
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"it is not TOML: {shortened(error)}") from error
 
 
 def read_text(
@@ -54,40 +75,15 @@ def read_text(
     why: str = "",
     most: int = MOST_BYTES,
     errors: str = "strict",
-) -> str:
-    """The text of a file in UTF-8."""
-    text: str = _read(path, kind, error, why, fix, most, lambda data: data.decode("utf-8", errors))
-    return text
-
-
-def read_json(
-    path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "", most: int = MOST_BYTES
+    parse: Callable[[str], Any] = str,
 ) -> Any:
-    """What a JSON file holds. Errors are those of `read_text`."""
-    return _read(path, kind, error, why, fix, most, lambda data: parse_json(data.decode()))
-
-
-def read_toml(path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "") -> dict[str, Any]:
-    """What a TOML file holds. Errors are those of `read_text`."""
-    value: dict[str, Any] = _read(path, kind, error, why, fix, 1 << 20, lambda data: parse_toml(data.decode()))
-    return value
-
-
-def _read(
-    path: Path,
-    kind: str,
-    error: type[HybridparError],
-    why: str,
-    fix: str,
-    most: int,
-    parse: Callable[[bytes], Any],
-) -> Any:
+    """The text of a file in UTF-8, or what it says."""
     try:
         with open(path, "rb") as file:
             data = file.read(most + 1)
         if len(data) > most:
             raise Unreadable(f"it has more than {most:,} bytes")
-        return parse(data)
+        return parse(data.decode(errors=errors))
     except (OSError, ValueError) as cause:  # Unreadable among them, and a path with a NUL
         reason = cause.strerror if isinstance(cause, OSError) else None
         if isinstance(cause, UnicodeDecodeError):
@@ -95,72 +91,10 @@ def _read(
         raise error(f"cannot read {kind} {shortened(path)}: {reason or cause}", why, fix) from cause
 
 
-# ------------------------------------------------------------------------------------------------------------- texts
-
-
-def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise Unreadable(f"it is not JSON: {error.msg}, line {error.lineno}") from error
-    except UnicodeDecodeError as error:
-        raise Unreadable("it is not text in UTF-8") from error
-    except ValueError as error:  # of int()
-        raise Unreadable("an integer in it has too many digits") from error
-    except RecursionError as error:
-        raise Unreadable(_TOO_DEEP) from error
-    _check_plain(value)
-    return value
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says."""
-    if max(map(len, text.splitlines()), default=0) > _MOST_LINE:
-        raise Unreadable(f"a line has more than {_MOST_LINE:,} characters")
-    try:
-        value = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise Unreadable(f"it is not TOML: {shortened(error)}") from error
-    except ValueError as error:
-        raise Unreadable("a number or a date in it cannot be") from error
-    except RecursionError as error:
-        raise Unreadable(_TOO_DEEP) from error
-    _check_plain(value)
-    return value
-
-
-_TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
-
-
-def _check_plain(value: object) -> None:
-    """Check the depth, integers and texts of what a parser returned, in which nothing is in two places."""
-    level: list[Any] = [value]
-    for _ in range(MOST_DEPTH):
-        inner: list[Any] = []
-        for item in level:
-            kind = type(item)  # parsers make no subclasses, and files of metrics have millions of values
-            if kind is str:
-                if not item.isascii():
-                    _check_text(item)
-            elif kind is dict:
-                inner += item.keys()
-                inner += item.values()
-            elif kind is list:
-                inner += item
-            elif kind is int and not -_INTEGERS < item < _INTEGERS:
-                raise Unreadable("an integer in it has too many digits")
-        if not inner:
-            return
-        level = inner
-    raise Unreadable(_TOO_DEEP)
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # half of a pair of surrogates, which can be neither printed nor written
-        raise Unreadable("a text in it is no Unicode") from error
+#: What a JSON file holds.
+read_json = functools.partial(read_text, parse=parse_json)
+#: What a TOML file holds.
+read_toml = functools.partial(read_text, parse=parse_toml, most=1 << 20)
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
@@ -171,9 +105,6 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return shortened(where), shortened(first["msg"].removeprefix("Value error, "))
-
-
-# --------------------------------------------------------------------------------------------------- files of torch
 
 
 def read_torch(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def written_aside(path: Path) -> Iterator[Path]:
         yield path
         return
     target = Path(os.path.realpath(path))
-    aside = target.with_name(f".{target.stem}.{os.getpid()}.tmp{target.suffix}")
+    aside = target.with_name(f".{target.stem}.{uuid.uuid4().hex}.tmp{target.suffix}")
     try:
         yield aside
         with open(aside, "rb") as stream:

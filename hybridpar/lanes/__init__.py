@@ -22,7 +22,6 @@ import torch
 from hybridpar.errors import LaneError
 from hybridpar.lanes.base import Event, Family, Lane
 from hybridpar.lanes.cpu import CpuCaller, CpuLane, Worker
-from hybridpar.lanes.cuda import CudaLane, current_device, open_stream
 
 __all__ = ["Event", "Lane", "Lanes"]
 
@@ -53,12 +52,14 @@ class Lanes(Family):
         if device.type not in ("cpu", "cuda"):
             raise LaneError(f"there are no lanes on device {str(device)!r}", "A lane is a CUDA stream or a CPU thread.")
         if device.type == "cuda" and device.index is None:
+            from hybridpar.lanes.cuda import current_device  # a run on a CPU needs none of it
+
             device = current_device()
         super().__init__(device)
         self._workers: list[Worker] = []
         # For a family that is forgotten, or still open when the interpreter exits.
         self._finalizer = weakref.finalize(self, _abandon, self._workers)
-        self.caller = CudaLane(self, "caller", None) if device.type == "cuda" else CpuCaller(self, "caller")
+        self.caller = self._stream("caller") if device.type == "cuda" else CpuCaller(self, "caller")
         self._lanes: dict[str, Lane] = {"caller": self.caller}
         #: All lanes but `caller`, in the order in which they were opened.
         self.others: list[Lane] = []
@@ -80,7 +81,7 @@ class Lanes(Family):
             raise LaneError(f"lane {name!r} is open already", "Messages tell lanes apart by their names.")
         lane: Lane
         if self.device.type == "cuda":
-            lane = CudaLane(self, name, open_stream(self.device, priority))
+            lane = self._stream(name, priority)
         else:
             worker = Worker(name, threads)
             self._workers.append(worker)
@@ -88,6 +89,12 @@ class Lanes(Family):
         self._lanes[name] = lane
         self.others.append(lane)
         return lane
+
+    def _stream(self, name: str, priority: int | None = None) -> Lane:
+        """A lane that is a CUDA stream: the one that is current at each call, or a new one of that priority."""
+        from hybridpar.lanes.cuda import CudaLane, open_stream
+
+        return CudaLane(self, name, None if priority is None else open_stream(self.device, priority))
 
     def forgive(self) -> None:
         """Let lanes that a failure has stopped go on; threads must have skipped what was queued."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridpar.formats.lazy_names import lazy_names
+from hybridpar.registry import lazy_names
 
 if TYPE_CHECKING:
     from hybridpar.partition.balance import balance_graph as balance_graph

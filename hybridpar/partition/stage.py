@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
 
-from hybridpar.partition.nest import TensorFacts
+if TYPE_CHECKING:
+    from hybridpar.partition.nest import TensorFacts
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.grid import Grid
 from hybridpar.comm.replicate import broadcast_state, replicate
 from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
@@ -41,6 +40,9 @@ from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_rand
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
+
+if TYPE_CHECKING:
+    from hybridpar.comm.grid import Grid
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -106,7 +108,11 @@ class PipelineEngine:
         # Beside those of the gradients, what each lane sums and hands round has a group of its own.
         groups = options.sync_lanes + layout.lanes_each * (options.sync.sync_batch_norm + options.sync.shard_optimizer)
         # A whole model's replicas are all workers, who have groups to sum on already.
-        self.grid = None if world.size == 1 or self.is_whole else Grid(world, layout, pairs, lanes=groups)
+        self.grid: Grid | None = None
+        if world.size > 1 and not self.is_whole:
+            from hybridpar.comm.grid import Grid
+
+            self.grid = Grid(world, layout, pairs, lanes=groups)
         self.position = 0 if self.grid is None else self.grid.position
         self.replica, self.replicas = layout.replica_of(world.rank), layout.replicas
         #: Of this worker's replica.

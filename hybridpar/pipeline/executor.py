@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.flight import noted
-from hybridpar.comm.grid import Grid
 from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
@@ -39,6 +38,9 @@ from hybridpar.schedule.layout import Edge
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.sync.reducer import StepGradients
+
+if TYPE_CHECKING:
+    from hybridpar.comm.grid import Grid
 
 #: What a worker does in a step also where it has no sample: its gradients are zero, and added to those of the others.
 _WITHOUT_SAMPLES = frozenset({Kind.SYNC, Kind.REPORT, Kind.DECIDE, Kind.STEP})

@@ -31,7 +31,6 @@ from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
 from hybridpar.sync.compression import Compression, Decision
-from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
 from hybridpar.sync.reducer import Reducer, StepGradients, SyncLanes
@@ -113,8 +112,12 @@ class LocalStage:
         options = self.options
         # Stages know the norm of all of them only once they have added theirs up.
         exact = self._global_norm is not None or self.lane is not self._lanes.caller
-        kind = DelayedReducer if options.delayed and self.replicas.size > 1 else self._make_reducer
-        return kind(
+        make = self._make_reducer
+        if options.delayed and self.replicas.size > 1:
+            from hybridpar.sync.delayed_reducer import DelayedReducer
+
+            make = DelayedReducer
+        return make(
             *(dict(self.module.named_parameters()), self.replicas, self._lanes, self.lane, self._sync_lanes, options),
             measure=self.measured,
             exact=exact or self._shards is not None,  # each steps, and would measure, a part of them

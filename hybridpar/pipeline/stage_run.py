@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -33,9 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridpar.models.state import HeldState, held_state, put_state
-from hybridpar.pipeline.offload import Parked
 from hybridpar.pipeline.stage_module import StageModule, module_of
 from hybridpar.sync.batchnorm import BatchNormPool
+
+if TYPE_CHECKING:
+    from hybridpar.pipeline.offload import Parked
 
 _lock = threading.Lock()
 _local = threading.local()
@@ -324,6 +326,8 @@ class StageRun:
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         if parks:
+            from hybridpar.pipeline.offload import Parked
+
             stays = (*leaves.values(), *tree_leaves(flight.target), *self.module.parameters(), *self.module.buffers())
             flight.parked = Parked(value for value in stays if isinstance(value, Tensor))
         if self._recompute:

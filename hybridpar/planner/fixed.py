@@ -11,7 +11,7 @@ from typing import Literal
 
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.config.sync import AllReduce, read_sync
+from hybridpar.config.sync import AllReduce
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def not_modelled(config: TrainConfig) -> str:
         "--cuda-graph": config.cuda_graph,
         f"--placement {config.placement}": config.layout is not None,
         "--batch-norm sync": config.batch_norm == "sync",
-        f"--sync {config.sync}": type(read_sync(config.sync)) is not AllReduce or config.late != "off",
+        f"--sync {config.sync}": type(config.sync_mode) is not AllReduce or config.late != "off",
         f"--select-batch {config.select_batch}": bool(config.select_batch),
         f"--kernels {config.kernels}": config.kernels.strip() not in ("off", "auto"),
     }

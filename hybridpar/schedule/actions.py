@@ -138,10 +138,10 @@ def read_schedule(source: str | Path, name: str = "file") -> Schedule:
     Raises:
         ScheduleError: The file cannot be read, a cell is not an action, or an action is neither F nor B.
     """
-    if isinstance(source, Path):
-        source = read_text(source, "the schedule", ScheduleError, "Name a CSV file.")
+    fix = "Name a CSV file."
+    text = read_text(source, "the schedule", ScheduleError, fix) if isinstance(source, Path) else source
     try:
-        rows = [[parse_action(cell) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(source)) if row]
+        rows = [[parse_action(cell) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text)) if row]
     except csv.Error as error:
         raise ScheduleError(f"the schedule {shortened(name)} is no CSV: {error}", fix="Write it again.") from error
     return make_schedule(name, rows)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.world import GOOD_ORDER, World
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import Automatic, OnPlateau, read_rate
+from hybridpar.config.optimizer import Automatic, OnPlateau
 from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, model_fingerprint
@@ -131,7 +131,7 @@ class Trainer:
                 "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
                 "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
             )
-        per_batch = self.config.lr is not None and read_rate(self.config.lr).samples is not None
+        per_batch = self.config.rate is not None and self.config.rate.samples is not None
         if per_batch and not isinstance(plan, PlannedRun) and "batch_size" not in self.config.named:
             raise UsageError(
                 f"Trainer with lr={self.config.lr!r}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridpar.formats.lazy_names import lazy_names
+from hybridpar.registry import lazy_names
 
 if TYPE_CHECKING:
     from hybridpar.tvm_kernels.database import Database as Database

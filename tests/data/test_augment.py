@@ -38,8 +38,8 @@ def picture(side=40):
 
 
 POLICIES_OF_TORCHVISION = [
-    ("ra,n=2,m=7", [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
-    ("ta,hflip=0", [v2.TrivialAugmentWide(interpolation=LINEAR)]),
+    ("ra:n=2,m=7", [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
+    ("ta:hflip=0", [v2.TrivialAugmentWide(interpolation=LINEAR)]),
     ("aa", [v2.RandomHorizontalFlip(), v2.AutoAugment(interpolation=LINEAR)]),
     ("augmix", [v2.RandomHorizontalFlip(), v2.AugMix(interpolation=LINEAR)]),
     (
@@ -52,7 +52,7 @@ POLICIES_OF_TORCHVISION = [
 @pytest.mark.parametrize(("policy", "changes"), POLICIES_OF_TORCHVISION, ids=["ra", "ta", "aa", "augmix", "flips"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_training_transforms_are_torchvisions(policy, changes, seed):
-    config = TrainConfig(augment=f"{policy},scale=0.3/0.9,ratio=0.5/2,erase=0.5")
+    config = TrainConfig(augment=f"{policy}{',' if '=' in policy else ':'}scale=0.3/0.9,ratio=0.5/2,erase=0.5")
     reference = v2.Compose(
         [
             RandomCrop(24, scale=(0.3, 0.9), ratio=(0.5, 2.0)),
@@ -151,9 +151,9 @@ def test_copies_of_a_sample_are_in_one_batch_and_differ():
 
 
 POLICIES = [
-    "ra,erase=0.5,erase_mode=pixel",
+    "ra:erase=0.5,erase_mode=pixel",
     "timm:rand-m9-mstd0.5-inc1,erase=0.5,erase_mode=rand",
-    "augmix,color_jitter=0.4,vflip=0.5,erase=0.5",
+    "augmix:color_jitter=0.4,vflip=0.5,erase=0.5",
 ]
 
 

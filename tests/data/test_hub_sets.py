@@ -76,7 +76,7 @@ def test_a_label_that_is_no_class_is_one_error(tmp_path: Path) -> None:
 def test_what_is_not_in_the_cache_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot load hf/nobody/nothing-of-that-name") as caught:
         load(tmp_path, "hf/nobody/nothing-of-that-name")
-    assert ",download" in caught.value.fix
+    assert ":download" in caught.value.fix
     with pytest.raises(UsageError, match="--data hf"):
         load(tmp_path, "hf/")
 

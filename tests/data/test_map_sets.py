@@ -214,12 +214,12 @@ def test_missing_files_are_one_error(name: str, tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             load_dataset(DataConfig(data=name, data_root=root))
         assert str(root) in caught.value.what
-        assert ",download" in caught.value.fix
+        assert ":download" in caught.value.fix
 
 
 def test_what_torchvision_cannot_download_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="torchvision cannot download imagenet"):
-        load_dataset(DataConfig(data="imagenet,download", data_root=tmp_path))
+        load_dataset(DataConfig(data="imagenet:download", data_root=tmp_path))
 
 
 class Colours:
@@ -243,7 +243,7 @@ class Colours:
 def test_a_set_is_downloaded_once_and_its_images_keep_their_pixels(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Colours)
     root = tmp_path / "new"
-    first = load_dataset(DataConfig(data="cifar10,download", data_root=root))
+    first = load_dataset(DataConfig(data="cifar10:download", data_root=root))
     data = load_dataset(DataConfig(data="cifar10", data_root=root))
     assert (first.name, data.class_names[3], data.sample_shape) == ("cifar10", "class-3", (3, 32, 32))
     pixels = np.load(root / "colours.npy")
@@ -262,7 +262,7 @@ def test_download_that_fails_says_why(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", unreachable)
     with pytest.raises(DataError, match="no route to host") as caught:
-        load_dataset(DataConfig(data="cifar10,download", data_root=tmp_path / "new"))
+        load_dataset(DataConfig(data="cifar10:download", data_root=tmp_path / "new"))
     assert str(tmp_path / "new") in caught.value.what
 
 

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("name", ["digits", "synthetic:samples=40", "folder"])
 def test_batches_have_the_channels_that_were_asked_for(name: str, channels: int, folder: Path) -> None:
-    policy = "ra,erase=0.5" if channels == 1 else "hflip=0.5,erase=0.5,erase_mode=pixel"
+    policy = "ra:erase=0.5" if channels == 1 else "hflip=0.5,erase=0.5,erase_mode=pixel"
     options = {"data": name, "data_root": folder, "image_size": f"16,channels={channels}"}
     data = load_dataset(TrainConfig(**options, augment=policy))
     assert data.sample_shape == (channels, 16, 16)
@@ -112,7 +112,7 @@ def test_a_small_stem_takes_the_channels() -> None:
 def test_a_bad_image_ends_the_run_where_that_is_asked_for(folder: Path) -> None:
     path = folder / "train" / "b" / "3.png"
     path.write_bytes(path.read_bytes()[:-40])
-    data = load_dataset(DataConfig(data="folder,bad=error", data_root=folder, image_size=16))
+    data = load_dataset(DataConfig(data="folder:bad=error", data_root=folder, image_size=16))
     with pytest.raises(DataError, match=r"b/3\.png"):
         data.train.load(np.array([5]), AugmentKey(0, 0), torch.device("cpu"))
 

@@ -17,7 +17,7 @@ from tests.train.training import close, same, train_rank
     [
         *[("sync", text) for text in ("local:0", "local:x", "outer:4,lr=0", "outer:4,fragments=5", "gossip")],
         *[("sync", text) for text in ("outer:4,fragments=2,delay=2", "outer:2,momentum=0.5", "allreduce,delay=1")],
-        *[("sync", text) for text in ("allreduce:warm=5", "local:2,late=delay", "ps,late=delay", "ps,fragments=2")],
+        *[("sync", text) for text in ("allreduce:warm=5", "local:2,late=delay", "ps:late=delay", "ps:fragments=2")],
         *[("lr", text) for text in ("0/1", "0.1/", "fast")],
     ],
 )

@@ -202,7 +202,7 @@ def test_two_workers_choose_one_batch(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"sync": "ps,servers=1"}, {"stages": 2}, {"plan": Path("plan.json")}, {"shares": "1,2"}, {"select_batch": 2}],
+    [{"sync": "ps:servers=1"}, {"stages": 2}, {"plan": Path("plan.json")}, {"shares": "1,2"}, {"select_batch": 2}],
 )
 def test_what_auto_does_not_measure_is_one_error(options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=r"with --batch-size auto|--batch-size auto with"):

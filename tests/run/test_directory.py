@@ -161,7 +161,7 @@ def test_what_a_resumed_run_cannot_change_is_refused(options, said):
     [
         ({"image_size": "64,crop=0.9"}, {"image_size": 64}, "64,crop=0.9", 0),
         ({"image_size": "64,crop=0.9"}, {"image_size": "test=96"}, "64,test=96,crop=0.9", 1),
-        ({"data": "cifar10"}, {"data": "cifar10,download"}, "cifar10,download", 1),
+        ({"data": "cifar10"}, {"data": "cifar10:download"}, "cifar10:download", 1),
         ({"optimizer": "sgd:momentum=0.9"}, {"optimizer": "sgd:momentum=0.8"}, "sgd:momentum=0.8", 1),
     ],
 )

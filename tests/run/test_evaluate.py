@@ -152,7 +152,7 @@ def test_several_labels_are_trained_and_tested_by_binary_cross_entropy(several, 
 
 def test_servers_train_several_labels_alike(several, tmp_path):
     for loss in ("auto", "bce"):
-        train(tmp_path / loss, sync="ps,servers=0", steps=2, loss=loss, **several)
+        train(tmp_path / loss, sync="ps:servers=0", steps=2, loss=loss, **several)
     assert_same_state(tmp_path / "auto", tmp_path / "bce")
 
 

@@ -54,7 +54,7 @@ def test_who_cannot_recall_options_joins_as_the_others_are_asked_to(tmp_path, mo
     joined = mock.Mock(wraps=served_trainer.join_servers)
     monkeypatch.setattr(served_trainer, "join_servers", joined)
     with pytest.raises(UsageError, match="--weights is default"):
-        train(tmp_path, sync="ps,servers=0", weights="default", resume=True)
+        train(tmp_path, sync="ps:servers=0", weights="default", resume=True)
     joined.assert_called_once()
 
 

@@ -117,7 +117,7 @@ def serving(
     optimizer: OptimizerConfig = OPTIMIZER,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Served]:
-    pull = {"sync": "ps-async,pull=fp16"} if half else {}
+    pull = {"sync": "ps-async:pull=fp16"} if half else {}
     config = config_of(rules, optimizer, compress=codec, timeout=timeout, **pull)
     served = Served([ShardServer(config, rules, number, TOKEN, clock=clock) for number in range(shards)])
     served.start()

@@ -31,7 +31,7 @@ def test_modes_as_rules(sync, workers, collect, barrier, rate):
 
 def test_the_default_of_staleness_is_the_papers():
     assert Rules.of(TrainConfig(sync="ps-async"), 4).scale(5, 4) == 1 / 5
-    assert Rules.of(TrainConfig(sync="ps-async,staleness=mean"), 4).scale(5, 4) == 1 / 4
+    assert Rules.of(TrainConfig(sync="ps-async:staleness=mean"), 4).scale(5, 4) == 1 / 4
 
 
 def test_a_trainer_says_where_servers_are_to_be_had():

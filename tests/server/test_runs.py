@@ -45,7 +45,7 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     options |= {"mix": "mixup=0.2,cutmix=1", "loss": "ce:smoothing=0.1"}
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     run(tmp_path / "served", 3, sync="ps", **options)
-    run(tmp_path / "masters", 2, sync="ps,servers=0", **options)
+    run(tmp_path / "masters", 2, sync="ps:servers=0", **options)
     for name, own in average(tmp_path / "plain").items():
         torch.testing.assert_close(average(tmp_path / "served")[name], own, rtol=1e-5, atol=1e-6)
         assert not torch.equal(own, saved_state(tmp_path / "plain")[name]) or "num_batches" in name
@@ -81,7 +81,7 @@ def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
 
 def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
     with pytest.raises(UsageError, match="fixed has 1,000 outputs, and the data has 10 classes"):
-        train(tmp_path / "run", "fixed", sync="ps,servers=0")
+        train(tmp_path / "run", "fixed", sync="ps:servers=0")
     assert not (tmp_path / "run").exists()
 
 
@@ -123,7 +123,7 @@ def test_a_shard_of_a_worker_ends_by_itself_where_nothing_is_left_to_train(tmp_p
 
     monkeypatch.setattr(ShardServer, "run", served)
     for resume in (False, True):
-        train(tmp_path / "run", sync="ps-async,servers=0", steps=4, timeout=10, resume=resume)
+        train(tmp_path / "run", sync="ps-async:servers=0", steps=4, timeout=10, resume=resume)
     assert given_up == [False, False]
 
 
@@ -136,7 +136,7 @@ def test_any_layout_resumes_any_checkpoint(tmp_path):
     run_without_servers(place, 2, sync="local:2", steps=8, **more)
     run(place, 4, sync="ps-async", steps=10, **more)
     run_without_servers(place, 2, stages=2, micro_batches=2, steps=12, **more)
-    run(place, 3, sync="ps-async,servers=2", steps=14, **more)  # one worker
+    run(place, 3, sync="ps-async:servers=2", steps=14, **more)  # one worker
     assert train(place, steps=16, **more) == 0  # alone, with no servers at all
     steps = read_metrics(place).steps["step"]
     assert [int(step) for step in steps] == list(range(1, 17))
@@ -176,7 +176,7 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
 
 
 def test_an_asynchronous_run_in_figures(tmp_path):
-    run(tmp_path / "run", 3, sync="ps-async,staleness=inverse,pull=fp16", checkpoints="4")
+    run(tmp_path / "run", 3, sync="ps-async:staleness=inverse,pull=fp16", checkpoints="4")
     summary = check_run(tmp_path / "run", steps=12)
     ages = summary["staleness"]
     assert sum(ages["histogram"].values()) == 24
@@ -198,7 +198,7 @@ def test_a_run_that_others_end_epochs_ahead_is_tested_once(tmp_path, monkeypatch
         return result
 
     monkeypatch.setattr(ServedTrainer, "step", steps)
-    assert train(tmp_path / "run", sync="ps-async,servers=0", steps=15) == 0
+    assert train(tmp_path / "run", sync="ps-async:servers=0", steps=15) == 0
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert [(line["epoch"], line["step"]) for line in lines if "event" in line] == [(2, 15)]
 
@@ -232,7 +232,7 @@ def test_a_worker_that_died_is_replaced(tmp_path):
 
 
 def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):
-    options = {"sync": "ps-async,servers=1", "checkpoints": "2", "timeout": 10}
+    options = {"sync": "ps-async:servers=1", "checkpoints": "2", "timeout": 10}
     with job(3, tmp_path / "run", **options, epochs=500) as answers:
         server = pids(answers, 3)[2]
         eventually(lambda: saved(tmp_path / "run"))

@@ -1,10 +1,7 @@
 """The pipeline schedules, one per file.
 
-Every module here is imported with the package, and enters its schedule into `SCHEDULES`. None of them needs torch.
+A module here enters its schedule into `SCHEDULES`, which imports it when it is asked for. None of them needs torch.
 """
-
-import importlib
-import pkgutil
 
 from hybridpar.schedule.schedules.base import (
     SCHEDULES,
@@ -15,9 +12,6 @@ from hybridpar.schedule.schedules.base import (
     planned_schedules,
     register_schedule,
 )
-
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
 
 __all__ = [
     "SCHEDULES",

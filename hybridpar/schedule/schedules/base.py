@@ -68,7 +68,7 @@ class ScheduleKind:
 
 
 #: All schedules by name.
-SCHEDULES: Registry[ScheduleKind] = Registry("schedule")
+SCHEDULES: Registry[ScheduleKind] = Registry("schedule", __package__)
 
 
 def register_schedule(
