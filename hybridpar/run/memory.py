@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hybridpar.models.random_state import give_back_memory
+from hybridpar.models.state import give_back_memory
 
 _STATUS = Path("/proc/self/status")
 _SHARES = Path("/proc/self/smaps_rollup")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.errors import TraceError, UsageError
@@ -105,18 +104,6 @@ class Rolling(nn.Module):
         return x + random.random()
 
 
-class Checkpointed(nn.Module):
-    """Its BatchNorm runs again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.norm, x, use_reentrant=False)
-        return y
-
-
 class Clamped(Scaled):
     """It writes into its weight, which the backward pass of an earlier micro-batch needs, and into a buffer."""
 
@@ -173,7 +160,7 @@ def assert_trained_alike(found: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["once", "twice"])
-@pytest.mark.parametrize("kind", [Written, Hidden, Assigned, Scaled, Counted, Averaged, Checkpointed])
+@pytest.mark.parametrize("kind", [Written, Hidden, Assigned, Scaled, Counted, Averaged])
 def test_a_state_is_as_in_a_plain_loop(kind: type[nn.Module], recompute: tuple[int, ...], schedule: str) -> None:
     assert_trained_alike(trained(make(kind), schedule=schedule, recompute=recompute), plain_loop(make(kind)))
 
@@ -188,11 +175,6 @@ def test_random_numbers_of_python_are_refused_where_passes_run_twice() -> None:
     trained(make(Rolling), schedule="1f1b")
     with pytest.raises(UsageError, match="--recompute 0 with a model that draws random numbers of Python"):
         trained(make(Rolling), schedule="1f1b", recompute=(0, 1))
-
-
-def test_batch_norm_under_checkpoint_is_refused_where_its_order_would_count() -> None:
-    with pytest.raises(UsageError, match=r"BatchNorm under torch\.utils\.checkpoint, in 2"):
-        trained(make(Checkpointed), schedule="gpipe", norm="local")
 
 
 def test_a_parameter_that_forward_writes_into_is_refused_by_its_name() -> None:
