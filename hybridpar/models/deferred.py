@@ -143,23 +143,11 @@ def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
                     yield f"{path}.{key}" if path else key, held, key
 
 
-def saved_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and persistent buffers of a module and those in it; a tensor with two names comes twice."""
-    return [
-        tensor
-        for part in module.modules()
-        for tensor in (
-            *part._parameters.values(),
-            *(buffer for key, buffer in part._buffers.items() if key not in part._non_persistent_buffers_set),
-        )
-        if tensor is not None
-    ]
-
-
 def _check_held(module: nn.Module) -> None:
     """Refuse tensors that are not found when others are replaced, or that would no longer share memory then."""
     storages = {storage_of(held[key]) for _, held, key in places(module)}
-    saved = {storage_of(tensor): tensor for tensor in saved_tensors(module)}
+    state = module.state_dict(keep_vars=True).values()
+    saved = {storage_of(tensor): tensor for tensor in state if isinstance(tensor, Tensor)}
     for path, part in module.named_modules():
         for key, value in vars(part).items():
             if key not in ("_parameters", "_buffers") and not isinstance(value, Tensor):

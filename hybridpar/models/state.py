@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
@@ -55,7 +55,7 @@ def same_modes(model: nn.Module) -> Iterator[None]:
 
 def random_state(device: torch.device = _CPU) -> dict[str, Any]:
     """State of every random number generator of this process: torch (CPU and GPU), numpy, Python."""
-    name, keys, *rest = numpy.random.get_state(legacy=True)
+    name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -139,7 +139,7 @@ def twin_of(model: nn.Module, memo: Memo | None = None) -> nn.Module:
     modules = [module for module in model.modules() if not isinstance(module, fx.GraphModule)]
     memo |= {id(module): type(module).__new__(type(module)) for module in modules}
     for module, attributes in _copies(model, modules, memo, _copy_of):
-        vars(memo[id(module)]).update(attributes)
+        memo[id(module)].__dict__.update(attributes)
     with _TensorCopies(_copy_of):
         return _copied(model, memo)
 
@@ -248,7 +248,7 @@ class _TensorCopies(TorchFunctionMode):
 def _copied(value: _T, memo: Memo, depth: int = _MOST_DEPTH) -> _T:
     """A deep copy, which shares what cannot be copied: first at once, then with its parts one by one."""
     if type(value) in (dict, OrderedDict) and not value:  # as most of a module's are
-        memo.setdefault(id(value), value.copy())
+        memo.setdefault(id(value), copy.copy(value))
     for parts in ((), _parts(value) if depth else ()):
         for part in parts:
             memo[id(part)] = _copied(part, memo, depth - 1)
