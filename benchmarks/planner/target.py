@@ -36,7 +36,6 @@ from benchmarks.sync.methods import Job, make_method
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, TestBatches, TrainBatches, load_dataset
-from hybridpar.models import seed_everything
 from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.planner.resolve import resolve
@@ -277,7 +276,7 @@ def _steps(name: str, seed: int, rate: float, call: Call) -> float:
     data = load_dataset(TrainConfig(data="digits", seed=seed))
     test = TestBatches(data, batch_size=64, rank=call.rank, workers=call.ranks)
     job = Job(replace(SETTING, rate=rate, seed=seed), call.rank, call.ranks)
-    seed_everything(1000 * seed + call.rank)
+    torch.manual_seed(1000 * seed + call.rank)
     method = call.made(name, job)
     batches = TrainBatches(
         data,

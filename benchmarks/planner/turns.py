@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hybridpar.comm.world import World
-from hybridpar.models.random_state import give_back_memory
+from hybridpar.models.state import give_back_memory
 from hybridpar.planner.trials import FIRST_STEPS
 
 #: Visits of each, and seconds of one after its first steps.

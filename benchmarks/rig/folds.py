@@ -26,7 +26,7 @@ from hybridpar.data import ImageData, MemoryImages, TrainBatches, load_dataset
 from hybridpar.data.augment import normalise
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, digit_images
 from hybridpar.data.sources import FIXED_SEED
-from hybridpar.models import build_model, seed_everything
+from hybridpar.models import build_model
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.trainer import Trainer
 
@@ -79,7 +79,7 @@ def train_missing(kind: type[AnyRun], wanted: Iterable[AnyRun], path: Path, trai
 
 def train_fold(name: str, config: TrainConfig, fold: int, workers: int) -> Trained:
     """Train a model of ten classes with some workers."""
-    seed_everything(config.seed)
+    torch.manual_seed(config.seed)
     model, data = build_model(name, 10), fold_data(fold)
     began = time.perf_counter()
     trained = run_emulated(_train_worker, workers, model, data, config)[0]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.rig.checks import Check, write_checks
@@ -23,7 +24,6 @@ from benchmarks.rig.task import TINY, Setting
 from benchmarks.sync.methods import Job, make_methods
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches, load_dataset
-from hybridpar.models import seed_everything
 
 STEPS, LAST = 100, 10
 RATE = 0.005
@@ -78,7 +78,7 @@ def _train(name: str, job: Job, steps: int) -> list[float]:
         micro_batches=1,
     )
     made = make_methods([name], job)
-    seed_everything(1000 * setting.seed + job.rank)  # what peers draw at random
+    torch.manual_seed(1000 * setting.seed + job.rank)  # what peers draw at random
     endless = (batch.micro_batches[0] for epoch in count() for batch in batches.epoch(epoch))
     mine = [float(method.step(*batch)) for method in made.values() for batch in islice(endless, steps)]
     for method in made.values():

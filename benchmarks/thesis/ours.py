@@ -19,7 +19,6 @@ from benchmarks.rig.paired import highest, meet
 from benchmarks.thesis.task import MOST_PARTS, Task, forget, settle
 from hybridpar.comm.world import World
 from hybridpar.errors import HybridparError, TrainingError
-from hybridpar.models import seed_everything
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.train.trainer import StepResult, Trainer
@@ -84,7 +83,7 @@ class Ours:
             plan=None if plan is None else PlannedRun(plan),
             name=task.model,
         )
-        seed_everything(task.seed)
+        torch.manual_seed(task.seed)
 
     @property
     def plan(self) -> ResolvedPlan | None:

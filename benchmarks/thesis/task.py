@@ -14,7 +14,7 @@ from torch import nn
 
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
-from hybridpar.models import build_model, seed_everything
+from hybridpar.models import build_model
 
 #: Most parts that a batch is divided into: replicas times micro-batches.
 MOST_PARTS = 16
@@ -90,7 +90,7 @@ class Task:
 
     def build(self) -> nn.Module:
         """The model; the same weights for every method and worker."""
-        seed_everything(self.seed)
+        torch.manual_seed(self.seed)
         return build_model(self.model, self.images.classes, args={"stem": "cifar"} if self.stem == "cifar" else {})
 
     def batches(

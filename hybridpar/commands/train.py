@@ -216,7 +216,8 @@ def check_names(command: TrainConfig) -> None:
 
     parse_arguments(command.model_arg)
     if command.weights is not None and not command.resume:  # else they have been read
-        from hybridpar.models.weight_files import check_file, is_file
+        from hybridpar.models.pretrained import is_file
+        from hybridpar.models.weights import check_file
 
         if is_file(command.weights):
             check_file(Path(command.weights))

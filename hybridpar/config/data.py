@@ -399,7 +399,7 @@ class ModelConfig(Options):
     """Model: what is handed to its builder, the weights that it starts from, and what stays as it is.
 
     Attributes:
-        model_arg: Argument of the model's builder or factory, as key=value; may be repeated. A value is read as TOML or
+        model_arg: Argument of the model's builder or factory, as key=value; may be repeated. A value is read as
             Python. `stem=cifar` gives a ResNet first layers for small images.
         drop: Dropout before the last layer, and stochastic depth: `0.1,path=0.2`; default: those of the model.
         weights: Start from published weights (`default`, or a name of torchvision's or timm's), hf-hub:OWNER/NAME, a

@@ -4,20 +4,19 @@
 nor torchvision, so that names can be checked at once.
 """
 
-from hybridpar.models.arguments import parse_arguments
 from hybridpar.models.build import (
     article,
     build_model,
     check_model_name,
     model_fingerprint,
+    model_names,
     parameter_count,
+    parse_arguments,
     require_trained,
-    seed_everything,
 )
-from hybridpar.models.freezing import freeze
-from hybridpar.models.libraries import model_names
+from hybridpar.models.layers import freeze, learning_rate_scales
 from hybridpar.models.outputs import autocast
-from hybridpar.models.weights import learning_rate_scales, load_weights
+from hybridpar.models.weights import load_weights
 
 __all__ = [
     "article",
@@ -32,5 +31,4 @@ __all__ = [
     "parameter_count",
     "parse_arguments",
     "require_trained",
-    "seed_everything",
 ]

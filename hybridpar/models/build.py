@@ -1,33 +1,78 @@
-"""Builds a model from its name: of torchvision, of timm, or of the user's own as `package.module:factory`.
+"""Builds a model from its name: of torchvision, of timm (`timm/NAME` or `timm/NAME.TAG`), or `package.module:factory`.
 
 Plans, profiles and checkpoints know a model by the fingerprint of its architecture, which is taken here too.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from hybridpar.errors import UsageError
-from hybridpar.models.arguments import build_with, not_taken, with_rates
-from hybridpar.models.libraries import (
-    PREFIX,
-    build_timm_model,
-    build_torchvision_model,
-    check_library_name,
-    use_channels,
-)
+from hybridpar.errors import UsageError, check, nearest, not_installed, refuse, shortened, user_error
 from hybridpar.registry import find_factory
 
 if TYPE_CHECKING:
     from torch import nn
 
+#: What names of timm's models begin with.
+PREFIX = "timm/"
+
+#: What names of repositories of the Hugging Face hub begin with, as in timm.
+HUB = "hf-hub:"
+
+#: What torchvision calls dropout and stochastic depth.
+_RATES = {"drop_rate": ("dropout", "drop_rate"), "drop_path_rate": ("stochastic_depth_prob",)}
+
+
+def parse_arguments(texts: Sequence[str]) -> dict[str, object]:
+    """Read arguments of a model's factory as they are typed.
+
+    Args:
+        texts: `key=value` each. A value is a Python literal (`0.1`, `None`, `[1, 2]`; also `true` and `false`), else
+            the text as it is.
+
+    Returns:
+        Values by key.
+
+    Raises:
+        UsageError: A text is no `key=value`, or a key comes twice.
+    """
+    arguments: dict[str, object] = {}
+    for text in texts:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        rule = "It must be key=value, where key is an argument of the model's factory."
+        valid = bool(equals) and key.isidentifier()
+        check(valid, f"--model-arg {shortened(text)}", rule, "Write for example --model-arg width=64.")
+        check(key not in arguments, f"--model-arg {key} is given twice", fix="Leave out one of them.")
+        arguments[key] = value
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            arguments[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+    return arguments
+
+
+def model_names() -> list[str]:
+    """Names of all torchvision classification models."""
+    import torchvision
+
+    return sorted(torchvision.models.list_models(module=torchvision.models))
+
+
+def timm_module() -> Any:
+    """The package timm."""
+    try:
+        import timm
+    except ImportError as error:
+        raise not_installed("models of timm need timm", "timm") from error
+    return timm
+
 
 def check_model_name(name: str) -> None:
-    """Check a model's name; imports the library or the module that it is of.
+    """Check a model's name, and the tag of weights in it; imports the library or the module that it is of.
 
     Args:
         name: What the user typed.
@@ -36,10 +81,32 @@ def check_model_name(name: str) -> None:
         UsageError: Torchvision or timm has no such model, timm is not installed, or the user's own module or factory
             cannot be found.
     """
-    if ":" in name and not name.startswith(PREFIX):
-        find_factory(name, "model")
-    else:
-        check_library_name(name)
+    if not name.startswith(PREFIX):
+        if ":" in name:
+            find_factory(name, "model")
+        elif name not in (names := model_names()):
+            raise UsageError(
+                f"unknown model {shortened(repr(name))}",
+                nearest(name, names),
+                "Name a torchvision classification model, timm/NAME, or your own as package.module:factory.",
+            )
+        return
+    timm, (architecture, _, tag) = timm_module(), name.removeprefix(PREFIX).partition(".")
+    if architecture.startswith(HUB):
+        return
+    if not timm.is_model(architecture):
+        raise UsageError(
+            f"timm has no model {shortened(repr(architecture))}",
+            nearest(name, [PREFIX + known for known in timm.list_models()]),
+            "timm.list_models('*vit*') lists the names that match a pattern.",
+        )
+    tags = [known.partition(".")[2] for known in timm.models.get_arch_pretrained_cfgs(architecture)]
+    if tag and tag not in tags:
+        raise UsageError(
+            f"timm's {architecture} has no weights {shortened(repr(tag))}",
+            nearest(tag, filter(None, tags)),
+            f"Name the model alone, {PREFIX}{architecture}, or with a tag that there is.",
+        )
 
 
 def build_model(
@@ -62,7 +129,8 @@ def build_model(
             convolution, as is usual for 32x32 images (He et al. 2016, section 4.2).
         drop_rate: Dropout before the last layer; None leaves it to the model. In torchvision it is called `dropout`,
             and some models have it elsewhere, too.
-        drop_path_rate: Stochastic depth (Huang et al. 2016) of the last block; None leaves it to the model.
+        drop_path_rate: Stochastic depth (Huang et al. 2016) of the last block; None leaves it to the model. Swin and
+            MaxViT of torchvision do not take it.
         channels: Of the images. For another number than 3 a model of torchvision gets another first convolution, and
             timm the argument `in_chans`; a factory of your own must know.
 
@@ -73,17 +141,39 @@ def build_model(
         UsageError: No such model, an argument that it does not take, the factory cannot be imported or fails, or
             returns no module or one with lazy parameters.
     """
-    given = with_rates(args, drop_rate, drop_path_rate)
+    check_model_name(name)
+    given = dict(args or {})
+    for key, rate in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)):
+        if rate is not None and key in given:
+            raise refuse("--drop", f"--model-arg {key}", "They say the same.")
+        given |= {} if rate is None else {key: rate}
     if name.startswith(PREFIX):
         options = {"num_classes": classes, **({} if channels == 3 else {"in_chans": channels}), **given}
-        model = build_timm_model(name, options)
+        model = _build(name, given, lambda: create_timm_model(name, options))
     elif ":" in name:
         model = _build_user_model(name, classes, given)
     else:
-        model = build_torchvision_model(name, classes, given)
+        model = _build_torchvision_model(name, classes, given)
         if channels != 3:
-            use_channels(model, channels)
+            _use_channels(model, channels)
     return model if model.training else model.train()
+
+
+def create_timm_model(name: str, args: Mapping[str, Any], *, pretrained: bool = False) -> nn.Module:
+    """Build a model of timm, with fresh weights unless others are asked for."""
+    model: nn.Module = timm_module().create_model(name.removeprefix(PREFIX), pretrained=pretrained, **args)
+    return model
+
+
+def _build(name: str, args: Mapping[str, object], build: Callable[[], nn.Module]) -> nn.Module:
+    """What a builder builds; its failure, and an argument of the user's that it does not take, are an error."""
+    try:
+        return build()
+    except (Exception, SystemExit) as error:  # whatever a constructor, or a script that is imported, raises
+        given = ", ".join(f"{key}={shortened(repr(value))}" for key, value in args.items())
+        fix = "Mend it there, or leave out --model-arg and --drop that it does not take; --debug shows more."
+        what = f"building {name}{given and f' with {given}'} failed"
+        raise user_error(what, error, fix=fix if args else "") from error
 
 
 def _build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:
@@ -92,13 +182,9 @@ def _build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn
     from torch.nn.parameter import is_lazy
 
     factory = find_factory(name, "model")
-    parameters = inspect.signature(factory).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    for key in args:
-        if not takes_any and key not in parameters:
-            raise not_taken(name, key, [parameter for parameter in parameters if parameter != "num_classes"])
-    options = {"num_classes": classes, **args} if takes_any or "num_classes" in parameters else dict(args)
-    model = build_with(name, args, lambda: factory(**options))  # type: ignore[arg-type, return-value]
+    takes_classes = "num_classes" in inspect.signature(factory).parameters or _takes_any(factory)
+    options = {"num_classes": classes, **args} if takes_classes else dict(args)
+    model = _build(name, args, lambda: factory(**options))  # type: ignore[arg-type, return-value]
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name} returned {article(model)}", "A factory returns a torch.nn.Module.")
     lazy = [path for path, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]
@@ -109,6 +195,58 @@ def _build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn
             "Call the model once in the factory, on an example of its inputs: model(torch.zeros(1, 3, 32, 32)).",
         )
     return model
+
+
+def _takes_any(function: Callable[..., object]) -> bool:
+    """Whether a function takes arguments of any name."""
+    return any(taken.kind is taken.VAR_KEYWORD for taken in inspect.signature(function).parameters.values())
+
+
+def _build_torchvision_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:
+    """Build a torchvision model with fresh weights."""
+    import torchvision
+
+    arguments = dict(args)
+    stem = arguments.pop("stem", "imagenet")
+    check(stem in ("imagenet", "cifar"), f"--model-arg stem={stem}", "It must be imagenet or cifar.")
+    kind = get_type_hints(torchvision.models.get_model_builder(name))["return"]
+    taken = inspect.signature(kind).parameters
+    options: dict[str, Any] = {"num_classes": classes}
+    if name in ("googlenet", "inception_v3"):
+        # Auxiliary heads return a tuple in training; torchvision's own initialisation takes a minute.
+        options |= {"aux_logits": False, "init_weights": False}
+    for key, value in arguments.items():
+        known = next((other for other in _RATES.get(key, (key,)) if other in taken), None)
+        if known is None and (key in _RATES or _takes_any(kind)):  # ConvNeXt drops what it does not know
+            raise UsageError(f"{name} takes no argument {key!r}", fix="Leave it out of --model-arg and --drop.")
+        options[known or key] = value
+    model = _build(name, args, lambda: torchvision.models.get_model(name, weights=None, **options))
+    if stem == "cifar":
+        _use_cifar_stem(model, name)
+    return model
+
+
+def _use_cifar_stem(model: nn.Module, name: str) -> None:
+    """Replace a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution."""
+    import torchvision
+    from torch import nn
+
+    if not isinstance(model, torchvision.models.ResNet):
+        raise UsageError(f"--model-arg stem=cifar does not fit {name}", "Only ResNets have the stem that it replaces.")
+    model.conv1 = nn.Conv2d(3, model.conv1.out_channels, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+
+
+def _use_channels(model: nn.Module, channels: int) -> None:
+    """Replace the first convolution by one for images of another number of channels."""
+    from torch import nn
+
+    path, first = next((path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
+    parent, _, name = path.rpartition(".")
+    options = {key: getattr(first, key) for key in ("out_channels", "kernel_size", "stride", "padding", "dilation")}
+    changed = nn.Conv2d(channels, **options, bias=first.bias is not None)
+    setattr(model.get_submodule(parent), name, changed)
 
 
 def article(value: object) -> str:
@@ -140,17 +278,6 @@ def require_trained(model: nn.Module, name: str) -> None:
             "Training changes the parameters that require a gradient.",
             "Call `requires_grad_(True)` on those that are to be trained, or leave them out of --freeze.",
         )
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch on all devices, so that a model built next is the same everywhere.
-
-    Args:
-        seed: The seed.
-    """
-    import torch
-
-    torch.manual_seed(seed)
 
 
 def model_fingerprint(model: nn.Module) -> str:

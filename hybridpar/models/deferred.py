@@ -10,10 +10,11 @@ a time has a whole model.
 from __future__ import annotations
 
 import os
-import socket
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +22,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridpar.errors import UsageError
-from hybridpar.formats.cache import cache_directory, locked
-from hybridpar.models.random_state import give_back_memory, random_state, restore_random_state, same_random
+from hybridpar.formats.cache import locked
+from hybridpar.models.state import (
+    give_back_memory,
+    like_tensor,
+    random_state,
+    restore_random_state,
+    same_random,
+    twin_of,
+)
 from hybridpar.models.state_dicts import tensors_of
 
 _T = TypeVar("_T")
@@ -51,7 +59,7 @@ class DeferredModel:
         self._factory = factory
         self._state = random_state()
         self._start: Callable[[nn.Module], object] | None = None
-        with _one_at_a_time():
+        with locked(_building_file()):
             self.module = self._build()
             _check_held(self.module)
             on_meta: dict[int, Tensor] = {}
@@ -70,7 +78,7 @@ class DeferredModel:
         """
         wanted = set(names)
         values: dict[str, Tensor] = {}
-        with _one_at_a_time():
+        with locked(_building_file()):
             for name, held, key in places(self.whole()):
                 tensor = held.pop(key)
                 if name in wanted:
@@ -121,18 +129,9 @@ class DeferredModel:
         return model
 
 
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Inside, no other process of this user on this host builds a deferred model, as far as locks can tell."""
-    directory = cache_directory()
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        writable = os.access(directory, os.W_OK)
-    except OSError:
-        writable = False
-    # The directory may be one of all hosts.
-    with locked(directory / f"building-{socket.gethostname()}.lock") if writable else nullcontext():
-        yield
+def _building_file() -> Path:
+    """A file that one process of this user on this host locks while it has a whole model."""
+    return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}-building.lock"
 
 
 def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -144,23 +143,11 @@ def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
                     yield f"{path}.{key}" if path else key, held, key
 
 
-def saved_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and persistent buffers of a module and those in it; a tensor with two names comes twice."""
-    return [
-        tensor
-        for part in module.modules()
-        for tensor in (
-            *part._parameters.values(),
-            *(buffer for key, buffer in part._buffers.items() if key not in part._non_persistent_buffers_set),
-        )
-        if tensor is not None
-    ]
-
-
 def _check_held(module: nn.Module) -> None:
     """Refuse tensors that are not found when others are replaced, or that would no longer share memory then."""
     storages = {storage_of(held[key]) for _, held, key in places(module)}
-    saved = {storage_of(tensor): tensor for tensor in saved_tensors(module)}
+    state = module.state_dict(keep_vars=True).values()
+    saved = {storage_of(tensor): tensor for tensor in state if isinstance(tensor, Tensor)}
     for path, part in module.named_modules():
         for key, value in vars(part).items():
             if key not in ("_parameters", "_buffers") and not isinstance(value, Tensor):
@@ -190,6 +177,12 @@ def is_deferred(module: nn.Module) -> bool:
     return any(held[key].is_meta for _, held, key in places(module))
 
 
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers have a shape only."""
+    tensors = (*model.parameters(), *model.buffers())
+    return twin_of(model, {id(tensor): like_tensor(tensor, tensor.detach().to(_META)) for tensor in tensors})
+
+
 @contextmanager
 def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
     """Inside, a module runs without memory and without computing: its tensors have a shape, a type and a device."""
@@ -209,16 +202,6 @@ def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
         finally:
             for held, key, value in before:
                 held[key] = value
-
-
-def like_tensor(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values as a parameter or trained, where another tensor is, and with its Python attributes; not its hooks."""
-    if isinstance(tensor, nn.Parameter):
-        values = nn.Parameter(values, tensor.requires_grad)
-    elif tensor.is_leaf:
-        values.requires_grad_(tensor.requires_grad)
-    values.__dict__.update(vars(tensor))
-    return values
 
 
 def _placed(values: Tensor, like: Tensor, device: torch.device) -> Tensor:

@@ -145,14 +145,10 @@ def _write_onnx(model: nn.Module, images: Tensor, file: Path, facts: str) -> Cal
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the advice of torch's exporters to those who develop them."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
+    logging.disable(logging.WARNING)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)

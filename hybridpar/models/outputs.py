@@ -55,11 +55,10 @@ def split_outputs(outputs: Any) -> tuple[Any, list[Any]]:
     if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], torch.Tensor):
         main = outputs[0]
         return main, [item for item in outputs[1:] if isinstance(item, torch.Tensor) and item.shape == main.shape]
+    what = f"the model returned {article(outputs)} without scores"
     raise UsageError(
-        f"the model returned {article(outputs)} without scores",
-        " ".join(
-            filter(None, (_contents(outputs), "Scores are a tensor, the first of a tuple, or called logits or out."))
-        ),
+        f"{what}; it has {shortened(', '.join(map(repr, named)))}" if named else what,
+        "Scores are a tensor, the first of a tuple, or called logits or out.",
         "Return them under such a name, or use Trainer with your own loss.",
     )
 
@@ -74,17 +73,6 @@ def _named(outputs: Any) -> Mapping[Any, Any] | None:
     if is_dataclass(outputs):
         return {field.name: getattr(outputs, field.name, None) for field in fields(outputs)}
     return None if isinstance(outputs, list) else getattr(outputs, "__dict__", None)
-
-
-def _contents(outputs: Any) -> str:
-    """What there is in outputs without scores."""
-    named = _named(outputs)
-    if named:
-        names = shortened(", ".join(repr(name) for name in list(named)[:5]))
-        return f"It has {names}{', ...' if len(named) > 5 else ''}."
-    if isinstance(outputs, (tuple, list)) and outputs:
-        return f"It has {len(outputs)} items, the first of which is {article(outputs[0])}."
-    return ""
 
 
 class OutputLoss:
@@ -110,19 +98,7 @@ class OutputLoss:
                 "It takes scores, and in a tuple auxiliary scores of the same shape.",
                 "Return the scores alone, or a dict that calls them logits, or use Trainer with your own loss.",
             )
-        try:
-            total = self.loss(main, targets)
-        except (IndexError, RuntimeError) as error:
-            if targets.is_floating_point() or main.ndim < 2 or not targets.numel():
-                raise
-            low, high, classes = int(targets.min()), int(targets.max()), main.shape[1]
-            if 0 <= low <= high < classes:
-                raise
-            raise UsageError(
-                f"targets go from {low} to {high}, and the model has {classes} outputs: {error}",
-                "A target is the number of a class, from 0 on.",
-                "Number the classes so, or make the model with an output for each (num_classes).",
-            ) from error
+        total = self.loss(main, targets)
         usual = ONE if len(auxiliary) == 1 else EACH_OF_SEVERAL
         for scores in auxiliary:
             total = total + (usual if self.auxiliary is None else self.auxiliary) * self.loss(scores, targets)

@@ -7,20 +7,23 @@ without a network.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import HybridparError, UsageError, nearest, not_installed, shortened
-from hybridpar.models.libraries import HUB, PREFIX, build_timm_model, check_library_name, model_names, timm_module
-from hybridpar.models.weight_files import DEFAULT, clean, is_published, read_weights
+from hybridpar.errors import HybridparError, UsageError, nearest, shortened
+from hybridpar.models.build import HUB, PREFIX, check_model_name, create_timm_model, model_names, timm_module
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-#: Files of a hub's repository that hold weights, the first that is there.
-_HUB_FILES = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
+#: The weights that a library takes for the best of a model.
+DEFAULT = "default"
+
+#: What names of files of weights end in, whether or not there is such a file.
+SUFFIXES = (".pt", ".pth", ".safetensors", ".bin", ".ckpt", ".tar")
 
 #: Arguments of timm's models that their weights do not depend on.
 _NOT_OF_WEIGHTS = ("num_classes", "drop_rate", "drop_path_rate")
@@ -33,20 +36,31 @@ _SYMMETRIC = ("googlenet", "inception_v3")
 _BUILT_FOR = 224
 
 
+def is_file(source: str) -> bool:
+    """Whether what a user names as weights is a file or directory, and not a name of published weights."""
+    if source == DEFAULT or source.startswith(HUB):
+        return False
+    return Path(source).suffix in SUFFIXES or os.sep in source or Path(source).exists()
+
+
+def is_published(source: str) -> bool:
+    """Whether what a user names as weights is a name of published weights of torchvision or timm."""
+    return not is_file(source) and not source.startswith(HUB)
+
+
 def published_weights(
     source: str, name: str | None, model: nn.Module, args: Mapping[str, object]
-) -> tuple[str, dict[str, Tensor]]:
+) -> tuple[str, Mapping[str, Any]]:
     """Weights by name: what they are called in full, and their tensors."""
     architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if name is None and architecture:
         name = PREFIX + architecture
     try:
         if source.startswith(HUB):
-            return source, _from_hub(source)
+            return source, timm_module().models.load_state_dict_from_hf(source.removeprefix(HUB), weights_only=True)
         if "_Weights." in source or (name is not None and name in model_names()):
             weights = find_torchvision_weights(source, name)
-            state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-            return str(weights), clean(state, weights)
+            return str(weights), weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
         if name is not None and name.startswith(PREFIX):
             return _of_timm(source, name, getattr(model, "_model_args", args))  # timm keeps them
     except HybridparError:
@@ -82,29 +96,14 @@ def find_torchvision_weights(source: str, name: str | None) -> Any:
         raise UsageError(what, nearest(source.upper(), names)) from error
 
 
-def _of_timm(source: str, name: str, args: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
+def _of_timm(source: str, name: str, args: Mapping[str, object]) -> tuple[str, Mapping[str, Any]]:
     full = name if source == DEFAULT or HUB in name else f"{name.partition('.')[0]}.{source}"
+    check_model_name(full)
     same = {key: value for key, value in args.items() if key not in _NOT_OF_WEIGHTS}
-    reference = build_timm_model(full, same, pretrained=True)
+    reference = create_timm_model(full, same, pretrained=True)
     config: Any = reference.pretrained_cfg
     label = ".".join(str(part) for part in (config.get("architecture") or full, config.get("tag")) if part)
     return PREFIX + label, reference.state_dict()
-
-
-def _from_hub(source: str) -> dict[str, Tensor]:
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-    except ImportError as error:
-        raise not_installed(f"--weights {shortened(source)} needs huggingface_hub", "timm") from error
-    repository, _, revision = source.removeprefix(HUB).partition("@")
-    problem: Exception = FileNotFoundError(f"it has none of {', '.join(_HUB_FILES)}")
-    for file in _HUB_FILES:
-        try:
-            return read_weights(Path(hf_hub_download(repository, file, revision=revision or None)))
-        except EntryNotFoundError as error:
-            problem = error
-    raise problem
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def _input_of_timm(name: str, weights: str | None, args: Mapping[str, object]) -
     if name.startswith(PREFIX + HUB):
         return None  # its configuration is on the hub
     full = name if weights in (None, DEFAULT) else f"{name.partition('.')[0]}.{weights}"
-    check_library_name(full)
+    check_model_name(full)
     configuration = timm_module().models.get_pretrained_cfg(full.removeprefix(PREFIX))
     if configuration is None:
         return None  # a former name

@@ -68,18 +68,22 @@ def require_saved(model: nn.Module) -> None:
             file.seek(0)
             torch.load(file, weights_only=True)
         except Exception as error:  # whatever the object's class raises
-            owner = name.removesuffix(_EXTRA).rstrip(".")
             raise UsageError(
-                f"get_extra_state of {owner or 'the model'} ({type(model.get_submodule(owner)).__name__}) returns "
-                f"a {type(value).__name__} that a checkpoint cannot hold",
+                f"{name} is a {type(value).__name__} that a checkpoint cannot hold",
                 "A checkpoint has tensors and plain values, so that reading it runs no code.",
-                "Return numbers, texts and tensors, or lists and dicts of these.",
+                "Let get_extra_state return numbers, texts and tensors, or lists and dicts of these.",
             ) from error
 
 
 def require_unwrapped(model: nn.Module) -> None:
-    """Refuse what puts a prefix in front of names, or replicas behind them."""
+    """Refuse what puts a prefix in front of names, or replicas behind them, or hides what it does and holds."""
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{path or 'the model'} is a scripted module",
+                "Its operations, its modes and its tensors are hidden inside.",
+                "Give the module before it was scripted, and compile=True (--compile).",
+            )
         compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)
         if compiled or isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner = "_orig_mod" if compiled else "module"

@@ -1,120 +1,111 @@
-"""Starts a model from weights that exist: published ones, a file, or a checkpoint.
-
-Also learning rates that differ from layer to layer: lower near the inputs, and another one for the head.
-
-Layer-wise decay is that of BEiT (Bao et al. 2022) as timm has it: with n layers a parameter of layer i, counted from 0
-at the inputs, gets decay^(n - 1 - i) of the learning rate. The head is the last layer.
-"""
+"""Starts a model from weights that exist: published ones, a file, or a checkpoint; no code in them runs."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import UsageError, shortened
-from hybridpar.models.pretrained import published_weights
-from hybridpar.models.weight_files import is_file, read_weights
+from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.formats.file_reader import Unreadable, read_torch
+from hybridpar.formats.tensor_files import read_tensors, shards_of
+from hybridpar.models.layers import head_parameters
+from hybridpar.models.pretrained import SUFFIXES, is_file, published_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hybridpar.models.deferred import DeferredModel
 
+#: What the weights are called in a checkpoint with other things beside them, averaged ones first, as in timm.
+_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
-def learning_rate_scales(
-    model: nn.Module, layer_decay: float | None = None, head_scale: float | None = None
-) -> dict[str, float]:
-    """What the learning rate of each parameter is multiplied with.
+#: What wrappers (DDP, torch.compile) put in front of names.
+_WRAPPERS = ("module.", "_orig_mod.")
 
-    Args:
-        model: The whole model, before it is cut into stages.
-        layer_decay: Factor from a layer to the one before it; None is 1.
-        head_scale: Factor of the head; None is 1.
-
-    Returns:
-        Factors by the names of all parameters.
-    """
-    numbers = layer_numbers(model)
-    last = max(numbers.values(), default=0)
-    head = set(head_parameters(model))
-    decay, of_head = (1.0 if factor is None else factor for factor in (layer_decay, head_scale))
-    return {
-        name: decay ** (last - numbers.get(name, last)) * (of_head if name in head else 1.0)
-        for name, _ in model.named_parameters()
-    }
-
-
-def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """The layer that each parameter is in, from 0 at the inputs.
-
-    In models of timm it is what their `group_matcher` says. In others layers follow each other as they are
-    registered: a layer is a module in a `Sequential`, `ModuleList` or `ModuleDict`, a child of the model, or a child of
-    a module with more than half of all parameters, which is the model in a wrapper. Layers without matrices (norms),
-    and parameters outside of any layer, belong to the layer before them; those in front of the first belong to it.
-    """
-    if hasattr(model, "group_matcher"):
-        from timm.models import group_parameters
-
-        matcher: Any = model.group_matcher
-        by_matcher: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
-        return by_matcher
-    numbers: dict[str, int] = {}
-    number = -1
-    for names, starts in _layers(model, "", sum(parameter.numel() for parameter in model.parameters()) / 2):
-        number += starts
-        numbers |= dict.fromkeys(names, number)
-    return {name: max(0, number) for name, number in numbers.items()}
-
-
-def _layers(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[list[str], bool]]:
-    """Names of parameters that belong together, in order, and whether a new layer starts with them."""
-    names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
-    if names:
-        yield names, False
-    for name, child in module.named_children():
-        parameters = dict(child.named_parameters(prefix=f"{prefix}{name}"))
-        if parameters and _is_container(child, half):
-            yield from _layers(child, f"{prefix}{name}.", half)
-        elif parameters:
-            yield list(parameters), any(parameter.ndim > 1 for parameter in parameters.values())
-
-
-def _is_container(module: nn.Module, half: float) -> bool:
-    from torch import nn
-
-    children = list(module.children())
-    if isinstance(module, nn.Sequential):  # a subclass of leaves, as a convolution with its norm, is one layer
-        return type(module) is nn.Sequential or any(any(True for _ in child.children()) for child in children)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return True
-    return bool(children) and sum(parameter.numel() for parameter in module.parameters()) > half
-
-
-def head_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters of the head: the layer that gives the scores.
-
-    In models of timm it is what their configuration calls `classifier`; in others the last module with a matrix.
-    """
-    named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
-    heads = (named,) if isinstance(named, str) else tuple(named or ())
-    if not heads:
-        last = [
-            name
-            for name, module in model.named_modules()
-            if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        ]
-        heads = tuple(last[-1:])
-    owners = tuple(f"{head}." if head else "" for head in heads)
-    return [name for name, _ in model.named_parameters() if owners and name.startswith(owners)]
-
+#: DenseNet files of torchvision have names such as norm.1, which its modules no longer have.
+_DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 #: Part of the tensors outside of the head that weights may lack.
 _MAY_LACK = 0.1
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file of weights, or of a checkpoint."""
+    check_file(path)
+    folder = _checkpoint_of(path) if path.is_dir() else path.parent
+    files = [folder / name for name in shards_of("model", os.listdir(folder))] if path.is_dir() else [path]
+    try:
+        if files[0].suffix != ".safetensors":
+            return clean(read_torch(path), path)
+        return clean({name: tensor for file in files for name, tensor in read_tensors(file).items()}, path)
+    except (Unreadable, OSError) as error:
+        raise UsageError(
+            f"--weights {shortened(path)} cannot be read: {shortened(error)}",
+            "It must be a file of torch.save with tensors and plain values alone, or one of safetensors.",
+            "Copy or download it again, or save the weights alone: torch.save(model.state_dict(), file).",
+        ) from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file or directory that is not there; nothing is imported."""
+    if not path.exists():
+        there = [other.name for other in path.parent.glob("*") if other.suffix in SUFFIXES]
+        raise UsageError(
+            f"--weights {shortened(path)}: there is no such file",
+            nearest(path.name, there) if there else f"No file of weights is in {shortened(path.parent.resolve())}.",
+            "Name a .pt, .pth or .safetensors file, a checkpoint, a run directory, `default`, or weights by name.",
+        )
+
+
+def _checkpoint_of(directory: Path) -> Path:
+    """A `step-N` directory, or the newest one of a run directory."""
+    steps = [step for step in directory.glob("checkpoints/step-*") if step.name.removeprefix("step-").isdigit()]
+    steps.sort(key=lambda step: int(step.name.removeprefix("step-")), reverse=True)
+    for folder in (directory, *steps):
+        if (folder / "manifest.json").is_file():  # else it is not whole
+            return folder
+    raise UsageError(
+        f"--weights {shortened(directory)}: the directory is no checkpoint and no run",
+        "A checkpoint is a directory step-N with a manifest.json, and a run has these under checkpoints/.",
+        "Name one of these, or a file.",
+    )
+
+
+def clean(loaded: Any, source: object) -> dict[str, Tensor]:
+    """Tensors by name from what a file held."""
+    import torch
+
+    held = loaded
+    if isinstance(held, Mapping):
+        held = next((held[key] for key in _NESTED if isinstance(held.get(key), Mapping)), held)
+    state = _State()
+    for name, value in held.items() if isinstance(held, Mapping) else ():
+        if isinstance(name, str) and isinstance(value, torch.Tensor):
+            while name.startswith(_WRAPPERS):
+                name = name.partition(".")[2]
+            state[_DENSE.sub(r"\1\2", name)] = value
+    if not state:
+        keys = ", ".join(map(repr, list(held)[:5])) if isinstance(held, Mapping) else type(held).__name__
+        raise UsageError(
+            f"--weights {shortened(source)} holds no weights",
+            f"Tensors by name, or under {', '.join(_NESTED)}, are wanted; it has {shortened(keys) or 'nothing'}.",
+            "Save them: torch.save(model.state_dict(), file).",
+        )
+    state._metadata = getattr(held, "_metadata", None)
+    return state
+
+
+class _State(dict[str, "Tensor"]):
+    """Tensors by name, with the versions of the modules that they are of, where these are known."""
+
+    _metadata: Any = None
 
 
 @dataclass(frozen=True)
@@ -158,8 +149,8 @@ def load_weights(
     Args:
         model: The model; changed in place, and not at all where the weights do not fit. One without memory takes
             them whenever it is built.
-        source: `default` or a name of published weights, see `hybridpar.models.pretrained`; or a file or directory, see
-            `hybridpar.models.weight_files`.
+        source: `default` or a name of published weights, see `hybridpar.models.pretrained`; or a file, a checkpoint, or
+            a run directory.
         name: What the user calls the model; needed for published weights of torchvision.
         args: Arguments that the model was built with.
 
@@ -185,7 +176,8 @@ def load_weights(
             if is_file(text):
                 label, state = text, read_weights(Path(text))
             else:
-                label, state = published_weights(text, name, module, args or {})
+                label, loaded = published_weights(text, name, module, args or {})
+                state = clean(loaded, label)
         return _put(module, _converted(module, state), label, name or type(module).__name__)
 
     return model.start_from(put) if isinstance(model, DeferredModel) else put(model)
@@ -223,7 +215,14 @@ def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
     before = model.state_dict()
     wanted, values = tensors_of(model), copy_of(before)
     others = [key for key in wanted if key in state and wanted[key].shape != state[key].shape]
-    classes, heads = _other_classes(model, wanted, state, others)
+    head = next((key for key in head_parameters(model) if key in others), None)
+    classes = None if head is None else (len(state[head]), len(wanted[head]))
+    # What differs because of the number of classes alone.
+    heads = {
+        key
+        for key in others
+        if (*state[key].shape[:1], *wanted[key].shape[:1]) == classes and state[key].shape[1:] == wanted[key].shape[1:]
+    }
     fitting: Any = OrderedDict((key, tensor) for key, tensor in state.items() if key not in others)
     # The versions of modules, by which some convert former names.
     fitting._metadata = getattr(before if wanted.keys() <= state.keys() else state, "_metadata", None)
@@ -231,8 +230,7 @@ def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
         missing, unknown = model.load_state_dict(fitting, strict=False)
         missing = [key for key in missing if not is_extra(key)]
     except (RuntimeError, ValueError):  # a module that converts names, or counts versions
-        missing, unknown = [key for key in wanted if key not in fitting], [key for key in fitting if key not in wanted]
-        heads = set()
+        missing, unknown = [*wanted], []
     allowed = heads | set(head_parameters(model))
     lacking = [key for key in missing if key not in allowed]
     wrong = [key for key in others if key not in heads]
@@ -247,21 +245,6 @@ def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
             "Name the model that they are of, with the same --model-arg.",
         )
     return WeightsReport(source, len(wanted) - len(missing), len(wanted), tuple(missing), tuple(unknown), classes)
-
-
-def _other_classes(
-    model: nn.Module, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor], others: Sequence[str]
-) -> tuple[tuple[int, int] | None, set[str]]:
-    """The two numbers of classes where they differ, and the tensors that differ for that reason alone."""
-    head = next((key for key in head_parameters(model) if key in others), None)
-    if head is None:
-        return None, set()
-    numbers = len(state[head]), len(wanted[head])
-    return numbers, {
-        key
-        for key in others
-        if (len(state[key]), len(wanted[key])) == numbers and state[key].shape[1:] == wanted[key].shape[1:]
-    }
 
 
 def _first(names: Sequence[str]) -> str:

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import imagined, is_deferred, storage_of
-from hybridpar.models.state import python_random_state, untouched
+from hybridpar.models.state import untouched
+from hybridpar.partition.changes import python_random_state
 from hybridpar.partition.nest import TensorFacts, can_cross, map_tensors, tensor_leaves
 
 _NUMBERS = (int, float, tuple, torch.dtype, torch.device, torch.layout)

@@ -191,8 +191,7 @@ def stages_from_plan(
 
     Raises:
         PlanError: The plan is for another model, or names other units than the model has.
-        UsageError: The plan recomputes a stage whose forward pass changes Python attributes, or does not pool the
-            statistics of BatchNorm under torch.utils.checkpoint.
+        UsageError: The plan recomputes a stage whose forward pass changes Python attributes.
     """
     require_model(plan, model, type(model).__name__)
     given = as_inputs(inputs) if inputs is not None else (_example(model, plan),)
@@ -217,12 +216,6 @@ def stages_from_plan(
             f"--recompute {again[0]} with a model that draws random numbers of Python or NumPy",
             "A forward pass that runs again would draw others; torch's are the same in both.",
             "Draw them by torch, in the data, or do not recompute.",
-        )
-    if traced.checkpointed_norm is not None and plan.sync is not None and plan.sync.batch_norm == "local":
-        raise UsageError(
-            f"batch_norm='local' with BatchNorm under torch.utils.checkpoint, in {traced.checkpointed_norm}",
-            "Its statistics also move in the backward pass, whose order is another one in a pipeline.",
-            "Use the default, 'pooled', which counts every sample once, or remove torch.utils.checkpoint.",
         )
     return stages
 

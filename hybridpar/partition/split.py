@@ -238,19 +238,13 @@ def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx
                 "The graphs of training and evaluation use the model's modules in different orders.",
                 "Ask for fewer stages.",
             )
-    for group in state_users(units.traced, units.evaluate, units.train).values():
+    used_by = state_users(units.traced, units.evaluate, units.train).values()
+    for group in (*used_by, *aliases_under_change(units.evaluate)):
         if len({stages[node] for node in group}) > 1:
             raise PartitionError(
-                f"in evaluation {group[0].name} and {group[-1].name} use one parameter or buffer in several stages",
-                "A parameter or buffer belongs to one stage; training's graph does not use this one.",
+                f"in evaluation {group[0].name} and {group[-1].name} share memory and would be in several stages",
+                "A parameter, a buffer, and what is changed in place belong to one stage; training uses others.",
                 "Ask for fewer stages.",
-            )
-    for group in aliases_under_change(units.evaluate):
-        if len({stages[node] for node in group}) > 1:
-            raise PartitionError(
-                f"in evaluation {group[0].name} changes in place what several stages use",
-                "What sees a change in place stays in one stage; training's graph has no such change.",
-                "Ask for fewer stages, or work on a copy there.",
             )
     return stages
 

@@ -25,16 +25,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd as _DROPOUT
 from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
-from hybridpar.models.modes import same_modes
-from hybridpar.models.state import OutsideGraphError, same_attributes, traceable_only, untouched
+from hybridpar.models.state import same_attributes, same_modes, untouched
 from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
-from hybridpar.partition.trace_check import Changes, TraceCheck
+from hybridpar.partition.changes import Changes, OutsideGraphError, traceable_only
+from hybridpar.partition.trace_check import TraceCheck
 from hybridpar.partition.tracer import SAVED, ModelTracer
 
 _META = torch.device("meta")
@@ -52,7 +50,6 @@ class TracedModel:
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         suspects: What the graphs may lack, by the name of the module whose code does it.
         changes: What forward changes beside its output.
-        checkpointed_norm: A sub-module that runs BatchNorm under torch.utils.checkpoint.
     """
 
     model: nn.Module
@@ -62,7 +59,6 @@ class TracedModel:
     leaves: tuple[str, ...] = ()
     suspects: Mapping[str, str] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
-    checkpointed_norm: str | None = None
 
 
 def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel:
@@ -97,11 +93,12 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel
         reasons.update(traced.suspects)
         whole |= found
         traced = _trace_both_modes(model, inputs, frozenset(whole))
-    kept = {path: reason for path, reason in reasons.items() if path in whole}
-    norm = _require_repeatable(model, kept, check.changes.written)
+    for path in sorted(whole):
+        if reasons.get(path) == SAVED:
+            raise _checkpointed(model, path)
     if is_deferred(model):
         _require_values(traced, inputs[0].device)
-    return replace(traced, changes=check.changes, checkpointed_norm=norm)
+    return replace(traced, changes=check.changes)
 
 
 def _require_values(traced: TracedModel, device: torch.device) -> None:
@@ -191,29 +188,13 @@ def _require_constant(model: nn.Module, written: Collection[str]) -> None:
     )
 
 
-def _require_repeatable(model: nn.Module, kept: Mapping[str, str], written: Collection[str]) -> str | None:
-    """Refuse what torch.utils.checkpoint would not do the same when it runs forward again in a pipeline.
-
-    Returns a module with BatchNorm under it, whose statistics only stay right where they are pooled.
-    """
-    norm = None
-    for path, reason in kept.items():
-        if reason != SAVED:
-            continue
-        module = model.get_submodule(path)
-        what = next((name for name in written if name.startswith(f"{path}.")), None)
-        if any(isinstance(one, _DROPOUT) and one.p for one in module.modules()):
-            what = "dropout"
-        if what is not None:
-            raise TraceError(
-                f"module {path!r} ({type(module).__name__}) has {what} under torch.utils.checkpoint",
-                "Its graph would not compute the same, so it is kept whole; but checkpoint runs forward again in the "
-                "backward pass, which would draw another mask, or change a buffer in another order.",
-                "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
-            )
-        if any(isinstance(one, _BatchNorm) for one in module.modules()):
-            norm = path
-    return norm
+def _checkpointed(model: nn.Module, path: str) -> TraceError:
+    return TraceError(
+        f"module {path!r} ({type(model.get_submodule(path)).__name__}) computes something else without "
+        "torch.utils.checkpoint than with it",
+        "A graph has no checkpoint, whose second pass moves a buffer, or draws a mask, once more.",
+        "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
+    )
 
 
 def _hooks_of(module: nn.Module) -> bool:
@@ -224,12 +205,6 @@ def _hooks_of(module: nn.Module) -> bool:
 def _require_plain(model: nn.Module) -> None:
     """Refuse what wraps a model and hides it, and what has no shapes yet."""
     require_unwrapped(model)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TraceError(
-            f"{type(model).__name__} is a scripted model",
-            "Its operations are hidden inside; a graph is made from the model as it was written.",
-            "Give the model before it was scripted; its stages can be compiled.",
-        )
     if _hooks_of(model) or has_extra_state(model):
         raise TraceError(
             f"{type(model).__name__} has {'a forward or backward hook' if _hooks_of(model) else 'an extra state'}",

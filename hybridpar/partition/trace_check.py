@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.models.deferred import imagined, is_deferred, places
-from hybridpar.models.state import WrittenState, attributes_of, held_state, put_state, python_random_state, untouched
+from hybridpar.models.state import held_state, put_state, untouched
+from hybridpar.partition.changes import Changes, Writes, attributes_of, changed, python_random_state
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
 from hybridpar.partition.tracer import AUTOCAST
@@ -35,7 +35,6 @@ _GRADIENT = "gradient of "
 
 Inputs = tuple[torch.Tensor, ...]
 Outcome = dict[str, Any]
-Attributes = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -49,25 +48,6 @@ class Difference:
 
     text: str
     relative: float
-
-
-@dataclass
-class Changes:
-    """What a forward pass changes beside its output, as far as it was tried.
-
-    Attributes:
-        counters: Attributes that every pass changes, by the sub-module's name.
-        unrepeatable: Of them those that `put_state` does not put back.
-        remembering: Sub-modules whose attributes differ from pass to pass.
-        draws: It draws random numbers of Python or NumPy.
-        written: Names of the tensors that it writes into, but for the statistics of BatchNorm.
-    """
-
-    counters: dict[str, str] = field(default_factory=dict)
-    unrepeatable: dict[str, str] = field(default_factory=dict)
-    remembering: set[str] = field(default_factory=set)
-    draws: bool = False
-    written: set[str] = field(default_factory=set)
 
 
 class TraceCheck:
@@ -95,11 +75,11 @@ class TraceCheck:
 
         def watched(*batch: torch.Tensor) -> Any:
             drawn = python_random_state()
-            with WrittenState(model) as writes:
+            with Writes(model) as writes:
                 output = model(*batch)
             self.changes.draws |= drawn != python_random_state()
             if training:
-                self.changes.written = writes.names - _statistics(model)
+                self.changes.written = writes.but_statistics(model)
             return output
 
         with untouched(model, training=training), torch.set_grad_enabled(training):
@@ -110,13 +90,13 @@ class TraceCheck:
             put_state(states[0])
             again = attributes_of(model)
         first, second = attributes
-        if changed := _changed(first, second):
+        if differing := changed(first, second):
             with untouched(model, training=training), torch.set_grad_enabled(training):
                 _pass(model, model, batches[1], 1)
                 alone = attributes_of(model)
-            self.changes.remembering |= changed.keys()
-            self.changes.counters |= _changed(first, second, alone)
-            self.changes.unrepeatable |= _changed(first, again, alone)
+            self.changes.remembering |= differing.keys()
+            self.changes.counters |= changed(first, second, alone)
+            self.changes.unrepeatable |= changed(first, again, alone)
         return outcomes
 
     def _imagine(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -125,11 +105,11 @@ class TraceCheck:
             _seed(self.model, 0)
             given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
             for _ in range(2):
-                with WrittenState(self.model) as writes:
+                with Writes(self.model) as writes:
                     self.model(*given)
                 attributes.append(attributes_of(self.model))
-        counters = _changed(*attributes)
-        self.changes = Changes(counters, counters, set(counters), written=writes.names - _statistics(self.model))
+        counters = changed(*attributes)
+        self.changes = Changes(counters, counters, set(counters), written=writes.but_statistics(self.model))
 
     def difference(
         self, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, torch.Tensor], suspects: Collection[str]
@@ -202,25 +182,6 @@ def _pass(model: nn.Module, call: Callable[..., Any], batch: Inputs, seed: int) 
     """Results of a model, or of a graph instead of it, on a micro-batch."""
     _seed(model, seed)
     return _results(model, call(*(item.detach().clone() for item in batch)))
-
-
-def _statistics(model: nn.Module) -> set[str]:
-    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
-    return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
-
-
-def _changed(first: Attributes, second: Attributes, alone: Attributes | None = None) -> dict[str, str]:
-    """The first attribute of each module that changed again: a size or a mask of the first pass stays in the second.
-
-    With `alone`, which is what the second pass leaves by itself, also not what depends on that pass only.
-    """
-    changed: dict[str, str] = {}
-    for path, after in second.items():
-        for name, value in after.items():
-            before = [before.get(path, {}).get(name) for before in (first, alone) if before is not None]
-            if all(other != value for other in before):
-                changed.setdefault(path, name)
-    return changed
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils.checkpoint import CheckpointFunction
 
-from hybridpar.models.state import OutsideGraphError, python_random_state
+from hybridpar.partition.changes import OutsideGraphError, python_random_state
 from hybridpar.partition.nest import map_tensors
 
 #: What the code of a module may do that a graph does not have.

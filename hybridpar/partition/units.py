@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from hybridpar.errors import TraceError
-from hybridpar.models.state import reachable
+from hybridpar.partition.changes import reachable
 from hybridpar.partition.example import describe_target, module_path
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
 from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_attribute, state_of, state_users
@@ -41,12 +41,12 @@ def pinned_groups(traced: TracedModel, facts: GraphFacts, evaluate: GraphFacts |
 
 def _rememberers(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:
     """Modules that hand on values through a Python object that both can reach: a list, or a module's attribute."""
-    shared: dict[int, list[fx.Node]] = {}
-    for path in traced.changes.remembering:
-        shared |= {key: [] for key in reachable(traced.model.get_submodule(path))}
+    reached = [reachable(traced.model.get_submodule(path)) for path in sorted(traced.changes.remembering)]
+    shared: dict[int, list[fx.Node]] = {key: [] for objects in reached for key in objects}
     for node in facts.compute if shared else ():
         if node.op == "call_module":
-            for key in reachable(traced.model.get_submodule(str(node.target))).keys() & shared.keys():
+            reached.append(reachable(traced.model.get_submodule(str(node.target))))  # alive: ids are of one object each
+            for key in reached[-1].keys() & shared.keys():
                 shared[key].append(node)
     return shared.values()
 

@@ -24,7 +24,8 @@ from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import agree_on_policy
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.models.deferred import like_tensor, places
+from hybridpar.models.deferred import places
+from hybridpar.models.state import like_tensor
 from hybridpar.models.state_dicts import extra_states, load_values
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor

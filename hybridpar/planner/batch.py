@@ -22,8 +22,8 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.process import usable_memory
 from hybridpar.models.deferred import is_deferred
-from hybridpar.models.freezing import freeze
-from hybridpar.models.random_state import same_random
+from hybridpar.models.layers import freeze
+from hybridpar.models.state import same_random
 from hybridpar.planner.fit import Need, held_bytes, memory_of, sizes_of
 from hybridpar.planner.fixed import decided_options, fixed_by
 from hybridpar.planner.links import describe_hosts

@@ -16,7 +16,8 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.machine.launch import launched_here
 from hybridpar.models import autocast
-from hybridpar.models.state import twin_of, without_values
+from hybridpar.models.deferred import without_values
+from hybridpar.models.state import twin_of
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import profile_model, set_way

@@ -127,7 +127,7 @@ def plan_run(
     elif option := not_modelled(config):
         choice = _unplanned(f"no prediction knows {option}")
     else:
-        from hybridpar.models.random_state import same_random
+        from hybridpar.models.state import same_random
         from hybridpar.planner.decide import decide_plan
         from hybridpar.planner.probes import Question
 

@@ -18,9 +18,8 @@ from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, check_model_name, freeze, load_weights, parse_arguments, require_trained
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
-from hybridpar.models.freezing import freeze_batch_norm
-from hybridpar.models.pretrained import model_input
-from hybridpar.models.weight_files import is_file, is_published
+from hybridpar.models.layers import freeze_batch_norm
+from hybridpar.models.pretrained import is_file, is_published, model_input
 from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
 

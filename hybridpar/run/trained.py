@@ -12,7 +12,8 @@ from hybridpar.config.train import TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
 from hybridpar.formats.tensor_files import shards_of
 from hybridpar.models import parse_arguments
-from hybridpar.models.weight_files import check_file, is_file
+from hybridpar.models.pretrained import is_file
+from hybridpar.models.weights import check_file
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import read_plan
 from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config

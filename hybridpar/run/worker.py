@@ -12,7 +12,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.machine.devices import cpu_name
 from hybridpar.machine.process import TUNED_VARIABLE, affinity, available_cores, cores_identity, share_cores
 from hybridpar.machine.process import describe as describe_process
-from hybridpar.models.random_state import give_back_memory
+from hybridpar.models.state import give_back_memory
 
 _STATUS = Path("/proc/self/status")
 _SHARES = Path("/proc/self/smaps_rollup")

@@ -29,7 +29,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, refuse, shortened
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
-from hybridpar.models.modes import same_modes
+from hybridpar.models.state import same_modes
 from hybridpar.models.state_dicts import copy_of, is_extra, load_values
 from hybridpar.optim.build import (
     Rates,

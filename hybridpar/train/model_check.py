@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, user_error
 from hybridpar.models import article, autocast
-from hybridpar.models.deferred import MEASURED_BYTES, imagined, is_deferred
+from hybridpar.models.deferred import MEASURED_BYTES, imagined, is_deferred, without_values
 from hybridpar.models.outputs import main_output
-from hybridpar.models.state import untouched, without_values
+from hybridpar.models.state import untouched
 
 #: Images of the batch that the model is tried on: BatchNorm needs two.
 SAMPLES = 2

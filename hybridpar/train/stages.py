@@ -20,7 +20,7 @@ from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.models import autocast
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, places
-from hybridpar.models.modes import same_modes
+from hybridpar.models.state import same_modes
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan

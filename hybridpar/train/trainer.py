@@ -30,9 +30,9 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, model_fingerprint
 from hybridpar.models.build import article
 from hybridpar.models.deferred import DeferredModel, places
-from hybridpar.models.freezing import freeze_batch_norm
+from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
-from hybridpar.models.random_state import random_state, restore_random_state
+from hybridpar.models.state import random_state, restore_random_state
 from hybridpar.models.state_dicts import load_values
 from hybridpar.optim.build import expand, make_optimizer
 from hybridpar.optim.losses import as_sum, ignored_label, make_loss, soft_targets

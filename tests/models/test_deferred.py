@@ -6,7 +6,6 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -134,7 +133,7 @@ def test_tensors_that_would_be_lost_are_named(kind: type[nn.Module], said: str) 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def build_in_turn(world: World, directory: str) -> list[float]:
+def build_in_turn(world: World) -> list[float]:
     """Build and fill a model, and note when that was."""
     times: list[float] = []
 
@@ -144,15 +143,13 @@ def build_in_turn(world: World, directory: str) -> list[float]:
         times.append(time.monotonic())
         return nn.Linear(3, 3)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRIDPAR_CACHE", directory)
-        world.barrier()
-        DeferredModel(build).fill(["weight"])
+    world.barrier()
+    DeferredModel(build).fill(["weight"])
     return times
 
 
-def test_the_workers_of_a_host_build_one_after_the_other(tmp_path: Path) -> None:
-    times = list(itertools.chain(*run_ranks(build_in_turn, 3, str(tmp_path))))
+def test_the_workers_of_a_host_build_one_after_the_other() -> None:
+    times = list(itertools.chain(*run_ranks(build_in_turn, 3)))
     spans = sorted(zip(times[::2], times[1::2], strict=True))
     assert all(ended <= begun for (_, ended), (begun, _) in itertools.pairwise(spans))
     assert len(spans) == 6

@@ -174,7 +174,7 @@ def test_a_layer_that_only_evaluation_uses_is_in_one_stage() -> None:
     model = Heads(1)
     _, stages = stages_of(model)
     require_one_owner(model, stages)
-    with pytest.raises(PartitionError, match="in evaluation c and c_1 use one parameter or buffer in several stages"):
+    with pytest.raises(PartitionError, match="in evaluation c and c_1 share memory and would be in several stages"):
         stages_of(Heads(2))
 
 

@@ -159,7 +159,7 @@ def test_an_input_shape_that_the_model_refuses_names_the_place() -> None:
 def test_what_hides_its_operations_is_refused() -> None:
     plain = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
     for wrapped, said in (
-        (torch.jit.script(plain), "is a scripted model"),
+        (torch.jit.script(plain), "is a scripted module"),
         (torch.compile(plain), "is wrapped in"),
     ):
         with pytest.raises((TraceError, UsageError), match=said):

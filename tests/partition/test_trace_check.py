@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +12,12 @@ from torch import Tensor, nn
 
 from benchmarks.partition.dry_run import StageRunner
 from hybridpar.errors import TraceError
-from hybridpar.models.state import python_random_state, same_attributes, twin_of, untouched
 from hybridpar.partition.planning import partition_model
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import run_stages
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
+from tests.models.test_state import restless, snapshot
 from tests.partition import hidden_nets as nets
 from tests.partition.nets import ROWS
 
@@ -31,8 +29,6 @@ WHOLE = {
     nets.Autocast: "runs under autocast",
     nets.IsTensor: "would not compute the same",
     nets.AsksIsTensor: "would not compute the same",
-    nets.Checkpointed: "checkpoint.*buffer norm",
-    nets.OldCheckpointed: "checkpoint.*buffer norm",
     nets.PythonRandom: "random numbers of Python or NumPy",
     nets.LayerDrop: "random numbers of Python or NumPy",
     nets.NumpyRandom: "random numbers of Python or NumPy",
@@ -138,10 +134,13 @@ def test_a_parameter_with_new_memory_in_every_pass_is_refused_or_whole() -> None
     assert weight.data_ptr() == before[1]
 
 
-def test_a_checkpoint_with_dropout_is_refused_where_it_would_have_to_be_kept() -> None:
-    with pytest.raises(TraceError, match=r"blocks.0.*dropout") as caught:
-        trace_model(nets.Within(nets.CheckpointedDropout), [torch.randn(*ROWS)])
+@pytest.mark.parametrize("body", [nets.Checkpointed, nets.OldCheckpointed, nets.CheckpointedDropout])
+def test_a_checkpoint_whose_second_pass_counts_is_refused(body: Any) -> None:
+    with pytest.raises(TraceError, match=r"'blocks\.0' .*checkpoint") as caught:
+        trace_model(nets.Within(body), [torch.randn(*ROWS)])
     assert "--recompute" in caught.value.fix
+    with pytest.raises(TraceError, match=r"forward of .* itself uses torch\.utils\.checkpoint"):
+        trace_model(nets.itself(body), [torch.randn(*ROWS)])
 
 
 class ShapeBranch(nets.Body):
@@ -156,89 +155,6 @@ def test_a_branch_on_a_shape_is_not_said_to_depend_on_data() -> None:
     assert "data" not in caught.value.why
     assert "a tensor's shape or type" in caught.value.why
     assert_trains_as_the_whole(nets.Within(body))
-
-
-class Restless(nn.Module):
-    """Changes Python attributes of every kind in its forward pass."""
-
-    class Meter:
-        def __init__(self) -> None:
-            self.count, self.seen = 0, [1.0]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.count, self.names, self.cache, self.queue = 0, ["a"], {"a": [1]}, deque([1, 2], maxlen=3)
-        self.seen, self.table, self.plain = {1}, np.zeros(3), torch.zeros(3)
-        self.meter, self.numbers, self.dice = self.Meter(), np.random.default_rng(0), random.Random(0)
-        self.register_buffer("buffer", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        self.names.append("b")
-        self.cache["a"].append(2)
-        self.cache["b"] = []
-        self.queue.append(3)
-        self.seen.add(self.count)
-        self.table += 1
-        self.plain.add_(1)
-        self.meter.count += 1
-        self.meter.seen.append(2.0)
-        self.meter.new = True
-        self.numbers.random()
-        self.dice.random()
-        random.random()
-        np.random.rand()
-        self.added = x.detach()
-        self.buffer = self.buffer + 1
-        self.linear.weight.data = self.linear.weight.data * 2
-        return self.linear(x) + torch.rand(6)
-
-
-def snapshot(model: nn.Module) -> list[Any]:
-    inner = model.get_submodule("1")
-    plain = {
-        name: repr(value)
-        for name, value in vars(inner).items()
-        if not name.startswith("_") and name not in ("meter", "numbers", "dice")
-    }
-    generators = repr(inner.numbers.bit_generator.state), inner.dice.getstate(), python_random_state()
-    state = {name: value.tolist() for name, value in model.state_dict().items()}
-    memory = [one.data_ptr() for one in (*model.parameters(), *model.buffers())]
-    return [plain, repr(vars(inner.meter)), generators, torch.get_rng_state().tolist(), state, memory]
-
-
-def restless() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), Restless(), nn.Linear(6, 2))
-
-
-def test_what_runs_inside_leaves_no_attribute_changed() -> None:
-    model = restless()
-    inner, before = model[1], snapshot(model)
-    held = inner.names, inner.cache, inner.meter, inner.buffer
-    with untouched(model, training=True):
-        model(torch.randn(*ROWS)).sum().backward()
-        inner.linear.bias.data.add_(1)
-        assert snapshot(model) != before
-    assert snapshot(model) == before
-    assert all(
-        one is other for one, other in zip(held, (inner.names, inner.cache, inner.meter, inner.buffer), strict=True)
-    )
-    assert all(one.grad is None for one in model.parameters())
-
-
-def test_copies_share_memory_as_the_model_does() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].weight = nn.Parameter(model[0].weight.data)
-    part = model[0].weight.detach()[:2]
-    with untouched(model) as copied:
-        model[0].weight.data.fill_(3)
-        assert bool((model[1].weight == 3).all())
-        assert not bool((part == 3).any())
-        again = copied(part)
-        model[0].weight.data.fill_(4)
-        assert bool((again == 4).all())
-    assert not bool((model[0].weight == 4).any())
 
 
 def test_a_partition_leaves_the_model_as_it_was() -> None:
@@ -370,52 +286,3 @@ def test_stages_compute_with_tensors_that_the_model_holds_in_containers(holder: 
     scale.requires_grad_(True)
     run_stages(stages, x).sum().backward()
     assert scale.grad is not None
-
-
-class Rows:
-    """Counts, and cannot be copied as it is."""
-
-    def __init__(self) -> None:
-        self.lock, self.rows = threading.Lock(), []
-
-    def add(self, *_: object) -> None:
-        self.rows.append(1)
-
-
-@pytest.mark.parametrize("context", [untouched, same_attributes])
-def test_what_is_beside_something_that_cannot_be_copied_is_copied(context: Any) -> None:
-    model = nn.Linear(6, 6)
-    rows, seen = Rows(), [(torch.ones(6, requires_grad=True) * 2).as_subclass(Labelled), Rows().lock]
-    model.rows, model.seen, model.label, model.deep = rows, seen, seen[0], {"a": [rows, Unique()]}
-    model.register_forward_hook(rows.add)
-    with context(model):
-        model(torch.randn(*ROWS))
-        assert model.rows.rows == [1]
-        assert model.deep["a"][0] is model.rows
-        model.rows.add()
-        model.seen.append(1)
-        model.deep["a"].append(1)
-    assert (rows.rows, len(seen), len(model.deep["a"])) == ([], 2, 2)
-
-
-class Labelled(Tensor):
-    pass
-
-
-class Unique:
-    def __reduce__(self) -> Any:
-        raise TypeError("there is only this")
-
-
-def test_a_twin_shares_what_cannot_be_copied() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    rows = model[0].rows = Rows()
-    model[0].layers, model[0].weight.gain = [model[1], rows], 2.0
-    model[1].register_forward_hook(rows.add)
-    twin = twin_of(model)
-    twin(torch.randn(*ROWS))
-    assert (rows.rows, twin[0].rows.rows) == ([], [1])
-    assert twin[0].rows.lock is rows.lock
-    assert twin[0].layers == [twin[1], twin[0].rows]
-    assert twin[0].weight.gain == 2.0
-    assert twin[0].weight is not model[0].weight

@@ -149,8 +149,7 @@ def draw(seed: int, workers: int = 1) -> Case:
         placement=placement if stages > 1 else None,
         schedule=chance.choice(SCHEDULES[placement]) if stages > 1 else None,
         recompute=recompute if stages > 1 else (),
-        # Under checkpoint statistics also move in the backward pass, in the order of the schedule.
-        batch_norm="pooled" if replicas == 2 or "checkpointed_norm" in pieces else chance.choice(("local", "pooled")),
+        batch_norm="pooled" if replicas == 2 else chance.choice(("local", "pooled")),
         optimizer=chance.choice(("sgd", "adamw", "sgd of trained parameters")),
         clip_norm=chance.choice((None, None, 0.5)),
         sizes=tuple(sizes),

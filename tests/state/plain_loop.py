@@ -158,8 +158,7 @@ class _Pool:
     def note(self, layer: Any, given: Any, made: Any) -> None:
         if layer.training:
             layer.num_batches_tracked.fill_(self.batches)
-            if torch._C._current_graph_task_id() < 0:  # not a pass that checkpoint runs again
-                self.inputs.append(given[0].detach().transpose(0, 1).flatten(1))
+            self.inputs.append(given[0].detach().transpose(0, 1).flatten(1))
 
     def commit(self) -> None:
         for layer in self.layers if self.inputs else ():

@@ -18,7 +18,7 @@ from torch import nn
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError, RunDirectoryError
-from hybridpar.models.weight_files import read_weights as load_weights_of
+from hybridpar.models.weights import read_weights as load_weights_of
 from hybridpar.train import checkpoint
 from hybridpar.train.checkpoint import (
     CheckpointData,

@@ -17,7 +17,6 @@ from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.machine.devices import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.models import seed_everything
 from hybridpar.observe.progress import progress_bar
 from hybridpar.planner.resolve import share_of_worker
 from hybridpar.run.data import configured_model, with_images_of_model
@@ -81,7 +80,7 @@ def find_work(config: TuneRequest) -> Counter[KernelKey]:
     run = with_images_of_model(config, config.model)
     data = load_dataset(run)
     samples, threads = share_of_worker(run, run.nproc or run.workers_wanted or default_workers())
-    seed_everything(config.seed)
+    torch.manual_seed(config.seed)
     model = configured_model(run, config.model, data.classes)
     work = step_keys(model, (samples, *data.sample_shape), layout, *_where(config, threads))
     if not work:
