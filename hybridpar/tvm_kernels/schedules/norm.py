@@ -75,6 +75,20 @@ def walk(start: Any, stop: Any, width: Any, body: Callable[[Any, Any, int], None
                 body(column, w.keep(row + column), count)
 
 
+def each(
+    start: Any, stop: Any, width: Any, is_last: Any, tail: Any, rows: Any, channels: Any, body: Any, past: bool
+) -> None:
+    """Write loops over all values: body(index, column, whether it is a vector, past).
+
+    They are the vectors of some wide rows and, where these are the last ones, the values of the rows left over.
+    """
+    with T.serial(start, stop) as row, T.serial(0, width // LANES) as block:
+        column = w.keep(block * LANES)
+        body(row * width + column, column, True, past)
+    with w.t.If(is_last), w.t.Then(), T.serial(0, (rows - tail) * channels) as column:
+        body(tail * channels + column, column, False, past)
+
+
 def sigmoid(z: Any) -> Any:
     """1 / (1 + e^-z)."""
     wide = z.ty.dtype.lanes > 1
@@ -256,13 +270,7 @@ def forward(
 
     @T.inline
     def apply(past):
-        for row in range(begin * length, T.min(end * length, wide)):
-            for block in range(width // LANES):
-                column: T.let = block * LANES
-                element(row * width + column, column, True, past)
-        if end == segments:
-            for column in range((rows - tail) * channels):
-                element(tail * channels + column, column, False, past)
+        each(begin * length, T.min(end * length, wide), width, end == segments, tail, rows, channels, element, past)
 
     if (phases & norm_rows.REDUCE) != 0:
         for back in range(end - begin):
@@ -397,13 +405,7 @@ def backward(
 
     @T.inline
     def apply(past):
-        for row in range(begin * length, T.min(end * length, wide)):
-            for block in range(width // LANES):
-                column: T.let = block * LANES
-                element(row * width + column, column, True, past)
-        if end == segments:
-            for column in range((rows - tail) * channels):
-                element(tail * channels + column, column, False, past)
+        each(begin * length, T.min(end * length, wide), width, end == segments, tail, rows, channels, element, past)
 
     if (phases & norm_rows.REDUCE) != 0:
         if costly:
