@@ -65,7 +65,8 @@ class Variant:
     @property
     def path(self) -> Path:
         """The cache file of its object file."""
-        sources = [Path(module.__file__) for module in (cpu_schedule(self.key.direction), geometry, shapes)]
+        modules = (cpu_schedule(self.key.direction), geometry, shapes)
+        sources = [Path(str(module.__file__)) for module in modules]
         return kernel_path("depthwise", sources, **self.arguments)
 
     @property

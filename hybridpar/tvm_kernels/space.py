@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from hybridpar.tvm_kernels import cuda_space
-from hybridpar.tvm_kernels.machine import Gpu, Machine, gpu_of, is_gpu, this_machine
+from hybridpar.tvm_kernels.machine import Machine, gpu_of, is_gpu, this_machine
 from hybridpar.tvm_kernels.schedules import cpu_gather, cpu_weight, cuda, misnamed, outside
 from hybridpar.tvm_kernels.shapes import Direction, KernelKey, Layout, Parameters
 
@@ -42,12 +42,12 @@ def reject(key: KernelKey, parameters: Parameters) -> str | None:
     return misnamed(kind, parameters) or kind(**parameters).check(key.shape, key.direction)
 
 
-def candidates(key: KernelKey, machine: Machine | Gpu | None = None) -> list[dict[str, int]]:
-    """All parameters that are worth a try on a key's device, or on another machine of its kind."""
+def candidates(key: KernelKey, machine: Machine | None = None) -> list[dict[str, int]]:
+    """All parameters that are worth a try on a key's device; for a CPU, on another machine if one is given."""
     if why_none(key):
         return []
     if is_gpu(key.device):
-        return list(cuda_space.candidates(key, machine or gpu_of(key.device)))
+        return list(cuda_space.candidates(key, gpu_of(key.device)))
     tried = cpu_schedule(key.direction).candidates(key.shape, key.direction, key.threads, machine or this_machine())
     return [parameters for parameters in tried if reject(key, parameters) is None]
 
@@ -56,7 +56,8 @@ def default(key: KernelKey) -> Parameters:
     """Where a search begins that knows nothing; the candidate that is most like it is taken."""
     if is_gpu(key.device):
         return cuda.default(key.shape, key.direction, key.layout)
-    return cpu_schedule(key.direction).default(key.shape)
+    parameters: Parameters = cpu_schedule(key.direction).default(key.shape)
+    return parameters
 
 
 def neighbours(one: Parameters, among: list[dict[str, int]]) -> list[dict[str, int]]:

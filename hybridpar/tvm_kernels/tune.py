@@ -205,15 +205,15 @@ class _Search:
             if self.lost >= _MOST_LOST and not self.results:
                 raise KernelsUnavailable(str(error)) from None
             return
-        error, stock_error = self.bench.error(kernel), self.bench.stock_error
-        if not is_right(error, self.key.direction, self.key.dtype, stock_error):
-            _log.warning("a kernel of %s is wrong by %.1e", what, error)
+        difference, stock_error = self.bench.error(kernel), self.bench.stock_error
+        if not is_right(difference, self.key.direction, self.key.dtype, stock_error):
+            _log.warning("a kernel of %s is wrong by %.1e", what, difference)
             return
         glance = self.pace.glance
         timing = self.bench.compare(kernel, glance, 3 if glance else 1, self._rival(self.bench))
         self.kernels[name] = kernel
         measured: dict[str, Any] = {"ms": timing.ms, "stock_ms": timing.stock_ms, "noise": timing.noise}
-        measured |= {"error": error, "stock_error": stock_error, "tuned_at": self.began}
+        measured |= {"error": difference, "stock_error": stock_error, "tuned_at": self.began}
         self.results[name] = KernelRecord.of(self.key, parameters, quick=True if self.only else None, **measured)
         for other in self.fastest()[_FINALISTS + 2 :]:
             self.kernels.pop(other, None)  # unloads it

@@ -12,7 +12,7 @@ from torch.nn import functional
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act as norm_act
 from hybridpar.tvm_kernels.batch_norm_act import kernels_fit
-from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, CHUNK
+from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS
 from tests.tvm_kernels.norms import EPS, error, images, parameters, truth
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -192,5 +192,3 @@ def test_changing_the_input_in_between_is_noticed() -> None:
     inner.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-

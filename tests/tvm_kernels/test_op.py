@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -188,15 +186,6 @@ def test_sizes_at_the_edge(sizes):
     torch.testing.assert_close(gradients, torch.autograd.grad(right.sum(), (x, weight)))
 
 
-def test_what_is_not_a_number_stays_so():
-    case = Case(SHAPES[0], LAST)
-    case.x[0, 0, 4, 4], case.x[0, 1, 0, 0] = torch.nan, torch.inf
-    with tuned(all_records(SHAPES[0])):
-        found = case.result(depthwise_conv2d)
-    for mine, torchs in zip(found, case.result(stock), strict=True):
-        assert torch.equal(mine.isnan(), torchs.isnan())
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_torch(dtype):
     case = Case(SHAPES[0], LAST)
@@ -207,21 +196,6 @@ def test_other_dtypes_are_torch(dtype):
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
-
-
-@pytest.mark.parametrize("shape", SHAPES[1:5:3])
-def test_gradients_of_gradients(shape):
-    one = ConvShape.parse(shape)
-    x = torch.randn(1, 2, one.height, one.width, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, 1, *one.kernel, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(2, dtype=torch.float64, requires_grad=True)
-
-    def run(*operands: Tensor) -> Tensor:
-        return depthwise_conv2d(*operands, list(one.stride), list(one.padding), list(one.dilation))
-
-    assert torch.autograd.gradcheck(run, (x, weight, bias))
-    # Along random directions: all of them would be as many passes as there are values in pairs.
-    assert torch.autograd.gradgradcheck(run, (x, weight, bias), fast_mode=True)
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -324,27 +298,6 @@ def test_many_threads_call_at_once():
     assert len(found) == 30
     for one in found:
         close(one, truth)
-
-
-def test_a_thousand_calls_leave_nothing_behind():
-    case = Case("1x2x5x5 k3x3 s1x1 p1x1 d1x1", LAST)
-
-    def idle(records):
-        """Kernels that compute nothing: here their results are of no matter."""
-        return [TunedKernel(((lambda *_: None, 1, 1),), 64) for _ in records]
-
-    with tuned(all_records(case.shape), idle), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-
-        def alive() -> int:
-            gc.collect()
-            return sum(isinstance(one, Tensor) for one in gc.get_objects())
-
-        case.result(depthwise_conv2d)
-        before = alive()
-        for _ in range(1000):
-            case.result(depthwise_conv2d)
-        assert alive() == before
 
 
 # --------------------------------------------------------------------------------------------------------- in between

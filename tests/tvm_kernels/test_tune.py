@@ -19,8 +19,8 @@ from hybridpar.codegen.compile_pool import Builder, Built, Request
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import measure
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.conv_bench import COLD, ConvBench, reference
-from hybridpar.tvm_kernels.database import Database, KernelRecord, append_records, read_database
+from hybridpar.tvm_kernels.conv_bench import COLD, ConvBench
+from hybridpar.tvm_kernels.database import Database, KernelRecord, read_database
 from hybridpar.tvm_kernels.kernel import TunedKernel, Variant
 from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Timing, summarize_pairs
@@ -258,24 +258,6 @@ def test_a_gain_that_other_tensors_do_not_confirm_is_none(builder: Builder, monk
     assert len({id(bench) for bench in asked}) == 2
 
 
-@pytest.mark.parametrize(
-    "text", ["2x3x7x6 k3x5 s1x1 p1x2 d1x1", "1x2x9x9 k3x3 s2x2 p0x1 d1x2", "2x1x5x5 k5x5 s1x2 p4x3 d1x1"]
-)
-def test_the_reference_is_torchs_in_float64(text: str) -> None:
-    shape = ConvShape.parse(text)
-    image = torch.randn(shape.batch, shape.channels, shape.height, shape.width, dtype=torch.float64)
-    weight = torch.randn(shape.channels, 1, *shape.kernel, dtype=torch.float64)
-    image.requires_grad_()
-    weight.requires_grad_()
-    sizes = (shape.stride, shape.padding, shape.dilation, shape.channels)
-    out = torch.nn.functional.conv2d(image, weight, None, *sizes)
-    gradient = torch.randn_like(out)
-    expected = dict(zip(Direction, (out, *torch.autograd.grad(out, (image, weight), gradient)), strict=True))
-    for direction in Direction:
-        got = reference(shape, direction, image.detach(), gradient, weight.detach())
-        torch.testing.assert_close(got, expected[direction].detach())
-
-
 def test_an_error_of_nan_is_no_small_one() -> None:
     bench = ConvBench(FORWARD)
 
@@ -374,14 +356,6 @@ def test_what_was_found_before_is_skipped_and_shows_where_to_begin(tmp_path):
     again = Tuner()
     assert search_all(evenly(KEYS), file, 600.0, tuner=again, again=True).tuned == 6
     assert len(again.asked) == 6
-
-
-def test_records_of_other_versions_are_searched_anew(tmp_path):
-    old = record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, versions={"tvm": "0.1"})
-    append_records(tmp_path / "k.jsonl", [old])
-    tuner = Tuner()
-    assert search_all(evenly(KEYS[:1]), tmp_path / "k.jsonl", 600.0, tuner=tuner).tuned == 1
-    assert tuner.known[0][0] == {"tile": 2}
 
 
 def test_a_tune_that_is_stopped_goes_on_later(tmp_path):
