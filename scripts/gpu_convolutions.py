@@ -38,9 +38,8 @@ from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, load_cubi
 from hybridpar.tvm_kernels.database import most_error  # noqa: E402
 from hybridpar.tvm_kernels.machine import KNOWN, Gpu, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
-from hybridpar.tvm_kernels.operation import KernelKey, operation_of  # noqa: E402
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
-from hybridpar.tvm_kernels.space import nearest  # noqa: E402
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout  # noqa: E402
+from hybridpar.tvm_kernels.space import candidates, default, nearest  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results" / "convolutions.csv"
@@ -112,15 +111,14 @@ def prebuild(folder: Path, gpu: Gpu, checked: int = 1, timed: int = KEPT) -> Non
 
 def compiled_candidates(key: KernelKey, builder: Builder, count: int) -> Iterator[tuple[dict[str, int], bytes]]:
     """The first candidates that compile without keeping values in memory for want of registers, with machine code."""
-    operation = operation_of(key)
-    space = operation.space(key)
-    wanted = [*best_before(key), operation.default(key)]
+    space = candidates(key)
+    wanted = [*best_before(key), default(key)]
     compiled = failed = 0
     while space and compiled < count and failed <= 2 * count + 4:
         parameters = nearest(wanted[min(compiled + failed, len(wanted) - 1)], space)
         space.remove(parameters)
         try:
-            source = builder.build(operation.variant(key, parameters).request).image
+            source = builder.build(CudaVariant(key, parameters).request).image
             yield parameters, cuda_kernel.compile_unspilled(source, key.device.rpartition(" ")[2])
             compiled += 1
         except KernelsUnavailable as error:
@@ -170,15 +168,12 @@ class Kernels:
         assert self.folder is not None
         for line in self._compiled:
             if (line["case"], line["architecture"]) == (_name(key), self.gpu.architecture):
-                yield self._variant(key, line["parameters"]), (self.folder / line["file"]).read_bytes()
+                yield CudaVariant(key, line["parameters"]), (self.folder / line["file"]).read_bytes()
 
     def _built(self, key: KernelKey) -> Iterator[tuple[CudaVariant, bytes]]:
         with Builder(1) as builder:
             for parameters, code in compiled_candidates(key, builder, KEPT):
-                yield self._variant(key, parameters), code
-
-    def _variant(self, key: KernelKey, parameters: dict[str, int]) -> CudaVariant:
-        return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
+                yield CudaVariant(key, parameters), code
 
 
 def _name(key: KernelKey) -> str:
@@ -188,7 +183,7 @@ def _name(key: KernelKey) -> str:
 def compare(kernels: Kernels, key: KernelKey, device: torch.device) -> Outcome:
     """The error of the first candidate, and that a second call gives the same bits."""
     (kernel,) = kernels.of(key, 1)
-    bench = ConvBench(key.shape, key.direction, key.layout, 1, 0, key.dtype, device)
+    bench = ConvBench(key, 0, device)
     error, limit = bench.error(kernel), most_error(key.direction, key.dtype)
     return error, limit, error <= limit and torch.equal(bench.run(kernel), bench.run(kernel))
 
@@ -215,7 +210,7 @@ class Timed:
 
 def time_case(kernels: Kernels, key: KernelKey, device: torch.device) -> Timed | None:
     """Time the first candidates against torch's ways, each in pairs with the fastest; None where none is right."""
-    bench = ConvBench(key.shape, key.direction, key.layout, 1, 0, key.dtype, device)
+    bench = ConvBench(key, 0, device)
     best: tuple[float, float, CudaKernel] | None = None
     for kernel in kernels.of(key, KEPT):
         error = bench.error(kernel)

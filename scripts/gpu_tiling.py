@@ -37,8 +37,8 @@ from hybridpar.tvm_kernels.cuda_space import bank_conflicts  # noqa: E402
 from hybridpar.tvm_kernels.database import most_error  # noqa: E402
 from hybridpar.tvm_kernels.machine import KNOWN, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
-from hybridpar.tvm_kernels.schedules.cuda import reject  # noqa: E402
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout  # noqa: E402
+from hybridpar.tvm_kernels.space import reject  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results" / "tiling.csv"
 LIST = "tiling.jsonl"
@@ -64,12 +64,18 @@ class Case:
     apart: bool
 
     @property
+    def key(self) -> KernelKey:
+        """What it computes, on a GPU of any kind."""
+        shape = ConvShape.parse(self.shape)
+        return KernelKey(self.direction, shape, Layout.CONTIGUOUS, 1, KNOWN["h100"].fingerprint)
+
+    @property
     def variant(self) -> CudaVariant:
         """The kernel."""
-        common = {"vector": 1, "threads_c": 1, "threads_x": SHAPES[self.shape], "threads_y": 8, "rows": 2, "skew": 0}
-        further = {"tap_rows": 3, "parts": 64} if self.direction is Direction.WEIGHT_GRADIENT else {"hold": 1}
+        common = {"vector": 1, "threads_c": 1, "threads_x": SHAPES[self.shape], "threads_y": 8, "rows": 2, "pad": 0}
+        further = {"tap_rows": 3, "split_k": 64} if self.direction is Direction.WEIGHT_GRADIENT else {"hold_taps": 1}
         parameters = common | further | {"columns": self.columns, "virtual": self.virtual, "phases": int(self.apart)}
-        return CudaVariant(ConvShape.parse(self.shape), self.direction, Layout.CONTIGUOUS, "float32", parameters)
+        return CudaVariant(self.key, parameters)
 
     @property
     def phases(self) -> str:
@@ -97,7 +103,7 @@ def prebuild(folder: Path, architecture: str) -> None:
     with Builder(1) as builder, (folder / LIST).open("w") as file:
         for case in cases():
             variant = case.variant
-            if reason := reject(variant.shape, variant.direction, variant.layout, variant.dtype, variant.parameters):
+            if reason := reject(case.key, variant.parameters):
                 raise SystemExit(f"{case}: {reason}")
             conflicts = bank_conflicts(variant.tiling)
             (folder / case.file).write_bytes(compile_unspilled(builder.build(variant.request).image, architecture))
@@ -112,13 +118,13 @@ def measure(folder: Path, path: Path) -> int:
     notes = [json.loads(line) for line in (folder / LIST).read_text().splitlines()]
     conflicts = {note["file"]: float(note["conflicts"]) for note in notes}
     wrong = 0
-    for (shape, direction), group in itertools.groupby(cases(), key=lambda case: (case.shape, case.direction)):
-        bench = ConvBench(ConvShape.parse(shape), direction, Layout.CONTIGUOUS, 1, 0, "float32", device)
+    for key, group in itertools.groupby(cases(), key=lambda case: case.key):
+        bench = ConvBench(key, 0, device)
         kernels = {case: load_cubin(case.variant, (folder / case.file).read_bytes(), 0) for case in group}
         for case, kernel in kernels.items():
             baseline = kernels[replace(case, columns=4, virtual=1)]
             error = bench.error(kernel)
-            wrong += error > most_error(direction, "float32")
+            wrong += error > most_error(key.direction)
             calls = functools.partial(bench.run, kernel), functools.partial(bench.run, baseline)
             pairs = time_pairs(*calls, SECONDS, 9, device=device)
             row = {
@@ -126,8 +132,8 @@ def measure(folder: Path, path: Path) -> int:
                 "commit": commit(),
                 "device": gpu.name,
                 "torch": torch.__version__,
-                "shape": shape,
-                "direction": str(direction),
+                "shape": key.shape.text,
+                "direction": str(key.direction),
                 "layout": "contiguous",
                 "dtype": "float32",
                 "columns": case.columns,

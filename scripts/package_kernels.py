@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels.database import Database, KernelRecord, read_database
+from hybridpar.tvm_kernels.space import reject
 
 PACKAGED = Path(__file__).resolve().parents[1] / "hybridpar" / "tvm_kernels" / "kernels.jsonl"
 
@@ -37,7 +38,7 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[K
     for path in paths:
         merged.add(read_database(path).records)
     best = [merged.best(key, current=False) for key in merged]
-    winners = [record for record in best if record is not None and record.wins and record.rejected is None]
+    winners = [one for one in best if one is not None and one.wins and reject(one.key, one.parameters) is None]
     by_device: dict[str, list[KernelRecord]] = {}
     for record in sorted(winners, key=lambda record: record.saved_ms, reverse=True):
         by_device.setdefault(record.device, []).append(record)

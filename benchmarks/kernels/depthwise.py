@@ -21,7 +21,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,8 +37,7 @@ from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.op import depthwise_conv2d
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 from hybridpar.tvm_kernels.tune import search_all
 
 #: Net, channels, size of the image, edge of the kernel, stride.
@@ -143,7 +142,8 @@ def measure_missing(options: Options) -> None:
     options.records.parent.mkdir(parents=True, exist_ok=True)
     known = read_database(options.records) if options.records.exists() else Database("none")
     if missing := [key for _, key in left if known.best(key) is None]:
-        search_all(missing, options.records, options.seconds * len(missing), weigher=evenly)
+        # As long a search for each: the table is of all of them, whatever they take.
+        search_all(dict.fromkeys(missing, 1.0), options.records, options.seconds * len(missing))
     speed, choices = measure_speed(), Choices(read_database(options.records))
     use_choices(choices)
     with torch.no_grad():
@@ -151,11 +151,6 @@ def measure_missing(options: Options) -> None:
             row = measure(name, key, choices, speed, options.rounds)
             append_dicts(options.output, [setting() | {"shapes": "listed"} | asdict(row)])
             print(f"{name:14} {key.shape.text:40} {key.direction:16} {row.runs_on:7} {row.ratio:6.2f}x", flush=True)
-
-
-def evenly(counts: Mapping[KernelKey, int]) -> dict[KernelKey, float]:
-    """As long a search for each: the table is of all of them, whatever they take."""
-    return dict.fromkeys(counts, 1.0)
 
 
 def named_shapes(batch: int) -> Iterator[tuple[str, ConvShape]]:
@@ -210,7 +205,7 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
     Forward is called as users call it, gradients as the backward pass calls them.
     """
     shape, choices = key.shape, active_choices()
-    bench = ConvBench(shape, key.direction, key.layout, key.threads, SEED)
+    bench = ConvBench(key, SEED)
     stock = {layout.value: bench.ways[f"torch {layout}"] for layout in (Layout.CHANNELS_LAST, Layout.CONTIGUOUS)}
     kernel = None if choices is None else choices.decide(key).kernel
     if key.direction == Direction.FORWARD:

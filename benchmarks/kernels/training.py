@@ -47,9 +47,8 @@ from hybridpar.tvm_kernels.choice import active_choices, use_choices
 from hybridpar.tvm_kernels.layers import step_keys
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.norm_swap import unfuse_norms
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import Layout
-from hybridpar.tvm_kernels.tune import search_all
+from hybridpar.tvm_kernels.shapes import KernelKey, Layout
+from hybridpar.tvm_kernels.tune import search_all, weigh
 
 #: What a step with both is to be at least, in times torch's speed: promised before anything was measured.
 TARGETS = {"mobilenet_v2": 1.2, "efficientnet_b0": 1.25, "convnext_tiny": 1.12}
@@ -144,7 +143,7 @@ def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey]:
     """Tune what the database lacks for a model; returns what a step runs, and how often."""
     sizes = (options.batch, 3, options.size, options.size)
     work = step_keys(model, sizes, Layout.CHANNELS_LAST, options.threads, cpu_fingerprint())
-    report = search_all(work, options.database, parse_seconds(options.budget))
+    report = search_all(weigh(work), options.database, parse_seconds(options.budget))
     if report.stopped:
         raise KeyboardInterrupt
     print(f"{report.tuned} tuned, {report.skipped} were before, {report.left} left for lack of time", flush=True)

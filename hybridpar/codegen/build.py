@@ -20,13 +20,13 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -155,15 +155,11 @@ def session() -> Session:
 # ---------------------------------------------------------------------------------------------------- the child process
 
 
-def _serve() -> None:
-    """Compile what is asked for, one line of JSON each, until there is no more to read.
+def _serve(parent: Connection[Any, Any]) -> None:
+    """Compile what is asked for, one request after the other, until there is no more.
 
-    The first line says that TVM is loaded. Each answer is a line of JSON: the functions' names and the size of the
-    object file that follows, or why there is none.
+    The first message says that TVM is loaded. Each answer is what was built, or why nothing was.
     """
-    # What TVM or LLVM print must not get between the answers.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
     # TVM imports torch where it is there, for tensors of its that are never seen here, which takes most of the time.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     import tvm
@@ -179,26 +175,24 @@ def _serve() -> None:
         {"kind": "cuda", "arch": "sm_80", "max_threads_per_block": 1024, "thread_warp_size": 32}, host={"kind": "llvm"}
     )
     target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), **_features()})
-    answers.write(b"ready\n")
-    answers.flush()
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        image = b""
-        on_gpu = request["target"] == "cuda"
+    parent.send("ready")
+    while True:
+        try:
+            request = parent.recv()
+        except EOFError:
+            return
         try:
             # TVM keeps what is half written per thread, and would go on with it after an error.
             with ThreadPoolExecutor(1) as fresh:
                 functions, pipeline = fresh.submit(_defined, Writer(tvm), request).result()
-            if on_gpu:
+            if request.target == "cuda":
                 image = source_of(tvm, functions, cuda).encode()
             else:
                 image = _object_file(tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod)
-            answer: dict[str, Any] = {"names": sorted(functions), "bytes": len(image)}
+            parent.send(Built(tuple(sorted(functions)), image))
         except Exception as error:
             reason = str(error).strip().splitlines() or [""]
-            answer = {"error": f"{type(error).__name__}: {reason[-1]}"}
-        answers.write(json.dumps(answer).encode() + b"\n" + image)
-        answers.flush()
+            parent.send(f"{type(error).__name__}: {reason[-1]}")
 
 
 def _object_file(module: Any) -> bytes:
@@ -208,22 +202,22 @@ def _object_file(module: Any) -> bytes:
         return file.read_bytes()
 
 
-def _defined(writer: Any, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _defined(writer: Any, request: Request) -> tuple[dict[str, Any], str]:
     """The functions that are asked for, and which pipeline they go through."""
     functions: dict[str, Any] = {}
-    modules = [_imported(Path(source)) for source in request["sources"]]
+    modules = [_imported(source) for source in request.sources]
     for module in modules:
-        functions |= module.define(writer, **request["arguments"])
+        functions |= module.define(writer, **request.arguments)
     written = all(getattr(module, "WRITTEN_OUT", False) for module in modules)
     return functions, _WRITTEN if written else _SCHEDULED
 
 
 @functools.cache
 def _imported(source: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(source.stem, source)
+    spec = importlib.util.spec_from_file_location(f"kernels_of_{source.stem}", source)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"{source} is no Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there for their module
     spec.loader.exec_module(module)
     return module
 
@@ -245,27 +239,19 @@ def _register_pipeline(tvm: Any) -> None:
     Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. Code
     that is written out has no blocks, schedules or storage to lower, so the passes for those would only take time.
     """
-    pipelines = tvm.tirx.compilation_pipeline.PIPELINE_MAP
-    tirx = tvm.tirx.transform
+    pipelines, tirx = tvm.tirx.compilation_pipeline.PIPELINE_MAP, tvm.tirx.transform
+    passes, others, device = pipelines["s_tir"]()
+    mark = tirx.prim_func_pass(
+        lambda function, _module, _context: function.with_body(_on_stack(tvm, function.body)), opt_level=0
+    )
+    few = [tirx.FlattenBuffer(), tirx.StmtSimplify(), tirx.VerifyMemory(), tirx.AnnotateEntryFunc()]
+    few += [tirx.SplitHostDevice(), tirx.MakePackedAPI()]
 
-    def host(others: Callable[[], Any]) -> Callable[[], Any]:
-        mark = tirx.prim_func_pass(
-            lambda function, _module, _context: function.with_body(_on_stack(tvm, function.body)), opt_level=0
-        )
-        return lambda: tvm.ir.transform.Sequential([mark, others()])
+    def host() -> Any:
+        return tvm.ir.transform.Sequential([mark, others()])
 
-    def scheduled() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-        passes, others, device = pipelines["s_tir"]()
-        return passes, host(others), device
-
-    def written() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-        _, others, device = pipelines["s_tir"]()
-        own = [tirx.FlattenBuffer(), tirx.StmtSimplify(), tirx.VerifyMemory(), tirx.AnnotateEntryFunc()]
-        own += [tirx.SplitHostDevice(), tirx.MakePackedAPI()]
-        return tvm.ir.transform.Sequential(own), host(others), device
-
-    pipelines[_SCHEDULED] = scheduled
-    pipelines[_WRITTEN] = written
+    pipelines[_SCHEDULED] = lambda: (passes, host, device)
+    pipelines[_WRITTEN] = lambda: (tvm.ir.transform.Sequential(few), host, device)
 
 
 def _on_stack(tvm: Any, node: Any) -> Any:
@@ -293,4 +279,4 @@ def _on_stack(tvm: Any, node: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(Connection(int(sys.argv[1])))

@@ -36,15 +36,9 @@ class KernelsUnavailable(Exception):
     """Kernels cannot be had here, and why; callers catch it."""
 
 
-def kernel_mode() -> str:
-    """What HYBRIDPAR_KERNELS says: `off` (also as no, false and 0), `strict`, or else `on`."""
-    said = os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower()
-    return "off" if said in ("off", "no", "false", "0") else "strict" if said == "strict" else "on"
-
-
 def wanted() -> bool:
-    """Whether the user has kernels on."""
-    return kernel_mode() != "off"
+    """Whether the user has kernels on: HYBRIDPAR_KERNELS is not `off`, `no`, `false` or 0."""
+    return os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower() not in ("off", "no", "false", "0")
 
 
 def load_or_warn(what: str, load: Callable[[], _Loaded]) -> _Loaded | None:
@@ -70,14 +64,9 @@ def cache_path(name: str, made_from: dict[str, Any], suffix: str) -> Path:
     return cache_directory() / "kernels" / f"{name}-{digest}{suffix}"
 
 
-def cached(path: Path, build: Callable[[Path], bytes]) -> bytes:
+def cached(path: Path, build: Callable[[], bytes]) -> bytes:
     """The content of a cache file, built if need be."""
-
-    def alone(_missing: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
-            yield 0, build(Path(aside))
-
-    (content,) = cached_all([path], alone)
+    (content,) = cached_all([path], lambda _: [(0, build())])
     assert isinstance(content, bytes)
     return content
 

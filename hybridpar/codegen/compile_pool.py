@@ -8,18 +8,15 @@ This module imports no TVM; the children run `hybridpar.codegen.build`.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +36,6 @@ class Request:
     sources: Sequence[Path]
     arguments: dict[str, Any] = field(default_factory=dict)
     target: str = "cpu"
-
-    @property
-    def line(self) -> bytes:
-        """As a child reads it."""
-        sources = [str(one) for one in self.sources]
-        told = {"sources": sources, "arguments": self.arguments, "target": self.target}
-        return json.dumps(told).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -132,34 +122,32 @@ class _Child:
 
     def __init__(self) -> None:
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        self._connection, end = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hybridpar.codegen.build"],
+            [sys.executable, "-m", "hybridpar.codegen.build", str(end.fileno())],
             env={**child_environment(), "TVM_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            stdout=self._complaints,
             stderr=self._complaints,
-            bufsize=0,
+            pass_fds=[end.fileno()],
             process_group=0,  # Ctrl-C is for the parent, which may want to finish
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
+        end.close()
         self._ready = False
 
     def ask(self, request: Request, timeout: float) -> Built:
         """Have one thing compiled."""
         if not self._ready:
-            self._line(time.monotonic() + TIMEOUT, "starting TVM")
+            self._answer(TIMEOUT, "starting TVM")
             self._ready = True
-        deadline = time.monotonic() + timeout
         try:
-            self._requests.write(request.line)
+            self._connection.send(request)
         except OSError:
             raise self._lost() from None
-        answer = json.loads(self._line(deadline, "building"))
-        if "error" in answer:
-            raise KernelsUnavailable(f"building failed: {answer['error']}")
-        return Built(tuple(answer["names"]), self._exactly(answer["bytes"], deadline))
+        answer = self._answer(timeout, "building")
+        if not isinstance(answer, Built):
+            raise KernelsUnavailable(f"building failed: {answer}")
+        return answer
 
     def kill(self) -> None:
         """End it at once."""
@@ -169,36 +157,21 @@ class _Child:
         """End it and wait for that."""
         self.kill()
         self._process.wait()
-        for stream in (self._requests, self._answers, self._complaints):
-            with contextlib.suppress(OSError):
-                stream.close()
+        self._connection.close()
+        self._complaints.close()
 
-    def _line(self, deadline: float, doing: str) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\n"):  # few and short, so byte by byte does no harm
-            line += self._some(1, deadline, doing)
-        return bytes(line)
-
-    def _exactly(self, count: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            data += self._some(count - len(data), deadline, "building")
-        return bytes(data)
-
-    def _some(self, most: int, deadline: float, doing: str) -> bytes:
-        """What the child writes next."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._answers, selectors.EVENT_READ)
-            if not selector.select(max(deadline - time.monotonic(), 0)):
-                raise _Lost(f"{doing} took too long and was given up")
-        data = self._answers.read(most)
-        if not data:
-            raise self._lost()
-        return data
+    def _answer(self, seconds: float, doing: str) -> Any:
+        """What the child sends next."""
+        try:
+            if self._connection.poll(seconds):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            raise self._lost() from None
+        raise _Lost(f"{doing} took too long and was given up")
 
     def _lost(self) -> _Lost:
         """Say how it ended."""
         code = self._process.wait()
         self._complaints.seek(0)
-        said = self._complaints.read().decode(errors="replace").strip().splitlines() or [f"exit {code}"]
-        return _Lost(f"building failed: the compiler ended with {code}: {said[-1]}")
+        lines = self._complaints.read().decode(errors="replace").strip().splitlines() or [f"exit {code}"]
+        return _Lost(f"building failed: the compiler ended with {code}: {lines[-1]}")

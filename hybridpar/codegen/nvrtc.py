@@ -1,7 +1,7 @@
-"""Compiles CUDA C with NVRTC or nvcc, and loads the kernels.
+"""Compiles CUDA C with NVRTC, and loads the kernels.
 
-Source text is compiled to machine code for one architecture by NVRTC, which comes with torch, or by nvcc; neither needs
-a GPU. The result is kept in the user's cache (`hybridpar.codegen.cache`) and loaded by the CUDA driver
+Source text is compiled to machine code for one architecture by NVRTC, which comes with torch for CUDA and needs no GPU.
+The result is kept in the user's cache (`hybridpar.codegen.cache`) and loaded by the CUDA driver
 (`hybridpar.codegen.cuda_driver`).
 
 Where nothing can be compiled or loaded one line is logged, and callers use their fallback. `HYBRIDPAR_KERNELS=off` says
@@ -16,14 +16,12 @@ import functools
 import hashlib
 import importlib.util
 import logging
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from hybridpar.codegen.cache import TIMEOUT, KernelsUnavailable, cache_path, cached, load_or_warn
+from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached, load_or_warn
 from hybridpar.codegen.cuda_driver import CudaFunction, driver
 
 _log = logging.getLogger(__name__)
@@ -62,25 +60,21 @@ def cubin(name: str, text: bytes, architecture: str, options: Sequence[str] = OP
     version, run = compiler(options)
     digest = hashlib.sha256(text).hexdigest()
     made_from = {"source": digest, "options": options, "compiler": version, "architecture": architecture}
-    return cached(cache_path(name, made_from, ".cubin"), lambda directory: run(text, architecture, directory)[0])
+    return cached(cache_path(name, made_from, ".cubin"), lambda: run(text, architecture)[0])
 
 
-#: Compiles text for an architecture, in a directory that it may use; returns machine code, and what ptxas says of
-#: registers and memory.
-Compile = Callable[[bytes, str, Path], tuple[bytes, str]]
+#: Compiles text for an architecture; returns machine code, and what ptxas says of registers and memory.
+Compile = Callable[[bytes, str], tuple[bytes, str]]
 
 
 def compiler(options: Sequence[str] = OPTIONS) -> tuple[str, Compile]:
-    """Find the compiler of this machine."""
+    """NVRTC of this machine: its version, and what compiles by it."""
     library = _nvrtc()
-    if library is not None:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        return f"nvrtc {major.value}.{minor.value}", functools.partial(_by_nvrtc, library, options)
-    path = shutil.which("nvcc")
-    if path is None:
-        raise KernelsUnavailable("there is neither NVRTC nor nvcc")
-    return _nvcc_version(path), functools.partial(_by_nvcc, path, options)
+    if library is None:
+        raise KernelsUnavailable("there is no NVRTC, which comes with torch for CUDA")
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"nvrtc {major.value}.{minor.value}", functools.partial(_compile, library, options)
 
 
 @functools.cache
@@ -105,9 +99,7 @@ def _bundled_nvrtc() -> Iterator[str]:
         yield from map(str, sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{version}")))
 
 
-def _by_nvrtc(
-    library: ctypes.CDLL, own_options: Sequence[str], text: bytes, architecture: str, _directory: Path
-) -> tuple[bytes, str]:
+def _compile(library: ctypes.CDLL, options: Sequence[str], text: bytes, architecture: str) -> tuple[bytes, str]:
     def check(status: int) -> None:
         if status:
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -120,7 +112,7 @@ def _by_nvrtc(
         check(getattr(library, f"nvrtcGet{what}")(program, room))
         return room.raw
 
-    options = [f"--gpu-architecture={architecture}", *own_options, "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={architecture}", *options, "--ptxas-options=-v"]
     listed = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     program = ctypes.c_void_p()
     check(library.nvrtcCreateProgram(ctypes.byref(program), text, b"kernels.cu", 0, None, None))
@@ -132,28 +124,6 @@ def _by_nvrtc(
         return content("CUBIN"), log
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _nvcc_version(path: str) -> str:
-    done = _run([path, "--version"])
-    return "nvcc " + " ".join(done.stdout.split()[-1:])
-
-
-def _by_nvcc(path: str, options: Sequence[str], text: bytes, architecture: str, directory: Path) -> tuple[bytes, str]:
-    source, made = directory / "kernels.cu", directory / "kernels.cubin"
-    source.write_bytes(text)
-    command = [path, "-cubin", f"-arch={architecture}", *options, "--ptxas-options=-v", "-o", str(made), str(source)]
-    done = _run(command)
-    if done.returncode:
-        raise KernelsUnavailable(f"nvcc for {architecture}: {_first_error(done.stderr)}")
-    return made.read_bytes(), done.stderr
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise KernelsUnavailable(f"{command[0]} took more than {TIMEOUT:.0f} s") from error
 
 
 def _first_error(log: str) -> str:

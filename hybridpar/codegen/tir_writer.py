@@ -10,7 +10,6 @@ This module imports no TVM: it is handed to it by `hybridpar.codegen.build`, in 
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -183,43 +182,26 @@ class Writer:
         return self.t.call_extern(dtype, name, *arguments)
 
     def when(self, condition: Any, then: Callable[[], None]) -> None:
-        """Write a branch; the statements alone where the condition is True while compiling."""
-        if condition is True:
-            then()
-            return
+        """Write a branch."""
         with self.t.If(condition), self.t.Then():
             then()
 
     def either(self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-        """Write two branches; the first alone where the condition is True while compiling."""
-        if condition is True:
-            then()
-            return
+        """Write two branches."""
         with self.t.If(condition):
             with self.t.Then():
                 then()
             with self.t.Else():
                 otherwise()
 
-    def function(
-        self,
-        name: str,
-        integers: Sequence[str],
-        floats: Sequence[str],
-        body: Callable[..., None],
-        helpers: bool = True,
-    ) -> Any:
-        """Write a function of 64-bit integers, addresses among them, and of floats."""
+    def function(self, name: str, arguments: Sequence[str], body: Callable[..., None]) -> Any:
+        """Write a function of 64-bit integers, addresses among them."""
         t = self.t
         with self.tvm.script.ir_builder.IRBuilder() as builder:
             with t.prim_func():
                 t.func_name(name)
                 t.func_attr({"global_symbol": name})
-                arguments = {one: t.arg(one, t.int64()) for one in integers}
-                arguments |= {one: t.arg(one, t.float32()) for one in floats}
-                imported = t.attr(0, "pragma_import_llvm", self.tvm.ir.StringImm(HELPERS))
-                with imported if helpers else contextlib.nullcontext():
-                    body(**arguments)
+                body(**{argument: t.arg(argument, t.int64()) for argument in arguments})
         return builder.get()
 
     def view(self, address: Any, dtype: str) -> Any:
@@ -251,17 +233,13 @@ class Writer:
         """Fetch a cache line that will be read soon; it need not be there."""
         self.t.evaluate(self.call("int32", "hp_prefetch", self.t.address_of(buffer[place])))
 
-    def stream(self, buffer: Any, start: Any, values: Any) -> None:
-        """Store a vector of `LANES` values past the caches."""
+    def put(self, buffer: Any, start: Any, values: Any, *, past: bool) -> None:
+        """Store a vector of `LANES` values side by side, past the caches or to them."""
+        if not past:
+            self.store(buffer, self.at(start), values)
+            return
         name = "hp_stream" if str(buffer.dtype) == "float32" else "hp_stream_short"
         self.t.evaluate(self.call("void", name, self.t.address_of(buffer[start]), values))
-
-    def put(self, buffer: Any, start: Any, values: Any, *, past: bool) -> None:
-        """Store a vector of `LANES` values side by side."""
-        if past:
-            self.stream(buffer, start, values)
-        else:
-            self.store(buffer, self.at(start), values)
 
     def past_caches(self, where: Any, write: Callable[[bool], None]) -> None:
         """Write past the caches where a condition holds, else to them."""

@@ -23,8 +23,7 @@ from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.norm_swap import why_stock
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import Layout
+from hybridpar.tvm_kernels.shapes import KernelKey, Layout
 
 #: What a plan says of an operation that runs on a kernel.
 _TUNED = "tuned"

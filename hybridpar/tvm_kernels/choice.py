@@ -3,9 +3,8 @@
 Everything else runs on torch, and one log line per key says why. Decisions are kept, so a call costs one look into a
 dictionary; other records, and another value of `HYBRIDPAR_KERNELS`, count from the next `use_choices` on.
 
-With `HYBRIDPAR_KERNELS=off` everything runs on torch; with `strict` it is an error where a convolution in float32 and
-channels_last on the CPU has no record, or its kernel cannot be built. Where a record says that torch is faster, torch
-is used in all modes. Tensors on a GPU run on kernels that were measured on such a GPU, with their dtype.
+With `HYBRIDPAR_KERNELS=off` everything runs on torch. Tensors on a GPU run on kernels that were measured on such a GPU,
+with their dtype.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from hybridpar.codegen.cache import KernelsUnavailable, kernel_mode, wanted
-from hybridpar.errors import KernelError
+from hybridpar.codegen.cache import KernelsUnavailable, wanted
 from hybridpar.tvm_kernels.database import Database, KernelRecord, why_unused
 from hybridpar.tvm_kernels.kernel import make_kernels
-from hybridpar.tvm_kernels.machine import is_gpu
-from hybridpar.tvm_kernels.operation import KernelKey, operation_of
+from hybridpar.tvm_kernels.shapes import KernelKey
+from hybridpar.tvm_kernels.space import why_none
 
 _log = logging.getLogger(__name__)
 
@@ -69,16 +67,7 @@ class Choices:
 
     def decide(self, key: KernelKey) -> Decision:
         """Decide what an operation runs on."""
-        decision = self._decided.get(key) or self.prepare([key])[0]
-        missing = decision.kernel is None and (decision.record is None or decision.record.wins)
-        possible = not is_gpu(key.device) and not operation_of(key).without_kernels(key)
-        if missing and possible and kernel_mode() == "strict":
-            raise KernelError(
-                f"no kernel for {key.text}: {decision.why}",
-                "HYBRIDPAR_KERNELS is strict, so every operation that kernels can do needs a record and its kernel.",
-                how_to_tune(key),
-            )
-        return decision
+        return self._decided.get(key) or self.prepare([key])[0]
 
     def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
         """Decide for operations before they run, and load their kernels together; each is a line of the log."""
@@ -106,7 +95,7 @@ class Choices:
         """Why a key runs on torch, before its kernel was made; empty where it need not."""
         if not wanted():
             return "HYBRIDPAR_KERNELS is off"
-        if why := operation_of(key).without_kernels(key):
+        if why := why_none(key):
             return why
         if record is None:
             return why_no_record(self.database, key)
@@ -131,23 +120,14 @@ def why_no_record(database: Database, key: KernelKey) -> str:
     for other in database:
         if (other.direction, other.dtype) != (key.direction, key.dtype):
             continue
-        if (unlike := other.shape.unlike(key.shape)) is None:
+        if replace(other.shape, batch=key.shape.batch) != key.shape:
             continue
-        differing = [unlike] if unlike else []
+        differing = [] if other.shape == key.shape else [f"batch {other.shape.batch}"]
         differing += [] if other.layout == key.layout else [str(other.layout)]
         differing += [] if other.threads == key.threads else [f"{other.threads} thread(s)"]
         differing += [] if other.device == key.device else [other.device]
         near.append((len(differing), ", ".join(differing)))
     return f"its record is for {min(near)[1]}" if near else "there is no record"
-
-
-def how_to_tune(key: KernelKey) -> str:
-    """Say how to get a record, for an error."""
-    return (
-        f"Run `hybridpar tune --shape '{key.shape.text}' --threads {key.threads} -o k.jsonl`, and use k.jsonl; "
-        "for a model `hybridpar tune MODEL -o k.jsonl`, with the training's options. "
-        "Batches of other sizes, also in an evaluation, need records of their own. Or set HYBRIDPAR_KERNELS=on."
-    )
 
 
 _active: Choices | None = None

@@ -16,18 +16,18 @@ import logging
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridpar.codegen.cache import KernelsUnavailable, first_line, kernel_mode
+from hybridpar.codegen.cache import KernelsUnavailable, first_line, wanted
 from hybridpar.codegen.compile_pool import child_environment
 from hybridpar.errors import HybridparError, cannot_write
 from hybridpar.formats.messages import pack, unpack
-from hybridpar.tvm_kernels.database import Database, default_database, user_database
+from hybridpar.tvm_kernels.database import Database, default_database, user_database, versions
 from hybridpar.tvm_kernels.machine import is_gpu
-from hybridpar.tvm_kernels.operation import KernelKey, operation_of, versions
-from hybridpar.tvm_kernels.tune import search_all
+from hybridpar.tvm_kernels.shapes import KernelKey
+from hybridpar.tvm_kernels.space import why_none
+from hybridpar.tvm_kernels.tune import search_all, weigh
 
 _log = logging.getLogger(__name__)
 
@@ -40,16 +40,16 @@ _ENDED = 3.0
 def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: float = LIMIT) -> str:
     """Time one kernel for each operation that a database has no record of, and record it in the user's database.
 
-    Nothing that goes wrong with it is an error. Where HYBRIDPAR_KERNELS is `off` or `strict` nothing is done.
+    Nothing that goes wrong with it is an error. Where HYBRIDPAR_KERNELS is `off` nothing is done.
     """
-    missing = Counter({key: count for key, count in keys.items() if _is_missing(key, database)})
-    if not missing or kernel_mode() != "on":
+    missing = weigh({key: count for key, count in keys.items() if _is_missing(key, database)})
+    if not missing or not wanted():
         return ""
     began, path = time.perf_counter(), user_database()
     why = _run(missing, path, seconds)
-    found = default_database()
-    tried = [record for key in missing if (record := found.best(key, current=False)) is not None and record.current]
-    left = sum(_is_missing(key, found) for key in missing)
+    database = default_database()
+    tried = [record for key in missing if (record := database.best(key, current=False)) is not None and record.current]
+    left = sum(_is_missing(key, database) for key in missing)
     if why and not tried:
         return f"no kernel could be confirmed on this CPU: {why}"
     won = sum(record.wins for record in tried)
@@ -61,19 +61,19 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
 
 def _is_missing(key: KernelKey, database: Database) -> bool:
     """Whether there may be a kernel for the CPU, and nothing is known of it with the versions that are installed."""
-    if is_gpu(key.device) or operation_of(key).without_kernels(key) or versions(key.device)["tvm"] == "none":
+    if is_gpu(key.device) or why_none(key) or versions(key.device)["tvm"] == "none":
         return False
     record = database.best(key, current=False)
     return record is None or not record.current
 
 
-def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
+def _run(weights: Mapping[KernelKey, float], path: Path, seconds: float) -> str:
     """Have another process confirm kernels; why that failed, empty where it did not."""
     # The clock is the same in all processes of a machine, and loading torch counts too.
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=pack((path, time.monotonic() + seconds, keys)),
+            input=pack((path, time.monotonic() + seconds, weights)),
             capture_output=True,
             timeout=_ENDED * seconds,
             env=child_environment(),
@@ -83,9 +83,9 @@ def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
         return "it took too long and was ended"
     except OSError as error:
         return str(error)
-    said = done.stderr.decode(errors="replace").strip()
-    _log.info("confirming kernels: exit %d\n%s", done.returncode, said)
-    return (said.splitlines() or [f"exit {done.returncode}"])[-1] if done.returncode else ""
+    message = done.stderr.decode(errors="replace").strip()
+    _log.info("confirming kernels: exit %d\n%s", done.returncode, message)
+    return (message.splitlines() or [f"exit {done.returncode}"])[-1] if done.returncode else ""
 
 
 # ---------------------------------------------------------------------------------------------------- the child process
@@ -93,12 +93,12 @@ def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
 
 def _serve() -> None:
     """Confirm what standard input names; processes of other runs do so one after the other, as each would disturb."""
-    path, end, keys = unpack(sys.stdin.buffer.read())
+    path, end, weights = unpack(sys.stdin.buffer.read())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            search_all(keys, path, end - time.monotonic(), quick=True)
+            search_all(weights, path, end - time.monotonic(), quick=True)
     except OSError as error:
         sys.exit(cannot_write(path, error))
     except (HybridparError, KernelsUnavailable) as error:

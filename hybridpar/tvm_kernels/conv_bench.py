@@ -10,16 +10,17 @@ is what a kernel is compared with.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.measure import Bench, Call, Rotation, relative_error, time_pairs
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.measure import Call, Timing, time_pairs
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
@@ -27,10 +28,13 @@ FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.c
 #: Bytes that sets of tensors which take turns come to: more than the part of a last cache that one process has, as a
 #: rule, and little memory. Most such sets.
 COLD, _MOST_TURNS = 128 << 20, 64
-#: Images that a result of the CPU is checked on: the first, the last and one between.
-_CHECKED = 3
 #: Seconds to find out which of two ways of torch is the faster, on the CPU and on a GPU.
 _GLANCE, _DEVICE_GLANCE = 0.2, 0.02
+
+#: Which of image, gradient and weights a direction reads, and which its result is like.
+_ORDER = {Direction.FORWARD: (0, 2, 1), Direction.INPUT_GRADIENT: (1, 2, 0), Direction.WEIGHT_GRADIENT: (0, 1, 2)}
+
+_Result = TypeVar("_Result")
 
 
 def turns(size: int) -> int:
@@ -42,38 +46,49 @@ def turns(size: int) -> int:
     return max(1, min(_MOST_TURNS, math.ceil(COLD / size)))
 
 
-class ConvBench(Bench):
-    """Data of one convolution and direction."""
+class _Rotation:
+    """Sets of tensors that take turns; what was computed on one is kept until its next turn."""
 
-    def __init__(
-        self,
-        shape: ConvShape,
-        direction: str,
-        layout: Layout,
-        threads: int = 1,
-        seed: int = 0,
-        dtype: str = "float32",
-        device: torch.device | None = None,
-    ) -> None:
-        self.shape, self.direction, self.layout = shape, Direction(direction), layout
-        self.threads, self.device = threads, device
+    def __init__(self, sets: int) -> None:
+        self._indices = itertools.cycle(range(sets))
+        self._results: list[object] = [None] * sets
+
+    def compute(self, call: Callable[[int], _Result]) -> _Result:
+        """Compute on the next set."""
+        index = next(self._indices)
+        self._results[index] = None  # the next one may be written where this one was
+        self._results[index] = result = call(index)
+        return result
+
+
+class ConvBench:
+    """Data of one convolution and direction.
+
+    Attributes:
+        key: What is computed.
+        device: The GPU; None for the CPU.
+    """
+
+    def __init__(self, key: KernelKey, seed: int = 0, device: torch.device | None = None) -> None:
+        self.key, self.device, shape = key, device, key.shape
         draw = torch.Generator().manual_seed(seed)
         image = (shape.batch, shape.channels, shape.height, shape.width)
         sizes = (image, (*image[:2], shape.out_height, shape.out_width), (shape.channels, 1, *shape.kernel))
         # What both sides and the reference see is rounded to the dtype first.
         self._image, self._gradient, self._weight = (
-            torch.randn(one, generator=draw).to(DTYPES[dtype]) for one in sizes
+            torch.randn(size, generator=draw).to(DTYPES[key.dtype]) for size in sizes
         )
         self._sets = turns(self._image.nbytes + self._gradient.nbytes)
-        self._rotation = Rotation(self._sets)
-        self._own = self.operands(layout)
-        self._arguments = [self._arguments_of(*own) for own in self._own]
+        self._rotation = _Rotation(self._sets)
+        self._operands = self.operands(key.layout)
+        first, second, like = _ORDER[key.direction]
+        self._arguments = [(each[first], each[second], each[like]) for each in self._operands]
 
     def operands(self, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Image, gradient and weights on the device, for each turn."""
         device, form = self.device or "cpu", FORMATS[layout]
-        x, gradient = (one.to(device).contiguous(memory_format=form) for one in (self._image, self._gradient))
-        reads = self.direction is not Direction.INPUT_GRADIENT, self.direction is not Direction.FORWARD
+        x, gradient = (tensor.to(device).contiguous(memory_format=form) for tensor in (self._image, self._gradient))
+        reads = self.key.direction is not Direction.INPUT_GRADIENT, self.key.direction is not Direction.FORWARD
         weight = self._weight.to(device)
         further = [
             (x.clone() if reads[0] else x, gradient.clone() if reads[1] else gradient, weight)
@@ -87,78 +102,78 @@ class ConvBench(Bench):
         """
         # Not of `self`, which keeps such functions: a reference cycle would hold all tensors until the next collection.
         rotation = self._rotation
-        return lambda: rotation.compute(lambda place: calls[place]())
+        return lambda: rotation.compute(lambda index: calls[index]())
 
-    def arguments(self, place: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def arguments(self, index: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """What a kernel reads, and a tensor like its result."""
-        return self._arguments[place]
-
-    def _arguments_of(self, x: Tensor, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return {
-            Direction.FORWARD: (x, weight, gradient),
-            Direction.INPUT_GRADIENT: (gradient, weight, x),
-            Direction.WEIGHT_GRADIENT: (x, gradient, weight),
-        }[self.direction]
+        return self._arguments[index]
 
     def run(self, kernel: Any) -> Tensor:
         """Call a kernel as a caller would, and allocate its result."""
 
-        def call(place: int) -> Tensor:
-            first, second, like = self.arguments(place)
+        def call(index: int) -> Tensor:
+            first, second, like = self.arguments(index)
             out = torch.empty_like(like)
             kernel(first, second, None, out)
             return out
 
         return self._rotation.compute(call)
 
-    def errors(self, kernel: Any) -> tuple[float, float]:
-        """Largest difference from float64 of a kernel's result and of torch's."""
-        return self.error(kernel), self.stock_error
+    def compare(self, kernel: Any, seconds: float, least: int = 3, rival: Call | None = None) -> Timing:
+        """Time a kernel in pairs, after one call of each side that does not count."""
+        other = self.stock if rival is None else rival
+        self.run(kernel), other()
+        return time_pairs(lambda: self.run(kernel), other, seconds, least, self.key.threads, self.device)
 
     def error(self, kernel: Any) -> float:
-        """Largest difference of a kernel's result from float64."""
+        """Largest difference of a kernel's result from float64, relative to the largest value."""
         return self.error_of(self.run(kernel))
 
     @functools.cached_property
     def stock_error(self) -> float:
         """The same of torch's result."""
-        return self.error_of(_result(self.direction, self.instead()))
+        return self.error_of(_result(self.key.direction, self.instead()))
 
     def error_of(self, out: Tensor) -> float:
-        """Largest difference of a result from float64."""
-        if self.direction is not Direction.WEIGHT_GRADIENT:
+        """The same of any result."""
+        if self.key.direction is not Direction.WEIGHT_GRADIENT:
             out = out[self._checked_images]
-        return relative_error(out.cpu(), self.reference)
+        difference = (out.cpu().double() - self.reference).abs().max()
+        largest = float(self.reference.abs().max())
+        error = float(difference) / (largest or 1.0)
+        return error if error == error else math.inf
 
     @property
     def _checked_images(self) -> list[int]:
-        last = self.shape.batch - 1
-        return sorted({0, last // 2, last})[:_CHECKED] if self.device is None else list(range(last + 1))
+        """On the CPU the first, the last and one between."""
+        last = self.key.shape.batch - 1
+        return sorted({0, last // 2, last}) if self.device is None else list(range(last + 1))
 
     @functools.cached_property
     def reference(self) -> Tensor:
         """The result in float64: all of the weight gradient; of the others on the CPU some images."""
-        own = slice(None) if self.direction is Direction.WEIGHT_GRADIENT else self._checked_images
-        return reference(self.shape, self.direction, self._image[own], self._gradient[own], self._weight)
+        is_sum = self.key.direction is Direction.WEIGHT_GRADIENT
+        some = slice(None) if is_sum else self._checked_images
+        return reference(self.key.shape, self.key.direction, self._image[some], self._gradient[some], self._weight)
 
     @functools.cached_property
     def ways(self) -> dict[str, Call]:
         """Torch's calls in both layouts; on a GPU as it is and with its own kernels."""
-        found: dict[str, Call] = {}
+        ways: dict[str, Call] = {}
         for layout in Layout:
-            call = self.instead if layout is self.layout else self._stock_on(self.operands(layout))
-            found[f"torch {layout}"] = call
+            call = self.instead if layout is self.key.layout else self._stock_on(self.operands(layout))
+            ways[f"torch {layout}"] = call
             if self.device is not None:
-                found[f"native {layout}"] = functools.partial(_without_cudnn, call)
-        return found
+                ways[f"native {layout}"] = functools.partial(_without_cudnn, call)
+        return ways
 
     def _stock_on(self, operands: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
-        return self.in_turn([stock_call(self.shape, self.direction, *one) for one in operands])
+        return self.in_turn([stock_call(self.key.shape, self.key.direction, *tensors) for tensors in operands])
 
     @functools.cached_property
     def instead(self) -> Call:
-        """Torch's call in the layout of the images; nothing is made for it."""
-        return self._stock_on(self._own)
+        """What runs where the kernel does not: torch's call in the layout of the images."""
+        return self._stock_on(self._operands)
 
     @functools.cached_property
     def stock(self) -> Call:
@@ -167,7 +182,7 @@ class ConvBench(Bench):
         for other in others:
             best(), other()
             seconds = _GLANCE if self.device is None else _DEVICE_GLANCE
-            if time_pairs(best, other, seconds, 3, self.threads, self.device).speedup < 1:
+            if time_pairs(best, other, seconds, 3, self.key.threads, self.device).speedup < 1:
                 best = other
         return best
 
@@ -181,12 +196,12 @@ def stock_call(
     shape: ConvShape, direction: Direction, x: Tensor, gradient: Tensor, weight: Tensor
 ) -> Callable[[], object]:
     """Torch's call of one direction, on tensors in the layout that it is to run in."""
-    wanted = [direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
-    if not any(wanted):
-        return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation, shape.channels)
-    backward = torch.ops.aten.convolution_backward.default
     sizes = (shape.stride, shape.padding, shape.dilation)
-    return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, [*wanted, False])
+    if direction is Direction.FORWARD:
+        return lambda: F.conv2d(x, weight, None, *sizes, shape.channels)
+    backward = torch.ops.aten.convolution_backward.default
+    wanted = [direction is Direction.INPUT_GRADIENT, direction is Direction.WEIGHT_GRADIENT, False]
+    return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, wanted)
 
 
 def reference(shape: ConvShape, direction: Direction, image: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
@@ -194,8 +209,7 @@ def reference(shape: ConvShape, direction: Direction, image: Tensor, gradient: T
     return _result(direction, stock_call(shape, direction, image.double(), gradient.double(), weight.double())())
 
 
-def _result(direction: Direction, found: Any) -> Tensor:
+def _result(direction: Direction, returned: Any) -> Tensor:
     """The tensor of a direction in what `stock_call` returns."""
-    place = {Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}
-    result: Tensor = found[place[direction]] if direction in place else found
+    result: Tensor = returned if direction is Direction.FORWARD else returned[[*Direction].index(direction) - 1]
     return result

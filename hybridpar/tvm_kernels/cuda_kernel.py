@@ -8,7 +8,6 @@ uses one GPU of many and loading takes memory of it.
 from __future__ import annotations
 
 import re
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.codegen.build import kernel_path
+from hybridpar.codegen.build import Session, kernel_path
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Request
+from hybridpar.codegen.compile_pool import Built, Request
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, driver
-from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, compiler
-from hybridpar.tvm_kernels.operation import Parameters
+from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, compiler, cubin
 from hybridpar.tvm_kernels.schedules.cuda import ITEM, Tile, Tiling
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import Direction, KernelKey, Parameters
 
 _SCHEDULE = Path(__file__).with_name("schedules") / "cuda.py"
 _SOURCES = (_SCHEDULE, Path(__file__).with_name("shapes.py"), Path(__file__).parents[1] / "codegen/cuda_source.py")
@@ -38,32 +36,23 @@ _Step = tuple[CudaFunction, tuple[int, int, int], tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class CudaVariant:
-    """One way to compute one direction of one shape on a GPU.
+    """One way to compute a key on a GPU; weights are always contiguous (C, 1, KH, KW)."""
 
-    Attributes:
-        shape: What is computed.
-        direction: Which of the three.
-        layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
-        dtype: Of all tensors: float32, bfloat16 or float16.
-        parameters: By name, as `hybridpar.tvm_kernels.schedules.cuda.Tile` describes them.
-    """
-
-    shape: ConvShape
-    direction: Direction
-    layout: Layout
-    dtype: str
+    key: KernelKey
     parameters: Parameters
 
     @cached_property
     def tiling(self) -> Tiling:
         """What a block computes, and the sizes that follow."""
-        return Tiling(self.shape, self.direction, self.layout, self.dtype, Tile(**self.parameters))
+        key = self.key
+        return Tiling(key.shape, key.direction, key.layout, key.dtype, Tile(**self.parameters))
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What `define` in the schedule's file takes."""
-        told = {"shape": self.shape.text, "direction": str(self.direction), "layout": str(self.layout)}
-        return {**told, "dtype": self.dtype, "parameters": dict(sorted(self.parameters.items()))}
+        key = self.key
+        names = {"shape": key.shape.text, "direction": str(key.direction), "layout": str(key.layout)}
+        return {**names, "dtype": key.dtype, "parameters": dict(sorted(self.parameters.items()))}
 
     @property
     def request(self) -> Request:
@@ -75,12 +64,27 @@ class CudaVariant:
         """The cache file of its source."""
         return kernel_path("depthwise-cuda", _SOURCES, **self.arguments)
 
+    def load(self, built: Built, into: Session | None = None) -> CudaKernel:
+        """The kernel in a source, on the current device; what a search compiles is not cached, and must not spill."""
+        architecture = self.key.device.rpartition(" ")[2]
+        if into is not None:
+            return load_cubin(self, compile_unspilled(built.image, architecture), current_device())
+        kernel = CudaKernel(
+            self, lambda at: driver(DRIVER).load(cubin("depthwise", built.image, architecture, CONTRACTED), at)
+        )
+        kernel.prepare(current_device())
+        return kernel
+
+
+def current_device() -> int:
+    """The GPU that torch uses."""
+    return torch.cuda.current_device()
+
 
 def compile_unspilled(source: bytes, architecture: str) -> bytes:
     """Compile a source without looking into the cache; no thread may keep values in memory for want of registers."""
     _, run = compiler(CONTRACTED)
-    with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
-        code, log = run(source, architecture, Path(aside))
+    code, log = run(source, architecture)
     spilled = max(map(int, _SPILLS.findall(log)), default=0)
     if spilled:
         raise KernelsUnavailable(f"a thread would keep {spilled} bytes in memory for want of registers")
@@ -94,7 +98,7 @@ class CudaKernel:
         self.variant = variant
         self.scratch_bytes = variant.tiling.scratch_bytes
         #: What all addresses are multiples of.
-        self.align = variant.tiling.tile.vector * ITEM[variant.dtype]
+        self.align = variant.tiling.tile.vector * ITEM[variant.key.dtype]
         self._load = load
         self._loaded: dict[int, list[_Step]] = {}
         self._loading = threading.Lock()
@@ -123,7 +127,7 @@ class CudaKernel:
             self.prepare(index)
         (function, grid, block), *merge = self._loaded[index]
         operands = [first.data_ptr(), second.data_ptr()]
-        if self.variant.direction is Direction.FORWARD:
+        if self.variant.key.direction is Direction.FORWARD:
             operands.append(0 if third is None else third.data_ptr())
         # Freed while it is still in use on the stream, and given out again only to what comes later on it.
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=out.device) if self.scratch_bytes else out

@@ -10,40 +10,24 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from hybridpar.tvm_kernels import space
 from hybridpar.tvm_kernels.machine import Gpu
 from hybridpar.tvm_kernels.schedules.cuda import ITEM, WARP, Tile, Tiling
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 
 #: Multiply-adds beside each other; registers that a thread may be estimated to need, as beyond 255 they spill; accesses
 #: of shared memory for each one without conflicts; and threads that an SM holds. Of kernels written out by
 #: hand no better one was found beyond (`benchmarks/gpu/results/convolutions.csv`).
 MOST_WRITTEN_OUT, MOST_REGISTERS, MOST_CONFLICTS, LEAST_THREADS = 1600, 168, 2.0, 256
 _BANKS, _WORD = 32, 4
-#: Elements of a tensor: what indices of 32 bits reach.
-_MOST_ELEMENTS = 1 << 31
 
 
-def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
-    """Why there are no kernels for a convolution."""
-    if dtype not in ITEM:
-        return f"there are no kernels for {dtype}"
-    pixels = max(shape.height * shape.width, shape.out_height * shape.out_width)
-    if shape.batch * shape.channels * pixels >= _MOST_ELEMENTS:
-        return "the images are too large for indices of 32 bits"
-    return space.outside(shape, direction)
-
-
-def candidates(
-    shape: ConvShape, direction: Direction, layout: Layout, dtype: str, gpu: Gpu
-) -> Iterator[dict[str, int]]:
+def candidates(key: KernelKey, gpu: Gpu) -> Iterator[dict[str, int]]:
     """All parameters that are worth a try; a search can climb from each to the next."""
-    if outside(shape, direction, dtype) is not None:
-        return
+    shape, direction, layout = key.shape, key.direction, key.layout
     for parameters in _tiles(shape, direction, layout):
         conflicts: float | None = None  # they hardly follow from the rest
         for further in _further(shape, direction, layout, parameters, gpu):
-            tiling = Tiling(shape, direction, layout, dtype, Tile(**parameters, **further))
+            tiling = Tiling(shape, direction, layout, key.dtype, Tile(**parameters, **further))
             if tiling.registers > MOST_REGISTERS or tiling.written_out > MOST_WRITTEN_OUT:
                 continue
             if tiling.tile.check(shape, direction, layout) or tiling.check():
@@ -67,7 +51,7 @@ def _tiles(shape: ConvShape, direction: Direction, layout: Layout) -> Iterator[d
     height, width = (shape.height, shape.width) if transposed else (shape.out_height, shape.out_width)
     steps = shape.stride if transposed else (1, 1)
     rows, columns = ([size for size in (1, 2, 4, 7, 8) if size % step == 0] for step in steps)
-    names = ("vector", "rows", "columns", "threads_c", "threads_x", "threads_y", "virtual", "skew")
+    names = ("vector", "rows", "columns", "threads_c", "threads_x", "threads_y", "virtual", "pad")
     for numbers in itertools.product(vectors[:2], rows, columns, *sizes):
         tile = dict(zip(names, numbers, strict=True))
         channels = tile["threads_c"] * tile["vector"]
@@ -86,7 +70,7 @@ def _further(
 ) -> Iterator[dict[str, int]]:
     """What only some directions have."""
     if direction is not Direction.WEIGHT_GRADIENT:
-        yield from ({"hold": hold} for hold in (0, 1))
+        yield from ({"hold_taps": hold} for hold in (0, 1))
         return
     for tap_rows in sorted({shape.kernel[0], -(-shape.kernel[0] // 2)}):
         tiling = Tiling(shape, direction, layout, "float32", Tile(**parameters, tap_rows=tap_rows))
@@ -94,7 +78,7 @@ def _further(
         blocks = tiling.grid[0] * tiling.grid[2]
         wanted = {max(1, round(waves * gpu.processors / blocks)) for waves in (2, 4, 8)}
         for parts in sorted({min(number, tiles, 512) for number in wanted}):
-            yield {"tap_rows": tap_rows, "parts": parts}
+            yield {"tap_rows": tap_rows, "split_k": parts}
 
 
 def _fits(size: int, results: int, threads: int) -> bool:
@@ -129,15 +113,16 @@ def lane_addresses(tiling: Tiling) -> tuple[int, ...]:
     """Where each lane of a block's first warp reads from the tile in shared memory first, in bytes."""
     tile, (height, width) = tiling.tile, tiling.shared
     pixels = tile.threads_x * tile.threads_y
-    down, across = (
-        tiling.joined(axis, size, 0) - tiling.joined(axis, 0, 0) for axis, size in enumerate((tile.rows, tile.columns))
-    )
-    across //= tiling.phases
+    down = tiling.input_index(0, tile.rows, 0) - tiling.input_index(0, 0, 0)
+    across = (tiling.input_index(1, tile.columns, 0) - tiling.input_index(1, 0, 0)) // tiling.phases
 
     def element(lane: int) -> int:
-        c, pixel = (lane % tile.threads_c, lane // tile.threads_c) if tiling.last else (lane // pixels, lane % pixels)
+        if tiling.channels_last:
+            pixel, c = divmod(lane, tile.threads_c)
+        else:
+            c, pixel = divmod(lane, pixels)
         row, column = pixel // tile.threads_x * down, pixel % tile.threads_x * across
-        if tiling.last:
+        if tiling.channels_last:
             return int((row * width + column) * tile.threads_c + c) * tile.vector
         return int((c * height + row) * width + column)
 

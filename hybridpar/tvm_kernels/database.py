@@ -18,13 +18,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import importlib.metadata
 import importlib.resources
 import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
@@ -32,11 +34,15 @@ from hybridpar.errors import UsageError, cannot_write
 from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import parse_json, read_text
 from hybridpar.machine.steady import MOST_NOISE
+from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.measure import is_clear, is_gain
-from hybridpar.tvm_kernels.operation import OPERATION, KernelKey, operation_of, versions
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout, Parameters, ShapeError
 
-RECORD_VERSION: Literal[1] = 1
+#: What records call the operation.
+OPERATION: Literal["depthwise_conv2d"] = "depthwise_conv2d"
+
+#: Versions of the schedules for CPUs and GPUs; raised where the same parameters come to mean other code.
+_SCHEDULES = {False: "2", True: "3"}
 
 #: How many times as fast as its rival a kernel must have been to be used: less is within what a measurement errs by.
 LEAST_GAIN = 1.02
@@ -52,6 +58,18 @@ _MOST_BYTES = 256 << 20
 _WHAT = "It is a file of JSON lines that `hybridpar tune` writes."
 
 _log = logging.getLogger(__name__)
+
+
+@functools.cache
+def versions(device: str) -> dict[str, str]:
+    """Versions that times of kernels and of their rivals on a device depend on, by name."""
+    installed = {"schedules": _SCHEDULES[is_gpu(device)]}
+    for name, distribution in (("torch", "torch"), ("tvm", "apache-tvm")):
+        try:
+            installed[name] = importlib.metadata.version(distribution).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            installed[name] = "none"
+    return installed
 
 
 def most_error(direction: Direction, dtype: str = "float32", stock_error: float | None = None) -> float:
@@ -92,7 +110,6 @@ class KernelRecord(BaseModel):
         direction: What was computed.
         shape: As `ConvShape.text` has it.
         parameters: Of the schedule.
-        align: What the addresses of all tensors must be multiples of.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -104,7 +121,7 @@ class KernelRecord(BaseModel):
     stock_error: float | None = Field(None, ge=0)
     noise: float | None = Field(None, ge=0)
     tuned_at: float = Field(0.0, ge=0)
-    version: Literal[1] = RECORD_VERSION
+    version: Literal[1] = 1
     op: Literal["depthwise_conv2d"] = OPERATION
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     layout: Layout
@@ -115,7 +132,6 @@ class KernelRecord(BaseModel):
     direction: Direction
     shape: str
     parameters: dict[str, StrictInt]
-    align: int = Field(4, ge=1)
 
     @field_validator("shape")
     @classmethod
@@ -125,16 +141,18 @@ class KernelRecord(BaseModel):
         except ShapeError as error:
             raise ValueError(error.what) from error
 
+    @classmethod
+    def of(cls, key: KernelKey, parameters: Parameters, **measured: Any) -> KernelRecord:
+        """What was measured of a kernel with the versions that are installed."""
+        where: dict[str, Any] = {"direction": key.direction, "shape": key.shape.text, "layout": key.layout}
+        where |= {"threads": key.threads, "device": key.device, "dtype": key.dtype, "versions": versions(key.device)}
+        return cls(**where, parameters=dict(parameters), **measured)
+
     @property
     def key(self) -> KernelKey:
         """What it is a record of."""
         shape = ConvShape.parse(self.shape)
         return KernelKey(self.direction, shape, self.layout, self.threads, self.device, self.dtype)
-
-    @property
-    def rejected(self) -> str | None:
-        """Why its parameters make no kernel; None where they make one."""
-        return operation_of(self.key).reject(self.key, self.parameters)
 
     @property
     def current(self) -> bool:
@@ -147,14 +165,19 @@ class KernelRecord(BaseModel):
         return self.ms, self.stock_ms if self.layout_ms is None else self.layout_ms
 
     @property
+    def clear(self) -> bool:
+        """Whether its times are worth a record, see `measure.is_clear`."""
+        return is_clear(self.gain, self.noise or 0.0)
+
+    @property
     def doubt(self) -> str:
         """Why nothing may run on it, whatever its times; empty where it may."""
         where = self.direction, self.dtype
         if not is_right(self.error, *where, self.stock_error):
             found = "unknown" if self.error is None else f"{self.error:.1e}"
             return f"its error is {found}, and at most {most_error(*where, self.stock_error):.1e} is let through"
-        if self.noise is not None and not is_clear(self.gain, self.noise):
-            apart = f"its measurements lay {100 * self.noise:.0f} % apart"
+        if not self.clear:
+            apart = f"its measurements lay {100 * (self.noise or 0.0):.0f} % apart"
             within = f"within which lies its gain of {self.gain:.2f}x"
             return f"{apart}, {within if self.gain > 1 else f'and at most {100 * MOST_NOISE:.0f} % is used'}"
         return ""
@@ -195,7 +218,7 @@ def why_unused(record: KernelRecord) -> str:
 
 
 class Database:
-    """Records, by what they are of.
+    """Records, by what they are of; none is in it twice.
 
     Args:
         name: What to call it in messages.
@@ -203,17 +226,15 @@ class Database:
 
     Attributes:
         records: All of them, in the order in which they came.
-        damaged: Lines that are no records.
-        other_versions: Lines of a version that this package does not read.
+        damaged: Lines that are no records of a version that this package reads.
     """
 
     def __init__(self, name: str = "the database", records: Iterable[KernelRecord] = ()) -> None:
         self.name = name
         self.records: list[KernelRecord] = []
-        self.damaged = self.other_versions = 0
+        self.damaged = 0
         self._by_key: dict[KernelKey, list[KernelRecord]] = {}
-        for record in records:
-            self._enter(record)
+        self.add(records)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -222,18 +243,16 @@ class Database:
         return iter(self._by_key)
 
     def add(self, records: Iterable[KernelRecord]) -> None:
-        """Take in more records, but none twice; nothing is written.
+        """Take in more records; nothing is written.
 
         Args:
             records: Records.
         """
         for record in records:
-            if record not in self._by_key.get(record.key, ()):
-                self._enter(record)
-
-    def _enter(self, record: KernelRecord) -> None:
-        self.records.append(record)
-        self._by_key.setdefault(record.key, []).append(record)
+            alike = self._by_key.setdefault(record.key, [])
+            if record not in alike:
+                alike.append(record)
+                self.records.append(record)
 
     def best(self, key: KernelKey, *, current: bool = True) -> KernelRecord | None:
         """The fastest record of the newest search for a key.
@@ -247,31 +266,21 @@ class Database:
         Returns:
             The record; None where there is none.
         """
-        found = [one for one in self._by_key.get(key, ()) if not current or (one.current and not one.doubt)]
-        return min(found, key=lambda one: (-one.tuned_at, one.ms), default=None)
+        usable = [one for one in self._by_key.get(key, ()) if not current or (one.current and not one.doubt)]
+        return min(usable, key=lambda record: (-record.tuned_at, record.ms), default=None)
 
 
 def parse_records(text: str, name: str = "the database") -> Database:
     """Read the lines of a database; lines that are no records are counted and skipped."""
-    found: list[KernelRecord] = []
-    damaged = others = 0
-    for line in text.splitlines():
-        if not line.strip():
-            continue
+    database = Database(name)
+    for line in filter(str.strip, text.splitlines()):
         try:
             data = parse_json(line)
-            fields = data if isinstance(data, dict) else {}
-            op, version = fields.get("op", OPERATION), fields.get("version")
-            if isinstance(op, str) and op != OPERATION:
-                continue
-            if isinstance(version, int) and version != RECORD_VERSION:
-                others += 1
-            else:
-                found.append(KernelRecord.model_validate(data))
+            operation = data.get("op", OPERATION) if isinstance(data, dict) else OPERATION
+            if operation == OPERATION or not isinstance(operation, str):
+                database.add([KernelRecord.model_validate(data)])
         except ValueError:  # pydantic's errors among them
-            damaged += 1
-    database = Database(name, found)
-    database.damaged, database.other_versions = damaged, others
+            database.damaged += 1
     return database
 
 
@@ -301,7 +310,7 @@ def read_database(path: str | Path) -> Database:
     database = parse_records(text, str(path))
     if not len(database) and database.damaged:
         raise UsageError(
-            f"{path} is not a kernel database: none of its {database.damaged} line(s) is a record",
+            f"{path} is not a kernel database: none of its {database.damaged} line(s) is a record that is read here",
             _WHAT,
             "Name such a file, or a new one for `hybridpar tune MODEL -o`.",
         )
@@ -313,13 +322,7 @@ def _warn(database: Database) -> None:
     """Say in log lines what of a database is not used."""
     name = database.name
     if database.damaged:
-        _log.warning("%s: %d line(s) are damaged and were skipped", name, database.damaged)
-    if database.other_versions:
-        _log.warning(
-            "%s: %d record(s) are of a version that this hybridpar does not read and were skipped; tune again",
-            name,
-            database.other_versions,
-        )
+        _log.warning("%s: %d line(s) are damaged, or of another version, and were skipped", name, database.damaged)
     old = [record for record in database.records if not record.current]
     if old:
         wanted = _wanted(old[0].device)

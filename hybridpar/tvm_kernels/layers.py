@@ -19,8 +19,7 @@ from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
 from hybridpar.tvm_kernels.op import layout_of
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout, NormShape
 
 
 @dataclass(frozen=True)
@@ -92,25 +91,29 @@ def tunable_layers(
     model: nn.Module, sizes: Sequence[int], *, layout: Layout = Layout.CHANNELS_LAST
 ) -> tuple[list[DepthwiseLayer], list[NormLayer]]:
     """The depthwise convolutions and the norms of a training step, one entry for each time that one runs."""
-    convolutions: list[DepthwiseLayer] = []
-    found: list[NormLayer] = []
+    seen: list[DepthwiseLayer | NormLayer] = []
     acts = {pair.norm: pair.act for pair in find_norms(model)} | fused_norms(model)
-    notes = {name: _noting(name, convolutions) for name, module in model.named_modules() if is_depthwise(module)}
-    notes |= {name: _noting_norm(name, act, found) for name, act in acts.items()}
-    if not notes:
-        return [], []
-    hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name, note in notes.items()]
 
-    def forget() -> None:
-        convolutions.clear()
-        found.clear()
+    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = inputs[0]
+            if x.ndim == 4 and is_depthwise(module):
+                seen.append(_depthwise_layer(name, module, x))
+            elif x.ndim == 4 and x.numel() > x.shape[1]:
+                seen.append(_norm_layer(name, acts[name], x))
 
+        return note
+
+    names = [name for name, module in model.named_modules() if name in acts or is_depthwise(module)]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(noting(name)) for name in names]
     try:
-        _look(model, sizes, layout, forget)
+        if names:
+            _look(model, sizes, layout, seen.clear)
     finally:
         for hook in hooks:
             hook.remove()
-    return convolutions, found
+    convolutions = [layer for layer in seen if isinstance(layer, DepthwiseLayer)]
+    return convolutions, [layer for layer in seen if isinstance(layer, NormLayer)]
 
 
 def step_keys(
@@ -126,7 +129,8 @@ def step_keys(
 
 def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], None]) -> None:
     """Run the model's forward pass in the cheapest way that it allows."""
-    example = _input(sizes, layout, next(model.parameters()).device)
+    example = torch.zeros(tuple(sizes), device=next(model.parameters()).device)
+    example = example.contiguous(memory_format=FORMATS[layout])
     try:
         fake = FakeTensorMode()
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -145,38 +149,20 @@ def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callab
         ) from error
 
 
-def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
-    def note(module: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0]
-        if x.ndim != 4:
-            return
-        pairs = (module.kernel_size, module.stride, number_padding(module), module.dilation)
-        shape = ConvShape(*map(int, x.shape), *((rows, columns) for rows, columns in pairs))  # type: ignore[arg-type]
-        needs = [Direction.FORWARD]
-        if x.requires_grad:
-            needs.append(Direction.INPUT_GRADIENT)
-        if module.weight.requires_grad:
-            needs.append(Direction.WEIGHT_GRADIENT)
-        # Images of one pixel lie either way; torch takes them for contiguous ones.
-        seen.append(DepthwiseLayer(name, shape, layout_of(x) or Layout.CONTIGUOUS, tuple(needs)))
-
-    return note
+def _depthwise_layer(name: str, module: nn.Conv2d, x: Tensor) -> DepthwiseLayer:
+    pairs = (module.kernel_size, module.stride, number_padding(module), module.dilation)
+    shape = ConvShape(*map(int, x.shape), *((rows, columns) for rows, columns in pairs))  # type: ignore[arg-type]
+    wanted = (True, x.requires_grad, module.weight.requires_grad)
+    needs = tuple(direction for direction, needed in zip(Direction, wanted, strict=True) if needed)
+    # Images of one pixel lie either way; torch takes them for contiguous ones.
+    return DepthwiseLayer(name, shape, layout_of(x) or Layout.CONTIGUOUS, needs)
 
 
-def _noting_norm(name: str, act: str, seen: list[NormLayer]) -> Any:
-    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0]
-        if x.ndim == 4 and x.numel() > x.shape[1]:
-            shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), act)
-            # Kernels take images of one pixel, which lie either way, too.
-            last = x.is_contiguous(memory_format=torch.channels_last)
-            seen.append(NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS))
-
-    return note
-
-
-def _input(sizes: Sequence[int], layout: Layout, device: Any) -> Tensor:
-    return torch.zeros(tuple(sizes), device=device).contiguous(memory_format=FORMATS[layout])
+def _norm_layer(name: str, act: str, x: Tensor) -> NormLayer:
+    # Kernels take images of one pixel, which lie either way, too.
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), act)
+    return NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS)
 
 
 def _run(model: nn.Module, state: dict[str, Tensor], example: Tensor) -> None:

@@ -17,10 +17,6 @@ import torch
 from hybridpar.codegen.build import cpu_info
 from hybridpar.machine.devices import cpu_name
 
-#: Bytes from which on a tensor that is written or read counts as too large for the caches. What a machine says of its
-#: last cache is not asked: virtual machines name that of the whole host.
-FAR = 4 << 20
-
 
 def cpu_features() -> frozenset[str]:
     """The instruction sets of the CPU, as Linux names them; empty where they are not known."""

@@ -7,19 +7,15 @@ return before they are done, so they are timed by the device's own events.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from hybridpar.machine.process import seconds_waited
 from hybridpar.machine.steady import MOST_NOISE, relative_distance, repeat_until_steady
@@ -32,7 +28,6 @@ _MOST_PAIRS = 1000
 _STRETCH = 4e-4
 
 Call = Callable[[], object]
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -57,11 +52,16 @@ class Timing:
 
 
 def time_pairs(
-    own: Call, stock: Call, seconds: float, least: int = 3, threads: int = 1, device: torch.device | None = None
+    kernel: Call, stock: Call, seconds: float, least: int = 3, threads: int = 1, device: torch.device | None = None
 ) -> Timing:
     """Time two functions in turn, each first in every other pair, until the time is over and there are enough pairs."""
     if device is not None:
-        return _device_pairs(own, stock, seconds, least, device)
+        kernel(), stock()
+        slower = max(milliseconds(kernel, 2, device), milliseconds(stock, 2, device))
+        times = max(1, min(200, round(_STRETCH / max(1e-3 * slower, 1e-7))))
+        return summarize_pairs(
+            _take_pairs(kernel, stock, seconds, least, lambda call: 1e-3 * milliseconds(call, times, device))
+        )
     clock = time.thread_time if threads == 1 else time.perf_counter
 
     def taken(call: Call) -> float:
@@ -70,33 +70,25 @@ def time_pairs(
         return clock() - start
 
     begin, waited = time.perf_counter(), seconds_waited()
-    found = summarize_pairs(_take_pairs(own, stock, seconds, least, taken))
+    timing = summarize_pairs(_take_pairs(kernel, stock, seconds, least, taken))
     if threads == 1:
-        return found
+        return timing
     worked = (time.perf_counter() - begin) * threads
     waiting = max(0.0, seconds_waited() - waited)
-    return replace(found, noise=max(found.noise, waiting / max(worked - waiting, 1e-9)))
-
-
-def _device_pairs(own: Call, stock: Call, seconds: float, least: int, device: torch.device) -> Timing:
-    own(), stock()
-    slower = max(milliseconds(own, 2, device), milliseconds(stock, 2, device))
-    times = max(1, min(200, round(_STRETCH / max(1e-3 * slower, 1e-7))))
-    return summarize_pairs(
-        _take_pairs(own, stock, seconds, least, lambda call: 1e-3 * milliseconds(call, times, device))
-    )
+    return replace(timing, noise=max(timing.noise, waiting / max(worked - waiting, 1e-9)))
 
 
 def _take_pairs(
-    own: Call, stock: Call, seconds: float, least: int, taken: Callable[[Call], float]
+    kernel: Call, stock: Call, seconds: float, least: int, taken: Callable[[Call], float]
 ) -> list[tuple[float, float]]:
     """Seconds of both sides, pair by pair."""
     end = time.perf_counter() + seconds
     pairs: list[tuple[float, float]] = []
     while len(pairs) < least or (time.perf_counter() < end and len(pairs) < _MOST_PAIRS):
-        first, second = (own, stock) if len(pairs) % 2 == 0 else (stock, own)
-        pair = taken(first), taken(second)
-        pairs.append(pair if first is own else pair[::-1])
+        if len(pairs) % 2 == 0:
+            pairs.append((taken(kernel), taken(stock)))
+        else:
+            pairs.append((taken(stock), taken(kernel))[::-1])
     return pairs
 
 
@@ -169,56 +161,3 @@ def torch_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class Rotation:
-    """Sets of tensors that take turns, so that none is in a cache when it is used again, results among them."""
-
-    def __init__(self, sets: int) -> None:
-        self._places = itertools.cycle(range(sets))
-        self._results: list[object] = [None] * sets
-
-    def compute(self, call: Callable[[int], _Result]) -> _Result:
-        """Compute on the next set."""
-        place = next(self._places)
-        self._results[place] = None  # the next one may be written where this one was
-        self._results[place] = found = call(place)
-        return found
-
-
-class Bench(ABC):
-    """One operation's data, on which a kernel is checked and timed against its rivals."""
-
-    threads: int = 1
-    device: torch.device | None = None
-
-    @abstractmethod
-    def run(self, kernel: Any) -> Any:
-        """Call a kernel as a caller would, and allocate its result."""
-
-    @abstractmethod
-    def errors(self, kernel: Any) -> tuple[float, float]:
-        """Largest difference from float64 of a kernel's result and of torch's, relative to the largest value."""
-
-    @property
-    @abstractmethod
-    def instead(self) -> Call:
-        """What runs where the kernel does not."""
-
-    @functools.cached_property
-    def stock(self) -> Call:
-        """The fastest way to do without the kernel, which may want tensors in another layout."""
-        return self.instead
-
-    def compare(self, kernel: Any, seconds: float, least: int = 3, rival: Call | None = None) -> Timing:
-        """Time a kernel in pairs, after one call of each side that does not count."""
-        other = self.stock if rival is None else rival
-        self.run(kernel), other()
-        return time_pairs(lambda: self.run(kernel), other, seconds, least, self.threads, self.device)
-
-
-def relative_error(found: Tensor, true: Tensor) -> float:
-    """Largest difference from the true values."""
-    worst, largest = float((found.double() - true).abs().max()), float(true.abs().max())
-    error = worst / largest if largest else worst
-    return error if error == error else math.inf

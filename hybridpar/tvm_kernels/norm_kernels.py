@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.codegen.tir_writer import LANES
-from hybridpar.tvm_kernels.machine import FAR
-from hybridpar.tvm_kernels.schedules import norm_rows
+from hybridpar.tvm_kernels.schedules import FAR, norm_rows
 from hybridpar.tvm_kernels.spread import run_ranges
 
 _SCHEDULES = Path(__file__).parent / "schedules"
@@ -101,22 +100,14 @@ def forward(
     """Normalise and activate."""
     channels = x.shape[1]
     plan = plan_rows(x.numel() // channels, channels)
-    y = torch.empty_like(x)
-    statistics = torch.empty(norm_rows.TABLE_ROWS, plan.width)
-    operands = (x, weight, bias, mean, variance, y, statistics, plan.scratch())
-    addresses = [0 if one is None else one.data_ptr() for one in operands]
+    y, statistics = torch.empty_like(x), torch.empty(norm_rows.TABLE_ROWS, plan.width)
     phases = norm_rows.JOIN | norm_rows.APPLY
     if training:
         phases |= norm_rows.REDUCE | (0 if mean is None else norm_rows.TRACK)
     else:
         phases |= norm_rows.FIXED
-    kernel = table()[f"norm_forward_{activation}"]
-    stream = _streams(y)
-
-    def call(phase: int, begin: int, end: int) -> None:
-        kernel(*addresses, *plan.numbers, begin, end, phase, stream, eps, momentum)
-
-    _run(plan, phases, call)
+    operands = (x, weight, bias, mean, variance, y, statistics)
+    _run(f"norm_forward_{activation}", plan, operands, y, phases, eps, momentum)
     return y, statistics
 
 
@@ -126,27 +117,24 @@ def backward(
     """The gradients of `forward`."""
     channels = x.shape[1]
     plan = plan_rows(x.numel() // channels, channels)
-    grad_x = torch.empty_like(x)
-    grad_weight, grad_bias = torch.empty(channels), torch.empty(channels)
-    operands = (x, grad_y, statistics, grad_x, grad_weight, grad_bias, plan.scratch())
-    addresses = [one.data_ptr() for one in operands]
+    grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty(channels), torch.empty(channels)
     phases = norm_rows.REDUCE | norm_rows.JOIN | norm_rows.APPLY | (norm_rows.FIXED if fixed else 0)
-    kernel = table()[f"norm_backward_{activation}"]
-    stream = _streams(grad_x)
-
-    def call(phase: int, begin: int, end: int) -> None:
-        kernel(*addresses, *plan.numbers, begin, end, phase, stream)
-
-    _run(plan, phases, call)
+    operands = (x, grad_y, statistics, grad_x, grad_weight, grad_bias)
+    _run(f"norm_backward_{activation}", plan, operands, grad_x, phases)
     return grad_x, grad_weight, grad_bias
 
 
-def _streams(result: Tensor) -> int:
-    return int(result.numel() * 4 > FAR and result.data_ptr() % 64 == 0)
+def _run(
+    name: str, plan: RowPlan, operands: Sequence[Tensor | None], result: Tensor, phases: int, *numbers: float
+) -> None:
+    """Run phases of a kernel, those over rows on as many threads as torch would take."""
+    kernel, tensors = table()[name], (*operands, plan.scratch())
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    stream = int(result.numel() * 4 > FAR and result.data_ptr() % 64 == 0)
 
+    def call(phase: int, begin: int, end: int) -> None:
+        kernel(*addresses, *plan.numbers, begin, end, phase, stream, *numbers)
 
-def _run(plan: RowPlan, phases: int, call: Callable[[int, int, int], object]) -> None:
-    """Run phases, those over rows on as many threads as torch would take."""
     threads = min(torch.get_num_threads(), plan.segments, plan.rows * plan.channels // _SHARE)
     if threads <= 1:
         call(phases, 0, plan.segments)

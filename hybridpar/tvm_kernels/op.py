@@ -21,10 +21,10 @@ from torch import Tensor
 
 from hybridpar.tvm_kernels.choice import Choices, active_choices
 from hybridpar.tvm_kernels.conv_bench import DTYPES, FORMATS
-from hybridpar.tvm_kernels.kernel import AnyKernel
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel
+from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout, ShapeError
 
 #: Most plans that are kept, so that images of many sizes do not fill the memory.
 _MOST_PLANS = 4096
@@ -33,6 +33,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Pair = tuple[int, int]
 Numbers = Sequence[int]
+Kernel = TunedKernel | CudaKernel
 
 
 def depthwise_conv2d(
@@ -127,9 +128,9 @@ class Plan:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     differentiable: bool
-    forward: AnyKernel | None
-    input_gradient: AnyKernel | None
-    weight_gradient: AnyKernel | None
+    forward: Kernel | None
+    input_gradient: Kernel | None
+    weight_gradient: Kernel | None
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output, in the layout of x."""
@@ -147,20 +148,18 @@ class Plan:
         if gradient.stride() != self.strides:
             gradient = gradient.contiguous(memory_format=FORMATS[self.layout])
         to_x = to_weight = None
-        to_be_x, to_be_weight = wanted[0], wanted[1]
         kernel = self.input_gradient
-        if to_be_x and kernel is not None and kernel.takes(gradient, weight):
+        if wanted[0] and kernel is not None and kernel.takes(gradient, weight):
             to_x = torch.empty_like(x)
             kernel(gradient, weight, None, to_x)
-            to_be_x = False
         kernel = self.weight_gradient
-        if to_be_weight and kernel is not None and kernel.takes(x, gradient):
+        if wanted[1] and kernel is not None and kernel.takes(x, gradient):
             to_weight = weight.new_empty(weight.shape)
             kernel(x, gradient, None, to_weight)
-            to_be_weight = False
-        if to_be_x or to_be_weight:
-            found = _stock_gradients(x, weight, gradient, self.numbers, (to_be_x, to_be_weight, False))
-            to_x, to_weight = to_x if found[0] is None else found[0], to_weight if found[1] is None else found[1]
+        left = wanted[0] and to_x is None, wanted[1] and to_weight is None, False
+        if any(left):
+            by_torch = _stock_gradients(x, weight, gradient, self.numbers, left)
+            to_x, to_weight = (by_torch[0] if left[0] else to_x), (by_torch[1] if left[1] else to_weight)
         return to_x, to_weight
 
 
@@ -236,8 +235,8 @@ def _is_readable(x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None)
         return False
     if layout is not Layout.CHANNELS_LAST and weight.stride(1) == 1:
         return False
-    others = (weight,) if bias is None else (weight, bias)
-    return all(one.dtype is x.dtype and one.device == x.device and one.is_contiguous() for one in others)
+    params = (weight,) if bias is None else (weight, bias)
+    return all(param.dtype is x.dtype and param.device == x.device and param.is_contiguous() for param in params)
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd

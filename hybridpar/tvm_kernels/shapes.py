@@ -1,16 +1,20 @@
-"""Shapes of depthwise convolutions, as records, tables and files of shapes write them; and those of norms."""
+"""What kernels compute: shapes of depthwise convolutions and of norms, and the keys by which records are found."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from hybridpar.errors import UsageError, shortened
 
 _TEXT = re.compile("{n}x{n}x{n}x{n} k{n}x{n} s{n}x{n} p{n}x{n} d{n}x{n}".replace("{n}", r"(\d{1,6})"))
 _FLOAT = 4
+
+#: Parameters of a schedule, by name.
+Parameters = Mapping[str, int]
 
 
 class ShapeError(UsageError):
@@ -114,19 +118,6 @@ class ConvShape:
         kernel, stride, padding, dilation = zip(pairs[::2], pairs[1::2], strict=True)
         return cls(batch, channels, height, width, kernel, stride, padding, dilation)
 
-    def unlike(self, other: ConvShape) -> str | None:
-        """How this differs from a convolution that is the same but for the batch.
-
-        Args:
-            other: A shape of the same class.
-
-        Returns:
-            The difference in words, empty for none; None where other sizes differ.
-        """
-        if replace(self, batch=other.batch) != other:
-            return None
-        return "" if self == other else f"batch {self.batch}"
-
     def distance(self, other: ConvShape) -> float:
         """How far this is from another convolution, for kernels; those of other batches do as well.
 
@@ -147,6 +138,32 @@ class ConvShape:
     def _out(self, axis: int, size: int) -> int:
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
+
+
+@dataclass(frozen=True, order=True)
+class KernelKey:
+    """What a kernel computes, and where: what a record must agree in to be of use.
+
+    Attributes:
+        direction: What is computed.
+        shape: Of the operands.
+        layout: Of activations.
+        threads: Threads that compute it.
+        device: Fingerprint of the device.
+        dtype: Of all tensors.
+    """
+
+    direction: Direction
+    shape: ConvShape
+    layout: Layout
+    threads: int
+    device: str
+    dtype: str = "float32"
+
+    @property
+    def text(self) -> str:
+        """In words, for messages."""
+        return f"{self.direction} {self.shape.text} {self.layout}, {self.threads} thread(s)"
 
 
 @dataclass(frozen=True, order=True)

@@ -6,8 +6,7 @@ torch's threads, by the function that compiled OpenMP code calls (`GOMP_parallel
 calling thread: a backward pass on another thread has others.
 
 Where torch's OpenMP library is not known (not on Linux, several of them loaded, or in a forked child, which has none of
-its parent's threads) ranges run on a thread pool that sleeps while there is no work. Tasks there never wait for each
-other, so any number of threads may call at the same time.
+its parent's threads) ranges run on threads that are started for the call.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,19 +28,6 @@ Range = Callable[[int, int], object]
 _NAMES = ("libgomp", "libomp", "libiomp5")
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _PROCESS = os.getpid()
-
-
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(256, thread_name_prefix="kernels")  # a thread is started when none is idle
-
-
-def _forget_helpers() -> None:
-    global _helpers
-    _helpers = _pool()
-
-
-_helpers = _pool()
-os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def torchs_openmp() -> ctypes.CDLL | None:
@@ -104,10 +90,7 @@ def run_ranges(run: Range, rows: int, threads: int) -> None:
     if (openmp := torchs_openmp()) is not None:
         _run_on_team(openmp, run, ranges)
         return
-    others = [_helpers.submit(run, *one) for one in ranges[1:]]
-    try:
-        run(*ranges[0])
-    finally:
-        wait(others)  # they write to memory that the caller would free
-    for other in others:
-        other.result()
+    with ThreadPoolExecutor(parts) as pool:  # its end waits for all: they write to memory that the caller would free
+        results = [pool.submit(run, *each) for each in ranges]
+    for result in results:
+        result.result()

@@ -13,23 +13,26 @@ compiler or computes something else is lost, alone.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from hybridpar.codegen.build import Session, contents_of
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.errors import UsageError
 from hybridpar.machine.process import available_cores
+from hybridpar.tvm_kernels.conv_bench import ConvBench
+from hybridpar.tvm_kernels.cuda_kernel import current_device
 from hybridpar.tvm_kernels.database import (
     Database,
     KernelRecord,
@@ -38,19 +41,20 @@ from hybridpar.tvm_kernels.database import (
     packaged_records,
     read_database,
 )
+from hybridpar.tvm_kernels.kernel import variant_of
 from hybridpar.tvm_kernels.machine import is_gpu
-from hybridpar.tvm_kernels.measure import Bench, Timing, is_clear, steady_timing, torch_threads
-from hybridpar.tvm_kernels.operation import KernelKey, Parameters, operation_of, versions
-from hybridpar.tvm_kernels.space import nearest, neighbours
+from hybridpar.tvm_kernels.measure import Call, Timing, steady_timing, torch_threads
+from hybridpar.tvm_kernels.shapes import KernelKey, Parameters
+from hybridpar.tvm_kernels.space import candidates, default, nearest, neighbours
 
 _log = logging.getLogger(__name__)
 
-#: Candidates of a search that are kept: the fastest, and others to begin the next search with.
+#: Records of a search: of the fastest, and of others to begin the next search with.
 KEPT = 3
 #: Seconds in which a search is not begun, and for one build; straight code of the space's bound takes two or three.
 _LEAST_SECONDS, BUILD_TIMEOUT = 2.0, 30.0
 #: Candidates drawn at random, candidates of a round of neighbours, and finalists.
-_DRAWN, _ROUND, _FINALISTS = 6, 4, 3
+_DRAWN, _ROUND, _FINALISTS = 6, 4, KEPT
 #: Part of the time that is kept for finalists; comparisons of each, at most, and how many benches they take turns on:
 #: some kernels are fast on some tensors alone, by where these lie in memory, and the worse of two counts.
 _RESERVED, _MOST_COMPARED, _BENCHES = 0.2, 4, 2
@@ -60,43 +64,20 @@ _MOST_LOST = 8
 _Name = tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """A candidate that was measured.
+class Pace(NamedTuple):
+    """Seconds for which a candidate is timed at a glance, and a finalist at most; pairs of a finalist, at least."""
 
-    Attributes:
-        parameters: Of the schedule.
-        ms: Of one call: that of its rival over the median of the ratios of pairs.
-        stock_ms: Of its rival, torch in its better layout for instance, in the same pairs; the median.
-        error: Largest difference from float64, relative to the largest value.
-        final: Whether it was timed as a finalist.
-        layout_ms: Of torch's call in the layout of the kernel, where it is not its better one; of finalists only.
-        stock_error: Torch's largest difference from float64, on the same data.
-        noise: Of the ratio, see `measure.Timing`; of finalists that of repeated comparisons, see `steady_timing`.
-    """
-
-    parameters: Parameters
-    ms: float
-    stock_ms: float
-    error: float
-    final: bool = False
-    layout_ms: float | None = None
-    stock_error: float | None = None
-    noise: float = 0.0
-
-    @property
-    def clear(self) -> bool:
-        """Whether it is worth a record, see `measure.is_clear`."""
-        rival = self.stock_ms if self.layout_ms is None else self.layout_ms
-        return is_clear(rival / self.ms, self.noise)
+    glance: float
+    longest: float
+    pairs: int
 
 
-class TuningStopped(KeyboardInterrupt):
-    """The user stopped the search."""
+_PACES = {"cpu": Pace(0.12, 1.5, 5), "gpu": Pace(0.05, 0.5, 9), "quick": Pace(0.0, 0.2, 5)}
 
-    def __init__(self, results: list[Tuned]) -> None:
-        super().__init__("stopped")
-        self.results = results
+
+def bench_of(key: KernelKey, seed: int) -> ConvBench:
+    """Random images, weights and gradients, on the CPU or the current GPU."""
+    return ConvBench(key, seed, torch.device("cuda", current_device()) if is_gpu(key.device) else None)
 
 
 # -------------------------------------------------------------------------------------------------------------- one key
@@ -106,32 +87,33 @@ def tune(
     key: KernelKey,
     seconds: float = 30.0,
     seed: int = 0,
-    on_progress: Callable[[Tuned, Tuned], None] | None = None,
+    on_progress: Callable[[KernelRecord], None] = lambda _: None,
     *,
     known: Sequence[Parameters] = (),
     builder: Builder | None = None,
     trials: int | None = None,
-    only: Parameters | None = None,
-) -> list[Tuned]:
-    """Search for the fastest kernel of one key."""
+    only: tuple[Parameters, Built] | None = None,
+) -> list[KernelRecord]:
+    """Search for the fastest kernel of one key; returns what the finalists took, the fastest first.
+
+    `only` is the one candidate of a quick search, which compares it with torch in the layout of the images alone:
+    which of its layouts is the better one takes time to find out.
+    """
     pool = Builder(len(available_cores()), BUILD_TIMEOUT) if builder is None else nullcontext(builder)
     with torch_threads(key.threads), pool as build:
         search = _Search(key, seed, build, on_progress, only)
         if not search.space:
             return []
-        try:
-            search.run(time.monotonic() + seconds, seconds, known, trials)
-        except KeyboardInterrupt:
-            raise TuningStopped(search.sorted()) from None
-        return search.sorted()
+        search.run(time.monotonic() + seconds, seconds, known, trials)
+        return sorted(search.finals, key=lambda record: record.ms)
 
 
 def first_candidates(
     key: KernelKey, space: list[dict[str, int]], known: Sequence[Parameters] = (), count: int = 1
 ) -> list[dict[str, int]]:
     """The candidates that are most likely to be fast, before anything is timed."""
-    wanted = known[:count] or [operation_of(key).default(key)] if space else ()
-    return list({_name_of(one): one for one in (nearest(parameters, space) for parameters in wanted)}.values())
+    wanted = known[:count] or [default(key)] if space else ()
+    return list({_name_of(near): near for near in (nearest(parameters, space) for parameters in wanted)}.values())
 
 
 def _name_of(parameters: Parameters) -> _Name:
@@ -147,24 +129,19 @@ class _Search:
         key: KernelKey,
         seed: int,
         builder: Builder,
-        on_progress: Callable[[Tuned, Tuned], None] | None = None,
-        only: Parameters | None = None,
+        on_progress: Callable[[KernelRecord], None],
+        only: tuple[Parameters, Built] | None,
     ) -> None:
-        self.key, self.operation, self.quick = key, operation_of(key), only is not None
-        self.pace = self.operation.pace
-        if self.quick:
-            self.pace = replace(self.pace, glance=0.0, longest=0.2)
-        self.seed, self.builder, self.on_progress = seed, builder, on_progress
-        self.space = self.operation.space(key) if only is None else [dict(only)]
+        self.key, self.seed, self.builder, self.on_progress, self.only = key, seed, builder, on_progress, only
+        self.pace = _PACES["quick" if only else "gpu" if is_gpu(key.device) else "cpu"]
+        self.space = [dict(only[0])] if only else candidates(key)
         self.random, self.session = random.Random(seed), Session() if self.space else None
-        self.results: dict[_Name, Tuned] = {}
+        self.began = time.time()
+        self.results: dict[_Name, KernelRecord] = {}
+        self.finals: list[KernelRecord] = []
         self.kernels: dict[_Name, Any] = {}
         self.asked: set[_Name] = set()
         self.lost = 0
-
-    def sorted(self) -> list[Tuned]:
-        """What was measured, finalists first, and of those the fastest."""
-        return sorted(self.results.values(), key=lambda one: (not one.final, one.ms))
 
     def fastest(self) -> list[_Name]:
         """The candidates by their times, the best first."""
@@ -172,15 +149,15 @@ class _Search:
 
     def run(self, end: float, budget: float, known: Sequence[Parameters], trials: int | None) -> None:
         """Measure until the time is up."""
-        self.bench = self.operation.bench(self.key, self.seed)
+        self.bench = bench_of(self.key, self.seed)
         self.stop = end - _RESERVED * budget
         most = len(self.space) if trials is None else min(trials, len(self.space))
         first = first_candidates(self.key, self.space, known, _FINALISTS)
-        candidates = first + self.random.sample(self.space, min(_DRAWN, len(self.space)))
-        while candidates and len(self.asked) < most and not self._is_over():
-            fresh = {_name_of(one): one for one in candidates if _name_of(one) not in self.asked}
+        batch = first + self.random.sample(self.space, min(_DRAWN, len(self.space)))
+        while batch and len(self.asked) < most and not self._is_over():
+            fresh = {_name_of(tile): tile for tile in batch if _name_of(tile) not in self.asked}
             self._try(dict(itertools.islice(fresh.items(), most - len(self.asked))))
-            candidates = self._next()
+            batch = self._next()
         self._finals(end, budget)
 
     def _is_over(self) -> bool:
@@ -190,71 +167,61 @@ class _Search:
     def _next(self) -> list[dict[str, int]]:
         """Some neighbours of the fastest that were not tried; where there are none, some others."""
         best = [self.results[name].parameters for name in self.fastest()[:_FINALISTS]]
-        near = {_name_of(other): other for one in best for other in neighbours(one, self.space)}
-        left = [one for name, one in near.items() if name not in self.asked]
-        left = left or [one for one in self.space if _name_of(one) not in self.asked]
-        return self.random.sample(left, min(_ROUND, len(left)))
+        near = [other for tile in best for other in neighbours(tile, self.space)]
+        for some in (near, self.space):
+            fresh = {_name_of(tile): tile for tile in some if _name_of(tile) not in self.asked}
+            if fresh:
+                return self.random.sample([*fresh.values()], min(_ROUND, len(fresh)))
+        return []
 
-    def _try(self, candidates: Mapping[_Name, Parameters]) -> None:
+    def _try(self, batch: Mapping[_Name, Parameters]) -> None:
         """Build some candidates together, and measure one after the other."""
-        self.asked |= set(candidates)
-        building = {name: self._build(parameters) for name, parameters in candidates.items()}
+        self.asked |= set(batch)
+        if self.only is not None:
+            built = self.only[1]
+            for name, parameters in batch.items():
+                self._measure(name, parameters, lambda: built)
+            return
+        building = {name: self.builder.submit(variant_of(self.key, batch[name]).request) for name in batch}
         if self.key.threads >= len(available_cores()):  # compilers have the cores that kernels are to be timed on
             wait(building.values())
         try:
             for name, future in building.items():
                 if self._is_over():
                     break
-                self._measure(name, candidates[name], future)
+                self._measure(name, batch[name], future.result)
         finally:
             for future in building.values():
                 future.cancel()
 
-    def _build(self, parameters: Parameters) -> Future[Built]:
-        """Begin to build a candidate; a single one is kept in the cache, as it is likely to be used."""
-        variant = self.operation.variant(self.key, parameters)
-        if not self.quick:
-            return self.builder.submit(variant.request)
-        built: Future[Built] = Future()
-        (content,) = contents_of([variant.path], [variant.request], 1, self.builder)
-        if isinstance(content, KernelsUnavailable):
-            built.set_exception(content)
-        else:
-            built.set_result(content)
-        return built
-
-    def _measure(self, name: _Name, parameters: Parameters, future: Future[Built]) -> None:
+    def _measure(self, name: _Name, parameters: Parameters, built: Callable[[], Built]) -> None:
         """Load, check and time a candidate."""
         what = f"{self.key.direction} {self.key.shape.text} {dict(parameters)}"
         try:
-            kernel = self.operation.load(self.key, parameters, future.result(), self.session)
+            kernel = variant_of(self.key, parameters).load(built(), self.session)
         except (KernelsUnavailable, RuntimeError, OSError) as error:
             self.lost += 1
             _log.info("%s: %s", what, error)
             if self.lost >= _MOST_LOST and not self.results:
                 raise KernelsUnavailable(str(error)) from None
             return
-        error_found, stock_error = self.bench.errors(kernel)
-        if not is_right(error_found, self.key.direction, self.key.dtype, stock_error):
-            _log.warning("a kernel of %s is wrong by %.1e", what, error_found)
+        difference, stock_error = self.bench.error(kernel), self.bench.stock_error
+        if not is_right(difference, self.key.direction, self.key.dtype, stock_error):
+            _log.warning("a kernel of %s is wrong by %.1e", what, difference)
             return
         glance = self.pace.glance
         timing = self.bench.compare(kernel, glance, 3 if glance else 1, self._rival(self.bench))
         self.kernels[name] = kernel
-        found = Tuned(parameters, timing.ms, timing.stock_ms, error_found)
-        self._note(name, replace(found, stock_error=stock_error, noise=timing.noise))
+        measured: dict[str, Any] = {"ms": timing.ms, "stock_ms": timing.stock_ms, "noise": timing.noise}
+        measured |= {"error": difference, "stock_error": stock_error, "tuned_at": self.began}
+        self.results[name] = KernelRecord.of(self.key, parameters, quick=True if self.only else None, **measured)
         for other in self.fastest()[_FINALISTS + 2 :]:
             self.kernels.pop(other, None)  # unloads it
+        self.on_progress(self.results[self.fastest()[0]])
 
-    def _rival(self, bench: Bench) -> Callable[[], object] | None:
-        """What kernels are compared with: of torch the better of its layouts, which takes time to find out."""
-        return bench.instead if self.quick else None
-
-    def _note(self, name: _Name, result: Tuned) -> None:
-        """Take in a result, and tell how it stands."""
-        self.results[name] = result
-        if self.on_progress is not None:
-            self.on_progress(result, self.sorted()[0])
+    def _rival(self, bench: ConvBench) -> Call:
+        """What kernels are compared with."""
+        return bench.instead if self.only else bench.stock
 
     def _finals(self, end: float, budget: float) -> None:
         """Time the fastest again, as long as there is time, until two comparisons agree.
@@ -265,29 +232,30 @@ class _Search:
         best = [name for name in self.fastest() if name in self.kernels][:_FINALISTS]
         if not best:
             return
-        benches = [self.bench, *(self.operation.bench(self.key, self.seed + one) for one in range(1, _BENCHES))]
-        rivals = 1 if self.quick or self.bench.stock == self.bench.instead else 2
-        for place, name in enumerate(best):
-            left = budget if self.quick else max(0.0, end - time.monotonic()) / (len(best) - place)
+        benches = [self.bench, *(bench_of(self.key, self.seed + number) for number in range(1, _BENCHES))]
+        rivals = 1 if self._rival(self.bench) == self.bench.instead else 2
+        for index, name in enumerate(best):
+            left = budget if self.only else max(0.0, end - time.monotonic()) / (len(best) - index)
             share = min(left / rivals, self.pace.longest) / 2
-            timing = self._steady(benches, name, share)
+            timing = self._steady(name, share, [(bench, self._rival(bench)) for bench in benches])
             ms = timing.stock_ms / timing.speedup
-            again = replace(self.results[name], final=True, ms=ms, stock_ms=timing.stock_ms, noise=timing.noise)
+            changed: dict[str, Any] = {"ms": ms, "stock_ms": timing.stock_ms, "noise": timing.noise}
             if rivals > 1:
-                same = self._steady(benches, name, share, alike=True)
+                alike = self._steady(name, share, [(bench, bench.instead) for bench in benches])
                 # The ratio is of pairs, the times of the two comparisons are not.
-                again = replace(again, layout_ms=ms * same.speedup, noise=max(again.noise, same.noise))
-            self._note(name, again)
+                changed |= {"layout_ms": ms * alike.speedup, "noise": max(timing.noise, alike.noise)}
+            self.finals.append(self.results[name].model_copy(update=changed))
+            self.on_progress(min(self.finals, key=lambda record: record.ms))
 
-    def _steady(self, benches: Sequence[Bench], name: _Name, seconds: float, alike: bool = False) -> Timing:
-        """Compare a kernel with torch, or with torch in the kernel's layout, on each bench in turn."""
-        turn, kernel = itertools.cycle(benches), self.kernels[name]
+    def _steady(self, name: _Name, seconds: float, pairs: Sequence[tuple[ConvBench, Call]]) -> Timing:
+        """Compare a kernel with a rival on each bench in turn."""
+        turn, kernel = itertools.cycle(pairs), self.kernels[name]
 
         def compare() -> Timing:
-            bench = next(turn)
-            return bench.compare(kernel, seconds, self.pace.pairs, bench.instead if alike else self._rival(bench))
+            bench, rival = next(turn)
+            return bench.compare(kernel, seconds, self.pace.pairs, rival)
 
-        return steady_timing(compare, _MOST_COMPARED, len(benches))
+        return steady_timing(compare, _MOST_COMPARED, len(pairs))
 
 
 # ------------------------------------------------------------------------------------------------------------- all keys
@@ -307,7 +275,7 @@ class Progress:
     done: int
     total: int
     key: KernelKey
-    best: Tuned | None = None
+    best: KernelRecord | None = None
 
 
 @dataclass
@@ -332,12 +300,12 @@ class SearchReport:
 
 
 def weigh(counts: Mapping[KernelKey, int]) -> dict[KernelKey, float]:
-    """What keys read and write in a step."""
-    return {key: count * operation_of(key).weight(key) for key, count in counts.items()}
+    """What keys read and write in a step, by each thread; counts are how often each one runs in it."""
+    return {key: float(count * key.shape.least_bytes) / key.threads for key, count in counts.items()}
 
 
 def search_all(
-    keys: Mapping[KernelKey, int] | Iterable[KernelKey],
+    weights: Mapping[KernelKey, float],
     path: Path,
     seconds: float,
     *,
@@ -345,21 +313,20 @@ def search_all(
     seed: int = 0,
     trials: int | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
-    tuner: Callable[..., list[Tuned]] = tune,
-    weigher: Callable[[Mapping[KernelKey, int]], Mapping[KernelKey, float]] = weigh,
+    tuner: Callable[..., list[KernelRecord]] = tune,
     quick: bool = False,
 ) -> SearchReport:
-    """Tune keys, and append what is found to a database.
+    """Tune keys, and append what is found to a database; those with the largest weights first, and longest.
 
-    Keys come with how often each one runs in a step where they are a mapping. `again` searches also where there is a
-    record; `trials` are candidates of each key, at most. `quick` times one candidate of each, and records it whatever
-    comes out, so that it is done once; the record says so, and a tune that is not quick searches in spite of it.
+    `again` searches also where there is a record; `trials` are candidates of each key, at most. `quick` times one
+    candidate of each, and records it whatever comes out, so that it is done once; the record says so, and a tune that
+    is not quick searches in spite of it.
     """
-    counts = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, 1)
     database = read_database(path) if path.exists() else Database(str(path))
-    best = {key: database.best(key) for key in counts}
+    best = {key: database.best(key) for key in weights}
     todo = [key for key, record in best.items() if again or record is None or (record.quick and not quick)]
-    report = SearchReport(skipped=len(counts) - len(todo))
+    todo.sort(key=lambda key: -weights[key])
+    report = SearchReport(skipped=len(weights) - len(todo))
     least = 0.0 if quick else _LEAST_SECONDS
     if todo and seconds < least:
         raise UsageError(
@@ -368,75 +335,64 @@ def search_all(
             f"Use --budget {max(1, round(10 * len(todo) / 60))}m, for instance.",
         )
     end = time.monotonic() + seconds
-    stakes = weigher({key: counts[key] for key in todo})
-    todo.sort(key=lambda key: -stakes[key])
     known = Database("what is known", [*database.records, *packaged_records()])
     with Builder(len(available_cores()), BUILD_TIMEOUT) as builder:
-        firsts = _firsts(todo, known, builder) if quick and todo else {}
-        for place, key in enumerate(todo):
+        firsts = _firsts(todo, known, builder) if quick else {}
+        for index, key in enumerate(todo):
             left = end - time.monotonic()
-            if left < least and (place or quick):
-                report.left = len(todo) - place
+            if left < least and (index or quick):
+                report.left = len(todo) - index
                 break
-            if quick and key not in firsts:
-                report.empty += 1
-                continue
 
-            def tell(best: Tuned | None, at: int = report.skipped + place, of: KernelKey = key) -> None:
-                on_progress(Progress(at, len(counts), of, best))
+            def show(record: KernelRecord | None, done: int = report.skipped + index, key: KernelKey = key) -> None:
+                on_progress(Progress(done, len(weights), key, record))
 
-            tell(None)
-            share = left * stakes[key] / (sum(stakes[other] for other in todo[place:]) or 1.0)
+            show(None)
+            share = max(left * weights[key] / (sum(weights[other] for other in todo[index:]) or 1.0), least)
+            options: dict[str, Any] = {"builder": builder, "trials": trials, "only": firsts.get(key)}
             try:
-                found = tuner(
-                    key,
-                    max(share, least),
-                    seed,
-                    lambda _, best, tell=tell: tell(best),
-                    known=() if quick else _known(known, key, operation_of(key).space(key)),
-                    trials=trials,
-                    builder=builder,
-                    only=firsts.get(key),
-                )
-            except KeyboardInterrupt as stopped:
-                report.stopped, found = True, getattr(stopped, "results", [])
-            _record(path, key, found, report, quick)
-            if report.stopped:
-                report.left = len(todo) - place - any(one.final for one in found)
+                finals = []
+                if not quick:
+                    finals = tuner(key, share, seed, show, known=_known(known, key, candidates(key)), **options)
+                elif key in firsts:
+                    finals = tuner(key, share, seed, show, known=(), **options)
+            except KeyboardInterrupt:
+                report.stopped, report.left = True, len(todo) - index
                 break
+            _record(path, key, finals, report)
     return report
 
 
-def _record(path: Path, key: KernelKey, found: Sequence[Tuned], report: SearchReport, quick: bool) -> None:
+def _record(path: Path, key: KernelKey, finals: Sequence[KernelRecord], report: SearchReport) -> None:
     """Append the records of a search, and count it."""
-    finals = [one for one in found if one.final]
-    steady = [one for one in finals if one.clear]
-    fields = {**dataclasses.asdict(key), "shape": key.shape.text, "versions": versions(key.device)}
-    fields |= {"tuned_at": time.time(), "quick": quick or None}
-    chosen = (finals if quick else steady)[:KEPT]
-    append_records(path, [KernelRecord.model_validate({**fields, **dataclasses.asdict(one)}) for one in chosen])
+    steady = [record for record in finals if record.clear]
+    append_records(path, [record for record in finals if record.clear or record.quick])
     report.tuned += bool(steady)
     report.unsteady += bool(finals) and not steady
-    if not found and not report.stopped:
-        report.empty += 1
+    report.empty += not finals
+    if not finals:
         _log.warning("there is no kernel for %s", key.text)
-    if finals and not steady:
+    elif not steady:
         _log.warning(
             "%s %s: measurements lay %.0f %% apart, so none is recorded: tune again when nothing else runs",
-            *(key.direction, key.shape.text, 100 * min(one.noise for one in finals)),
+            *(key.direction, key.shape.text, 100 * min(record.noise or 0.0 for record in finals)),
         )
 
 
-def _firsts(keys: Sequence[KernelKey], known: Database, builder: Builder) -> dict[KernelKey, Parameters]:
-    """The candidate of each key that is most likely to be fast; all are built together before anything is timed."""
+def _firsts(keys: Sequence[KernelKey], known: Database, builder: Builder) -> dict[KernelKey, tuple[Parameters, Built]]:
+    """The candidate of each key that is most likely to be fast; all are built together before anything is timed.
+
+    They are kept in the cache, as they are likely to be used.
+    """
     firsts: dict[KernelKey, Parameters] = {}
     for key in keys:
-        space = operation_of(key).space(key)
-        if found := first_candidates(key, space, _known(known, key, space)):
-            firsts[key] = found[0]
-    variants = [operation_of(key).variant(key, parameters) for key, parameters in firsts.items()]
-    contents_of([one.path for one in variants], [one.request for one in variants], builder=builder)
-    return firsts
+        space = candidates(key)
+        if space:
+            (firsts[key],) = first_candidates(key, space, _known(known, key, space))
+    variants = [variant_of(key, parameters) for key, parameters in firsts.items()]
+    contents = contents_of([one.path for one in variants], [one.request for one in variants], builder=builder)
+    pairs = zip(firsts.items(), contents, strict=True)
+    return {key: (parameters, built) for (key, parameters), built in pairs if isinstance(built, Built)}
 
 
 def _known(database: Database, key: KernelKey, space: Sequence[Parameters]) -> list[dict[str, int]]:
@@ -444,11 +400,11 @@ def _known(database: Database, key: KernelKey, space: Sequence[Parameters]) -> l
 
     Of one shape those come first that are candidates here: of others vectors have another width.
     """
-    found = []
+    near = []
     wanted = (key.direction, key.layout, is_gpu(key.device))
     for other in database:
         alike = (other.direction, other.layout, is_gpu(other.device)) == wanted
         if alike and (best := database.best(other, current=False)) is not None:
             odd = (other.device != key.device, best.parameters not in space, other.shape != key.shape)
-            found.append(((key.shape.distance(other.shape), *odd, best.ms / best.stock_ms), best.parameters))
-    return [dict(parameters) for _, parameters in sorted(found, key=lambda one: one[0])]
+            near.append(((key.shape.distance(other.shape), *odd, best.ms / best.stock_ms), best.parameters))
+    return [dict(parameters) for _, parameters in sorted(near, key=lambda pair: pair[0])]

@@ -7,8 +7,7 @@ import torch
 
 from benchmarks.kernels.depthwise import operations
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 from tests.tvm_kernels.standin import all_records, tuned
 
 

@@ -23,7 +23,7 @@ SOURCE = """
 def define(w):
     def body(place, value):
         w.store(w.view(place, "int64"), w.t.int64(0), value * 2)
-    return {"double": w.function("double", ("place", "value"), (), body)}
+    return {"double": w.function("double", ("place", "value"), body)}
 """
 
 USE = """

@@ -30,7 +30,7 @@ def define(w, factor=2, crash=False, hang=False, wrong=False, noise=False):
         w.store(w.view(place, "int64"), w.t.int64(0), value * factor)
         if wrong:
             raise ValueError("not that way")
-    return {"times": w.function("times", ("place", "value"), (), body)}
+    return {"times": w.function("times", ("place", "value"), body)}
 """
 
 

@@ -104,7 +104,7 @@ def test_what_training_asks_for_is_what_is_tuned(monkeypatch):
 
 
 def test_ctrl_c_keeps_what_there_is(call):
-    call.tuner.stop_at = 2
+    call.tuner.stop_at = 3
     code, table, said = call("--shape", SHAPE, "--threads", "1", "-o", "k.jsonl")
     assert code == 130
     assert table.count(SHAPE) == 2

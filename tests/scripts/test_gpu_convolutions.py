@@ -13,8 +13,7 @@ from hybridpar.codegen import cuda_driver
 from hybridpar.tvm_kernels import cuda_kernel, measure
 from hybridpar.tvm_kernels.cuda_kernel import CudaVariant
 from hybridpar.tvm_kernels.machine import KNOWN
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 from scripts import gpu_convolutions
 from tests.emulated.convolutions import emulated_kernels
 

@@ -22,12 +22,11 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.database import Database, KernelRecord
+from hybridpar.tvm_kernels.database import Database, KernelRecord, versions
 from hybridpar.tvm_kernels.kernel import Phase, TunedKernel
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
-from hybridpar.tvm_kernels.operation import versions
 from hybridpar.tvm_kernels.schedules.norm_rows import TABLE_ROWS
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout, NormShape
 
 
 class NormStandIn:
@@ -89,6 +88,19 @@ class NormStandIn:
         return first, second, third
 
 
+def key_of(
+    shape: ConvShape | str,
+    direction: Direction,
+    layout: Layout = Layout.CHANNELS_LAST,
+    threads: int = 1,
+    device: str | None = None,
+    dtype: str = "float32",
+) -> KernelKey:
+    """A key of this CPU unless told otherwise."""
+    parsed = ConvShape.parse(shape) if isinstance(shape, str) else shape
+    return KernelKey(direction, parsed, layout, threads, cpu_fingerprint() if device is None else device, dtype)
+
+
 def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fields: Any) -> KernelRecord:
     """A record of this device, twice as fast as torch unless told otherwise."""
     known: dict[str, Any] = {
@@ -119,10 +131,10 @@ class StandIn:
         ranges: The ranges that were asked for.
     """
 
-    def __init__(self, align: int = 4, broken: bool = False) -> None:
+    def __init__(self, broken: bool = False) -> None:
         self.calls = dict.fromkeys(Direction, 0)
         self.ranges: list[tuple[int, int]] = []
-        self.align, self.broken = align, broken
+        self.broken = broken
 
     def __call__(self, records: Sequence[Any]) -> list[TunedKernel | KernelsUnavailable]:
         return [KernelsUnavailable("the compiler is on strike") if self.broken else self._make(one) for one in records]
@@ -142,13 +154,13 @@ class StandIn:
                 self.calls[record.direction] += 1
             rows(shape, layout, *places)
 
-        phases: list[Phase] = [(first, images)]
+        phases: list[Phase] = [(first, images, record.threads)]
         scratch = 0
         if record.direction is Direction.WEIGHT_GRADIENT:
             taps = shape.channels * shape.kernel[0] * shape.kernel[1]
             scratch = 4 * images * taps
-            phases.append((lambda *places: _merge(shape, *places), 1))
-        return TunedKernel(tuple(phases), scratch, self.align, record.threads)
+            phases.append((lambda *places: _merge(shape, *places), 1, record.threads))
+        return TunedKernel(tuple(phases), scratch)
 
     def _forward(self, shape: ConvShape, layout: Layout, x: int, w: int, b: int, y: int, _: int, *part: int) -> None:
         image, out, weight = _image(x, shape, layout), _out(y, shape, layout), _weight(w, shape)

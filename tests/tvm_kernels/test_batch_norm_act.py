@@ -12,7 +12,7 @@ from torch.nn import functional
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act as norm_act
 from hybridpar.tvm_kernels.batch_norm_act import kernels_fit
-from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, CHUNK
+from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS
 from tests.tvm_kernels.norms import EPS, error, images, parameters, truth
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -62,15 +62,6 @@ def test_a_large_mean_costs_no_digits(mean: float, act: str) -> None:
     assert max(error(found, true) for found, true in zip(results, expected, strict=True)) < 2e-6
 
 
-def test_a_chunk_that_begins_with_an_outlier() -> None:
-    x = images(1, 16, 16, 16)
-    x.permute(0, 2, 3, 1).view(-1, 16)[::CHUNK] = 1e4
-    weight, bias = parameters(16)
-    gradient = images(1, 16, 16, 16)
-    results, expected = fused(x, gradient, weight, bias, "none"), truth(x, gradient, weight, bias, "none")
-    assert max(error(found, true) for found, true in zip(results, expected, strict=True)) < 2e-5
-
-
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_change_nothing(threads: int) -> None:
     x, gradient = images(4, 72, 30, 30), images(4, 72, 30, 30)
@@ -105,16 +96,6 @@ def test_views_that_are_not_aligned() -> None:
     gradient = torch.randn(x.shape)  # and one that lies otherwise
     results, expected = fused(x, gradient, weight, bias, "silu"), truth(x, gradient, weight, bias, "silu")
     assert max(error(found, true) for found, true in zip(results, expected, strict=True)) < 2e-6
-
-
-def test_a_gradient_without_memory_of_its_own() -> None:
-    x = images(2, 8, 4, 4).requires_grad_()
-    weight, bias = parameters(8)
-    norm_act(x, weight, bias, None, None, True, 0.0, EPS, "relu").sum().backward()
-    assert x.grad is not None
-    expected = truth(x, torch.ones_like(x), weight, bias, "relu")[1]
-    # Of a sum the gradient is zero but for the rectifier, so it is small.
-    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------- statistics and modes
@@ -211,19 +192,3 @@ def test_changing_the_input_in_between_is_noticed() -> None:
     inner.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-# -------------------------------------------------------------------------------------------------- torch's machinery
-
-
-def test_bytes_kept_for_backward() -> None:
-    x = images(2, 16, 8, 8).requires_grad_()
-    kept: list[int] = []
-
-    def pack(one: Tensor) -> Tensor:
-        kept.append(one.numel())
-        return one
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
-        norm_act(x, None, None, None, None, True, 0.1, EPS, "silu")
-    assert sorted(kept) == [6 * 16, x.numel()]

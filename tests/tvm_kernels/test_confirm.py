@@ -12,16 +12,23 @@ import torch
 from torch import nn
 
 from hybridpar.codegen.cache import wanted
+from hybridpar.codegen.compile_pool import Built
 from hybridpar.tvm_kernels import confirm, tune
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import confirm_kernels
-from hybridpar.tvm_kernels.database import Database, append_records, default_database, read_database, user_database
+from hybridpar.tvm_kernels.database import (
+    Database,
+    KernelRecord,
+    append_records,
+    default_database,
+    read_database,
+    user_database,
+)
 from hybridpar.tvm_kernels.kernel import TunedKernel, make_kernels
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 from hybridpar.tvm_kernels.swap import optimize
-from hybridpar.tvm_kernels.tune import Tuned, search_all
+from hybridpar.tvm_kernels.tune import search_all
 from tests.tvm_kernels.standin import record_of
 
 OTHER = "a CPU that nobody tuned for"
@@ -61,28 +68,28 @@ def test_kernels_are_confirmed_once_and_recorded_for_this_cpu(monkeypatch: pytes
     assert confirm_kernels(dict.fromkeys(keys, 3), found) == ""
 
 
-def quick_tuner(*given: Any, only: dict[str, int] | None, **_: Any) -> list[Tuned]:
-    noise = 0.9 if given[0].direction is Direction.FORWARD else 0.1
-    return [Tuned(only or {}, 1.0, 1.1, 1e-7, final=True, noise=noise)]
+def quick_tuner(key: KernelKey, *_: Any, only: Any, **__: Any) -> list[KernelRecord]:
+    noise = 0.9 if key.direction is Direction.FORWARD else 0.1
+    return [KernelRecord.of(key, only[0], ms=1.0, stock_ms=1.1, error=1e-7, noise=noise, quick=True)]
 
 
 def test_whatever_comes_out_is_recorded_and_a_tune_searches_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "contents_of", lambda *_, **__: [])
-    file, keys = tmp_path / "k.jsonl", [CONV, replace(CONV, direction=Direction.WEIGHT_GRADIENT)]
+    monkeypatch.setattr(tune, "contents_of", lambda paths, *_, **__: [Built((), b"")] * len(paths))
+    file, keys = tmp_path / "k.jsonl", dict.fromkeys([CONV, WEIGHT], 1.0)
     for skipped in (0, 1):
         report = search_all(keys, file, 60.0, quick=True, tuner=quick_tuner)
         assert report.skipped == skipped, "what is too unsteady to be used is not counted as done"
     assert {record.quick for record in read_database(file).records} == {True}
     asked: list[KernelKey] = []
 
-    def tuner(key: KernelKey, *_: object, **__: object) -> list[Tuned]:
+    def tuner(key: KernelKey, *_: object, **__: object) -> list[KernelRecord]:
         asked.append(key)
-        return [Tuned({"tile": 1}, 1.0, 3.0, 1e-7, final=True)]
+        return [KernelRecord.of(key, {"tile": 1}, ms=1.0, stock_ms=3.0, error=1e-7, tuned_at=9e9)]
 
     for _ in range(2):
-        search_all(keys, file, 60.0, tuner=tuner, weigher=lambda counts: dict.fromkeys(counts, 1.0))
+        search_all(keys, file, 60.0, tuner=tuner)
     assert sorted(asked) == sorted(keys)
 
 
@@ -102,10 +109,10 @@ def test_only_what_is_not_known_is_missing() -> None:
         assert not confirm._is_missing(replace(CONV, **other), Database())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", ["off", "No", " 0", "strict"])
-def test_who_wants_no_kernels_or_all_of_them_gets_nothing_confirmed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["off", "No", " 0"])
+def test_who_wants_no_kernels_gets_nothing_confirmed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", mode)
-    assert wanted() == (mode == "strict")
+    assert not wanted()
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it began"))
     assert confirm_kernels({CONV: 1}, Database()) == ""
 

@@ -15,8 +15,7 @@ from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
 from hybridpar.tvm_kernels.database import Database, most_error, read_database
 from hybridpar.tvm_kernels.machine import gpu_at
 from hybridpar.tvm_kernels.op import depthwise_conv2d
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 from hybridpar.tvm_kernels.tune import search_all
 
 pytestmark = [
@@ -36,7 +35,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for layout in Layout
         for direction in Direction
     ]
-    report = search_all(keys, path, 600, trials=2)
+    report = search_all(dict.fromkeys(keys, 1.0), path, 600, trials=2)
     assert report.tuned == len(keys)
     found = read_database(path).records
     return Database("tuned", [record.model_copy(update={"stock_ms": 10 * record.ms}) for record in found])
@@ -81,7 +80,7 @@ def test_nothing_waits_for_the_device_and_nothing_leaks(tuned: Database) -> None
     key = next(key for key in tuned if key.direction is Direction.WEIGHT_GRADIENT)
     kernel = choices.decide(key).kernel
     assert kernel is not None
-    bench = ConvBench(SHAPE, key.direction, key.layout, 1, 0, key.dtype, torch.device("cuda", 0))
+    bench = ConvBench(key, 0, torch.device("cuda", 0))
     out = torch.empty_like(bench.arguments()[2])
     kernel(*bench.arguments()[:2], None, out)
     torch.cuda.synchronize()

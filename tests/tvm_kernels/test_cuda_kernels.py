@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,17 @@ from hybridpar.tvm_kernels import Database, choice
 from hybridpar.tvm_kernels.choice import Choices, Decision
 from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_unspilled
-from hybridpar.tvm_kernels.cuda_space import bank_conflicts, candidates
+from hybridpar.tvm_kernels.cuda_space import bank_conflicts
 from hybridpar.tvm_kernels.database import most_error
 from hybridpar.tvm_kernels.machine import KNOWN
 from hybridpar.tvm_kernels.op import depthwise_conv2d
-from hybridpar.tvm_kernels.operation import KernelKey, operation_of
-from hybridpar.tvm_kernels.schedules.cuda import reject
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
+from hybridpar.tvm_kernels.space import candidates, reject
 from hybridpar.tvm_kernels.tune import first_candidates
 from tests.emulated.convolutions import emulated_kernels, write_sources
+from tests.tvm_kernels.standin import key_of
 
-CPU = torch.device("cpu")
+CPU, HOPPER = torch.device("cpu"), KNOWN["h100"]
 LAST, CONTIGUOUS = Layout.CHANNELS_LAST, Layout.CONTIGUOUS
 FORWARD, INPUT, WEIGHT = Direction
 
@@ -44,20 +45,21 @@ def variant(shape: str, direction: Direction, layout: Layout, dtype: str, **chan
     threads = (4, 4, 2) if layout is LAST else (2, 8, 2)
     own = dict(zip(("threads_c", "threads_x", "threads_y"), threads, strict=True))
     own |= {"vector": 2 if layout is LAST and of.channels % 2 == 0 else 1, "virtual": 2, "columns": step, "rows": 2}
-    own |= {"skew": 0} | ({"tap_rows": 2, "parts": 3} if direction is WEIGHT else {"hold": 1}) | changes
-    assert reject(of, direction, layout, dtype, own) is None
-    return CudaVariant(of, direction, layout, dtype, own)
+    own |= {"pad": 0} | ({"tap_rows": 2, "split_k": 3} if direction is WEIGHT else {"hold_taps": 1}) | changes
+    key = key_of(of, direction, layout, 1, HOPPER.fingerprint, dtype)
+    assert reject(key, own) is None
+    return CudaVariant(key, own)
 
 
 ONE, TWO = "2x10x9x7 k3x3 s1x1 p1x1 d1x1", "2x10x9x8 k3x3 s2x2 p1x1 d1x1"
 #: Every direction, layout, dtype and stride is there, each way to hold taps and to add sums, and odd sizes.
 VARIANTS = [
-    variant(ONE, FORWARD, LAST, "float32", hold=0),
+    variant(ONE, FORWARD, LAST, "float32", hold_taps=0),
     variant(TWO, FORWARD, LAST, "bfloat16"),
-    variant(TWO, FORWARD, CONTIGUOUS, "float16", skew=1),
-    variant(ONE, INPUT, CONTIGUOUS, "bfloat16", hold=0),
+    variant(TWO, FORWARD, CONTIGUOUS, "float16", pad=1),
+    variant(ONE, INPUT, CONTIGUOUS, "bfloat16", hold_taps=0),
     variant(TWO, INPUT, LAST, "float16"),
-    variant(TWO, INPUT, CONTIGUOUS, "float32", hold=0),
+    variant(TWO, INPUT, CONTIGUOUS, "float32", hold_taps=0),
     variant(ONE, WEIGHT, LAST, "float32"),
     variant(TWO, WEIGHT, CONTIGUOUS, "bfloat16"),
     variant(ONE, WEIGHT, CONTIGUOUS, "float32", threads_c=1, threads_x=16, threads_y=8, tap_rows=3),
@@ -89,12 +91,11 @@ def _no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench_of(kernel: CudaKernel) -> ConvBench:
-    own = kernel.variant
-    return ConvBench(own.shape, own.direction, own.layout, 1, 0, own.dtype, CPU)
+    return ConvBench(kernel.variant.key, 0, CPU)
 
 
 def name(one: CudaVariant) -> str:
-    return f"{one.direction} {one.shape.text} {one.layout} {one.dtype}"
+    return f"{one.key.text} {one.key.dtype}"
 
 
 # ------------------------------------------------------------------------------------------------- what is computed
@@ -104,7 +105,7 @@ def name(one: CudaVariant) -> str:
 def test_source_computes_what_float64_does(index: int, kernels: list[CudaKernel]) -> None:
     kernel = kernels[index]
     bench = bench_of(kernel)
-    assert bench.error(kernel) <= most_error(kernel.variant.direction, kernel.variant.dtype)
+    assert bench.error(kernel) <= most_error(kernel.variant.key.direction, kernel.variant.key.dtype)
     # Fibers take turns the other way round in every other launch, so a missing barrier would show.
     assert torch.equal(bench.run(kernel), bench.run(kernel))
 
@@ -124,12 +125,12 @@ def test_nothing_is_written_beside_the_result(kernels: list[CudaKernel], monkeyp
 
 
 def test_results_that_are_not_there_do_not_spoil_sums(kernels: list[CudaKernel]) -> None:
-    index = next(i for i, one in enumerate(VARIANTS) if one.direction is WEIGHT and one.dtype == "bfloat16")
+    index = next(i for i, one in enumerate(VARIANTS) if one.key.direction is WEIGHT and one.key.dtype == "bfloat16")
     kernel, bench = kernels[index], bench_of(kernels[index])
     clean = bench.run(kernel)
     # At stride 2 the last of eight columns meets the last of three taps only: the first one would meet it in a fifth
     # column of the gradient, for which a thread is there.
-    assert kernel.variant.tiling.block[1] > kernel.variant.shape.out_width == 4
+    assert kernel.variant.tiling.block[1] > kernel.variant.key.shape.out_width == 4
     for images, *_ in bench._arguments:  # sets take turns
         images[..., 7] = math.nan
     spoilt = bench.run(kernel)
@@ -145,9 +146,8 @@ def test_the_op_runs_them_through_the_launcher(
     found_for: dict[Direction, None] = {}
 
     def decide(key: KernelKey) -> Decision:
-        own = (key.direction, key.layout, key.shape.text, key.dtype)
-        found = [one for one in kernels if (one.variant.direction, *_rest_of(one)) == own]
-        found_for.update(dict.fromkeys([one.variant.direction for one in found]))
+        found = [one for one in kernels if replace(one.variant.key, device=key.device) == key]
+        found_for.update(dict.fromkeys([one.variant.key.direction for one in found]))
         return Decision(key, found[0] if found else None, None)
 
     choices = Choices(Database())
@@ -168,10 +168,6 @@ def test_the_op_runs_them_through_the_launcher(
     expected.square().sum().backward()
     assert torch.allclose(y, expected, atol=1e-5)
     assert torch.allclose(own, weight.grad, rtol=1e-4, atol=1e-3)
-
-
-def _rest_of(kernel: CudaKernel) -> tuple[Layout, str, str]:
-    return kernel.variant.layout, kernel.variant.shape.text, kernel.variant.dtype
 
 
 # ------------------------------------------------------------------------------------------------------- the source
@@ -258,8 +254,8 @@ def test_what_would_be_measured_first_compiles_and_spills_nothing(builder: Build
     ):
         shape = ConvShape.parse("32x96x56x56 k3x3 s2x2 p1x1 d1x1")
         key = KernelKey(direction, shape, layout, 1, gpu.fingerprint, dtype)
-        (own,) = first_candidates(key, operation_of(key).space(key))
-        chosen.append((CudaVariant(shape, direction, layout, dtype, own), gpu.architecture))
+        (own,) = first_candidates(key, candidates(key))
+        chosen.append((CudaVariant(key, own), gpu.architecture))
     for (one, architecture), source in zip(chosen, write_sources([one for one, _ in chosen], builder), strict=True):
         assert compile_unspilled(source.encode(), architecture)[:4] == b"\x7fELF", name(one)
 
@@ -275,25 +271,4 @@ def test_every_direction_layout_dtype_and_stride_is_right(tmp_path: Path, builde
         assert shared_bytes(source) <= one.tiling.shared_bytes, name(one)
     for kernel in emulated_kernels(SWEEP, written, tmp_path):
         error = bench_of(kernel).error(kernel)
-        assert error <= most_error(kernel.variant.direction, kernel.variant.dtype), name(kernel.variant)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(3600)
-def test_candidates_of_the_space_agree(tmp_path: Path, builder: Builder) -> None:
-    chosen = []
-    for shape, direction, layout in itertools.product((ONE, TWO), Direction, Layout):
-        of = ConvShape.parse(shape)
-        space = list(candidates(of, direction, layout, "float32", KNOWN["h100"]))
-        chosen += [CudaVariant(of, direction, layout, "float32", one) for one in space[:: max(1, len(space) // 5)]]
-    for kernel in emulated_kernels(chosen, write_sources(chosen, builder), tmp_path):
-        assert bench_of(kernel).error(kernel) <= most_error(kernel.variant.direction, "float32"), kernel.variant
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_everything_compiles(architecture: str, builder: Builder) -> None:
-    needs_compiler()
-    for one, source in zip(SWEEP, write_sources(SWEEP, builder), strict=True):
-        assert compile_unspilled(source.encode(), architecture)[:4] == b"\x7fELF", name(one)
+        assert error <= most_error(kernel.variant.key.direction, kernel.variant.key.dtype), name(kernel.variant)

@@ -16,6 +16,7 @@ from hybridpar.tvm_kernels import machine, norm_kernels, norm_swap
 from hybridpar.tvm_kernels.conv_bench import ConvBench, turns
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import candidates
+from tests.tvm_kernels.standin import key_of
 
 LARGE = ConvShape.parse("8x96x112x112 k3x3 s1x1 p1x1 d1x1")
 SMALL = ConvShape.parse("2x96x14x14 k3x3 s1x1 p1x1 d1x1")
@@ -70,7 +71,7 @@ def host(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def bench_bytes(shape: ConvShape, direction: Direction) -> int:
     """What a bench keeps: operands in both formats, and results of all turns."""
     with FakeTensorMode():
-        bench = ConvBench(shape, direction, Layout.CHANNELS_LAST)
+        bench = ConvBench(key_of(shape, direction, device="made up"))
         turns = [operands for layout in Layout for operands in bench.operands(layout)]
         memory = {id(tensor): tensor.nbytes for operands in turns for tensor in operands}
         return sum(memory.values()) + len(turns) * bench.arguments()[2].nbytes
@@ -81,7 +82,7 @@ def decisions(shape: ConvShape) -> dict[str, Any]:
     here = machine.this_machine()
     found: dict[str, Any] = {}
     for direction in Direction:
-        space = list(candidates(shape, direction, 1, here))
+        space = candidates(key_of(shape, direction, device="made up"), here)
         found[f"streamed {direction}"] = {one.get("stream") for one in space if one["lanes"] % 16 == 0}
         found[f"swept {direction}"] = {one.get("sweep", 0) for one in space}
         found[f"bench of {direction}"] = bench_bytes(shape, direction)

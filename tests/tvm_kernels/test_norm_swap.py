@@ -160,13 +160,6 @@ def test_copies_and_pickles_are_plain() -> None:
         same(copied, torch.randn(2, 3, 9, 9), fuse_norms)
 
 
-def test_compiled() -> None:
-    model = Pairs(nn.ReLU)
-    fuse_norms(model)
-    x = torch.randn(2, 3, 9, 9)
-    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
-
-
 # ------------------------------------------------------------------------------------------------- pooled statistics
 
 
@@ -196,25 +189,6 @@ def test_pooled_over_micro_batches() -> None:
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
     unfuse_norms(fused)
     assert [type(module) for module in fused.modules()] == [type(module) for module in model.modules()]
-
-
-class Alone:
-    """A group of one replica."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        pass
-
-
-def test_normalised_over_replicas() -> None:
-    plain = Pairs(nn.ReLU)
-    fused, x = copy.deepcopy(plain), torch.randn(4, 3, 9, 9)
-    fuse_norms(fused)
-    outputs = []
-    for one in (plain, fused):
-        pool = BatchNormPool(one, Alone())  # type: ignore[arg-type]
-        outputs.append(step(one, x)[0])
-        pool.release()
-    torch.testing.assert_close(*outputs)
 
 
 # ------------------------------------------------------------------------------------------------------ a whole network

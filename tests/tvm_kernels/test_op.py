@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -18,8 +16,8 @@ from hybridpar.tvm_kernels import op
 from hybridpar.tvm_kernels.choice import active_choices
 from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.op import depthwise_conv2d
+from hybridpar.tvm_kernels.schedules import outside
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import outside
 from tests.tvm_kernels.standin import StandIn, all_records, tuned
 
 LAST = Layout.CHANNELS_LAST
@@ -80,7 +78,7 @@ def test_kernels_are_used_and_right(shape, layout):
     case = Case(shape, layout)
     with tuned(all_records(shape)) as kernels:
         found = case.result(depthwise_conv2d)
-    covered = [one for one in Direction if layout is LAST and outside(case.shape, one) is None]
+    covered = [one for one in Direction if layout is LAST and not outside(case.shape, one)]
     assert kernels.calls == dict.fromkeys(Direction, 0) | dict.fromkeys(covered, 1)
     close(found, case.truth)
     for mine, torchs in zip(found[:2], case.result(stock)[:2], strict=True):
@@ -141,13 +139,12 @@ def views(x: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("align", [4, 64])
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("view", ["one element behind", "half of the channels", "half of the rows", "transposed"])
-def test_views_are_right(layout, view, align):
+def test_views_are_right(layout, view):
     case = Case("2x8x6x9 k3x3 s1x1 p1x1 d1x1", layout)
     x = views(case.x)[view]
-    with tuned(all_records(case.shape), StandIn(align=align)):
+    with tuned(all_records(case.shape)):
         found = case.result(depthwise_conv2d, x)
     close(found, case.truth)
     torchs = case.result(stock, x)
@@ -189,15 +186,6 @@ def test_sizes_at_the_edge(sizes):
     torch.testing.assert_close(gradients, torch.autograd.grad(right.sum(), (x, weight)))
 
 
-def test_what_is_not_a_number_stays_so():
-    case = Case(SHAPES[0], LAST)
-    case.x[0, 0, 4, 4], case.x[0, 1, 0, 0] = torch.nan, torch.inf
-    with tuned(all_records(SHAPES[0])):
-        found = case.result(depthwise_conv2d)
-    for mine, torchs in zip(found, case.result(stock), strict=True):
-        assert torch.equal(mine.isnan(), torchs.isnan())
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_torch(dtype):
     case = Case(SHAPES[0], LAST)
@@ -208,21 +196,6 @@ def test_other_dtypes_are_torch(dtype):
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
-
-
-@pytest.mark.parametrize("shape", SHAPES[1:5:3])
-def test_gradients_of_gradients(shape):
-    one = ConvShape.parse(shape)
-    x = torch.randn(1, 2, one.height, one.width, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, 1, *one.kernel, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(2, dtype=torch.float64, requires_grad=True)
-
-    def run(*operands: Tensor) -> Tensor:
-        return depthwise_conv2d(*operands, list(one.stride), list(one.padding), list(one.dilation))
-
-    assert torch.autograd.gradcheck(run, (x, weight, bias))
-    # Along random directions: all of them would be as many passes as there are values in pairs.
-    assert torch.autograd.gradgradcheck(run, (x, weight, bias), fast_mode=True)
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -327,27 +300,6 @@ def test_many_threads_call_at_once():
         close(one, truth)
 
 
-def test_a_thousand_calls_leave_nothing_behind():
-    case = Case("1x2x5x5 k3x3 s1x1 p1x1 d1x1", LAST)
-
-    def idle(records):
-        """Kernels that compute nothing: here their results are of no matter."""
-        return [TunedKernel(((lambda *_: None, 1),), 64, 4, 1) for _ in records]
-
-    with tuned(all_records(case.shape), idle), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-
-        def alive() -> int:
-            gc.collect()
-            return sum(isinstance(one, Tensor) for one in gc.get_objects())
-
-        case.result(depthwise_conv2d)
-        before = alive()
-        for _ in range(1000):
-            case.result(depthwise_conv2d)
-        assert alive() == before
-
-
 # --------------------------------------------------------------------------------------------------------- in between
 
 
@@ -365,18 +317,6 @@ def test_a_form_of_call_is_decided_once(monkeypatch):
             depthwise_conv2d(torch.randn(1, 8, size, size), case.weight, None, 1, 1)
         assert len(active_choices().plans) <= 3
     assert kernels.calls == dict.fromkeys(Direction, 4)
-
-
-def test_strict_demands_kernels(monkeypatch):
-    monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
-    case = Case(SHAPES[0], LAST)
-    with tuned([]), pytest.raises(KernelError, match="there is no record") as error:
-        case.result(depthwise_conv2d)
-    assert f"hybridpar tune --shape '{SHAPES[0]}' --threads 1 -o k.jsonl" in error.value.fix
-    with tuned(all_records(SHAPES[0]), StandIn(broken=True)), pytest.raises(KernelError, match="on strike"):
-        case.result(depthwise_conv2d)
-    with tuned(all_records(SHAPES[0], stock_ms=0.5)):
-        close(case.result(depthwise_conv2d), case.truth)
 
 
 @pytest.mark.parametrize("reason", ["off", "broken", "slower"])
@@ -423,7 +363,7 @@ def test_who_watches_sees_the_operation():
 def test_a_result_that_lies_where_a_kernel_cannot_write_is_refused_by_name():
     padded = torch.zeros(64 + 16)
     start = (-padded.data_ptr() // 4) % 16 + 1  # one value behind a line's begin
-    kernel = TunedKernel((), 0, 4, 1, align_out=64)
+    kernel = TunedKernel((), 0, align_out=64)
     with pytest.raises(KernelError, match="aligned to 64 bytes"):
         kernel(padded, padded, None, padded[start:])
     kernel(padded, padded, None, padded[start + 15 :])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +15,13 @@ import torch
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.conv_bench import ConvBench, reference
-from hybridpar.tvm_kernels.kernel import Variant, load_image
+from hybridpar.tvm_kernels.kernel import TunedKernel, Variant
 from hybridpar.tvm_kernels.machine import Machine
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import GATHER, candidates, outside
+from hybridpar.tvm_kernels.schedules import outside
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey
+from hybridpar.tvm_kernels.space import candidates
+from tests.tvm_kernels.standin import key_of
 
-LAST = Layout.CHANNELS_LAST
 #: As the CPU of these tests is not known, tiles are made for two kinds.
 MACHINES = [Machine(8, 16), Machine(16, 32)]
 GUARD = 64
@@ -32,11 +32,9 @@ def session() -> Session:
     return Session()
 
 
-def made(builder: Builder, session: Session, variant: Variant) -> SimpleNamespace:
+def made(builder: Builder, session: Session, variant: Variant) -> tuple[KernelKey, TunedKernel]:
     """The kernel, and what it is of."""
-    built = builder.build(variant.request)
-    kernel = load_image(variant, built, session)
-    return SimpleNamespace(variant=variant, kernel=kernel, phases=kernel.phases, scratch_bytes=kernel.scratch_bytes)
+    return variant.key, variant.load(builder.build(variant.request), session)
 
 
 class Memory:
@@ -61,7 +59,7 @@ def in_memory(image: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    kernel: SimpleNamespace,
+    made: tuple[KernelKey, TunedKernel],
     image: torch.Tensor,
     gradient: torch.Tensor,
     weight: torch.Tensor,
@@ -69,14 +67,15 @@ def run(
 ):
     """What a kernel computes of two of these, without reading the one that is computed; ranges are cut up."""
     results = {Direction.FORWARD: gradient, Direction.INPUT_GRADIENT: image, Direction.WEIGHT_GRADIENT: weight}
-    result = results[kernel.variant.direction]
+    key, kernel = made
+    result = results[key.direction]
     operands = [one for one in (image, gradient, weight) if one is not result]
     held = [Memory(one if one is weight else in_memory(one)) for one in operands]
-    out = Memory(torch.full((result.numel(),), torch.nan), kernel.variant.align_out)
+    out = Memory(torch.full((result.numel(),), torch.nan), kernel.align_out)
     scratch = Memory(torch.full((kernel.scratch_bytes // 4,), torch.nan))
     third = Memory(bias) if bias is not None else None
     places = [held[0].address, held[1].address, third.address if third else 0, out.address, scratch.address]
-    for function, count in kernel.phases:
+    for function, count, _ in kernel.phases:
         cut = count // 3
         for begin, end in ((cut, count), (0, cut), (count, count)):
             function(*places, begin, end)
@@ -87,8 +86,8 @@ def run(
     return out.values.view(in_memory(result).shape).permute(0, 3, 1, 2)
 
 
-def check(kernel: SimpleNamespace, biased: bool = False) -> None:
-    shape, direction = kernel.variant.shape, kernel.variant.direction
+def check(kernel: tuple[KernelKey, TunedKernel], biased: bool = False) -> None:
+    shape, direction = kernel[0].shape, kernel[0].direction
     image = torch.randn(shape.batch, shape.channels, shape.height, shape.width)
     gradient = torch.randn(shape.batch, shape.channels, shape.out_height, shape.out_width)
     weight = torch.randn(shape.channels, 1, *shape.kernel)
@@ -111,7 +110,8 @@ def drawn(count: int, seed: int) -> Iterator[tuple[Variant, bool]]:
         padding = (draw.randint(0, 4), draw.randint(0, 4))
         shape = ConvShape(*sizes, taps, stride, padding, dilation)
         direction = draw.choice(list(Direction))
-        space = list(candidates(shape, direction, draw.choice([1, 2]), draw.choice(MACHINES)))
+        key = key_of(shape, direction, threads=draw.choice([1, 2]))
+        space = candidates(key, draw.choice(MACHINES))
         if space:
             count -= 1
             parameters = draw.choice(space)
@@ -119,7 +119,7 @@ def drawn(count: int, seed: int) -> Iterator[tuple[Variant, bool]]:
                 parameters = {**parameters, "columns_outer": draw.choice([0, 1])}
             if draw.random() < 0.5:
                 parameters = {**parameters, "sweep": 1}
-            yield Variant(shape, direction, parameters), draw.random() < 0.5
+            yield Variant(key, parameters), draw.random() < 0.5
         else:
             assert outside(shape, direction)
 
@@ -127,7 +127,9 @@ def drawn(count: int, seed: int) -> Iterator[tuple[Variant, bool]]:
 DRAWN = [*drawn(16, seed=1)]
 
 
-@pytest.mark.parametrize(("variant", "bias"), DRAWN, ids=lambda one: getattr(one, "direction", ""))
+@pytest.mark.parametrize(
+    ("variant", "bias"), DRAWN, ids=lambda one: one.key.direction if isinstance(one, Variant) else ""
+)
 def test_random_shapes(variant: Variant, bias: bool, builder: Builder, session: Session) -> None:
     check(made(builder, session, variant), bias)
 
@@ -137,10 +139,10 @@ SMALL = ["1x1x5x4 k3x3 s1x1 p1x1 d1x1", "2x11x9x8 k3x3 s2x2 p1x1 d1x1", "1x9x7x7
 
 def every(text: str, direction: Direction) -> list[Variant]:
     """All candidates for two threads."""
-    shape = ConvShape.parse(text)
-    found = {tuple(one.items()) for machine in MACHINES for one in candidates(shape, direction, 2, machine)}
+    key = key_of(text, direction, threads=2)
+    found = {tuple(one.items()) for machine in MACHINES for one in candidates(key, machine)}
     assert found
-    return [Variant(shape, direction, dict(one)) for one in sorted(found)]
+    return [Variant(key, dict(one)) for one in sorted(found)]
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -151,6 +153,7 @@ def test_some_candidates(text: str, direction: Direction, builder: Builder, sess
         check(made(builder, session, variant))
 
 
+GATHER = ("lanes", "tile_rows", "tile_columns", "strip", "columns_outer", "unroll", "stream")
 #: Whole lines of channels in one vector and in two, at either stride.
 STREAMED = [
     ("2x32x11x9 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, (16, 2, 3, 4, 0, 1, 1)),
@@ -164,7 +167,7 @@ def test_results_that_are_written_past_the_caches(
     text: str, direction: Direction, values: tuple[int, ...], builder: Builder, session: Session
 ) -> None:
     parameters = dict(zip(GATHER, values, strict=True))
-    check(made(builder, session, Variant(ConvShape.parse(text), direction, parameters)), biased=True)
+    check(made(builder, session, Variant(key_of(text, direction), parameters)), biased=True)
 
 
 #: Images of one pixel, narrower than a vector, of one channel; padding beyond the kernel, and none.
@@ -182,46 +185,40 @@ EDGES = [
 @pytest.mark.parametrize("text", EDGES)
 def test_edges(text: str, direction: Direction, builder: Builder, session: Session) -> None:
     shape = ConvShape.parse(text)
-    space = list(candidates(shape, direction, 2, MACHINES[0]))
+    key = key_of(shape, direction, threads=2)
+    space = candidates(key, MACHINES[0])
     assert bool(space) != bool(outside(shape, direction))
     if space:
-        check(made(builder, session, Variant(shape, direction, random.Random(text).choice(space))))
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("text", SMALL)
-def test_every_candidate(text: str, direction: Direction, builder: Builder) -> None:
-    for variant in every(text, direction):
-        check(made(builder, Session(), variant))
+        check(made(builder, session, Variant(key, random.Random(text).choice(space))))
 
 
 @pytest.mark.parametrize("direction", Direction)
 def test_large_kernels(direction: Direction, builder: Builder, session: Session) -> None:
-    shape = ConvShape.parse("1x8x33x17 k31x13 s1x1 p15x6 d1x1")
-    space = list(candidates(shape, direction, 1, MACHINES[0]))
-    check(made(builder, session, Variant(shape, direction, min(space, key=lambda one: one["tile_columns"]))))
+    key = key_of("1x8x33x17 k31x13 s1x1 p15x6 d1x1", direction)
+    space = candidates(key, MACHINES[0])
+    check(made(builder, session, Variant(key, min(space, key=lambda one: one["tile_columns"]))))
 
 
 def with_most_parts(shape: ConvShape, direction: Direction, threads: int) -> Variant:
-    space = candidates(shape, direction, threads, MACHINES[0])
-    return Variant(shape, direction, max(space, key=lambda one: one.get("parts", 0)))
+    key = key_of(shape, direction, threads=threads)
+    return Variant(key, max(candidates(key, MACHINES[0]), key=lambda one: one.get("parts", 0)))
 
 
 @pytest.mark.parametrize("direction", Direction)
 def test_results_do_not_depend_on_threads(direction: Direction, builder: Builder, session: Session) -> None:
     shape = ConvShape.parse("3x19x12x11 k3x5 s1x1 p1x2 d1x1")
-    kernel = made(builder, session, with_most_parts(shape, direction, 2))
-    bench = ConvBench(shape, direction, LAST)
-    alone, shared = (bench.run(replace(kernel.kernel, threads=threads)) for threads in (1, 3))
+    variant = with_most_parts(shape, direction, 2)
+    built, bench = builder.build(variant.request), ConvBench(variant.key)
+    variants = [replace(variant, key=replace(variant.key, threads=threads)) for threads in (1, 3)]
+    alone, shared = (bench.run(one.load(built, session)) for one in variants)
     assert torch.equal(alone, shared)
 
 
 def test_nan_and_infinity_go_where_they_belong(builder: Builder, session: Session) -> None:
     shape = ConvShape.parse("1x8x9x9 k3x3 s1x1 p1x1 d1x1")
-    for one in list(candidates(shape, Direction.FORWARD, 1, MACHINES[0]))[::40]:
-        kernel = made(builder, session, Variant(shape, Direction.FORWARD, one))
+    key = key_of(shape, Direction.FORWARD)
+    for one in candidates(key, MACHINES[0])[::40]:
+        kernel = made(builder, session, Variant(key, one))
         image, weight = torch.randn(1, 8, 9, 9), torch.randn(8, 1, 3, 3)
         image[0, 2, 0, 0], image[0, 5, 8, 4] = torch.nan, torch.inf
         stock = torch.nn.functional.conv2d(image, weight, padding=1, groups=8)

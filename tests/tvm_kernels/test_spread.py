@@ -24,11 +24,6 @@ def test_ranges_cover_all_rows_once(rows, threads):
     assert len(seen) == max(1, min(rows, threads))
 
 
-def test_ranges_run_at_the_same_time():
-    both = threading.Barrier(2, timeout=30)
-    run_ranges(lambda begin, end: both.wait(), 2, 2)
-
-
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_error_comes_back_when_all_have_ended(bad):
     ended: list[int] = []

@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,48 +17,41 @@ import torch
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built, Request
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels import depthwise, measure
+from hybridpar.tvm_kernels import measure
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.conv_bench import COLD, ConvBench, reference
-from hybridpar.tvm_kernels.database import Database, append_records, read_database
-from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image
-from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint, this_machine
+from hybridpar.tvm_kernels.conv_bench import COLD, ConvBench
+from hybridpar.tvm_kernels.database import Database, KernelRecord, read_database
+from hybridpar.tvm_kernels.kernel import TunedKernel, Variant
+from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Timing, summarize_pairs
 from hybridpar.tvm_kernels.op import depthwise_conv2d
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 from hybridpar.tvm_kernels.space import candidates, reject
-from hybridpar.tvm_kernels.table import rows_of, summary_lines
-from hybridpar.tvm_kernels.tune import KEPT, Progress, Tuned, TuningStopped, search_all, tune
-from tests.tvm_kernels.standin import record_of
+from hybridpar.tvm_kernels.table import best_records, row_of, summary_lines
+from hybridpar.tvm_kernels.tune import KEPT, Progress, search_all, tune
+from tests.tvm_kernels.standin import key_of, record_of
 
 LAST = Layout.CHANNELS_LAST
 SHAPE = ConvShape.parse("2x16x9x9 k3x3 s1x1 p1x1 d1x1")
-FORWARD = KernelKey(Direction.FORWARD, SHAPE, LAST, 1, cpu_fingerprint())
+FORWARD = key_of(SHAPE, Direction.FORWARD)
 
 
 @pytest.mark.parametrize("direction", Direction)
 def test_a_search_finds_kernels_that_are_right(direction: Direction, builder: Builder) -> None:
-    seen: list[tuple[Tuned, Tuned]] = []
+    seen: list[KernelRecord] = []
+    key = key_of(SHAPE, direction)
     threads = torch.get_num_threads()
-    results = tune(
-        KernelKey(direction, SHAPE, LAST, 1, cpu_fingerprint()),
-        600.0,
-        trials=4,
-        on_progress=lambda one, best: seen.append((one, best)),
-        builder=builder,
-    )
+    results = tune(key, 600.0, trials=4, on_progress=seen.append, builder=builder)
     assert torch.get_num_threads() == threads
-    assert len(results) == 4
-    assert [one.ms for one in results if one.final] == sorted(one.ms for one in results if one.final)
+    assert len(results) == KEPT
+    assert [one.ms for one in results] == sorted(one.ms for one in results)
     for one in results:
-        assert reject(SHAPE, direction, LAST, one.parameters) is None
-        assert one.ms > 0
-        assert one.stock_ms > 0
+        assert one.key == key
+        assert reject(key, one.parameters) is None
+        assert one.error is not None
         assert one.error < 1e-5
-    assert len(seen) == 4 + sum(one.final for one in results)
-    for one in results:
-        assert one.layout_ms is None or (one.final and one.layout_ms > 0)
+    assert len({one.tuned_at for one in results}) == 1, "the fastest record of the newest search is taken"
+    assert len(seen) == 4 + KEPT
 
 
 def test_torch_is_timed_in_both_layouts_where_the_other_is_its_better_one(
@@ -68,7 +61,8 @@ def test_torch_is_timed_in_both_layouts_where_the_other_is_its_better_one(
 
     def compare(bench: ConvBench, kernel: object, seconds: float, least: int = 3, rival: object = None) -> Timing:
         asked.append(rival)
-        return Timing(2.0, 4.0 if rival is None else 7.0, 2.0 if rival is None else 3.0, 3)
+        better = rival is bench.stock
+        return Timing(2.0, 4.0 if better else 7.0, 2.0 if better else 3.0, 3)
 
     monkeypatch.setattr(ConvBench, "compare", compare)
     for better, expected in ((LAST, None), (Layout.CONTIGUOUS, 6.0)):
@@ -76,13 +70,12 @@ def test_torch_is_timed_in_both_layouts_where_the_other_is_its_better_one(
         (found,) = tune(FORWARD, 600.0, trials=1, builder=builder)
         assert (found.ms, found.stock_ms, found.layout_ms) == (2.0, 4.0, expected)
     # Once in the search, in its final on each of two benches, and on each in the other layout.
-    assert [one is not None for one in asked] == [*[False] * 6, True, True]
+    assert len(asked) == 3 + 5
 
 
 def test_a_search_goes_on_from_what_is_known(builder: Builder) -> None:
     (first,) = tune(FORWARD, 0.0, builder=builder, seed=3)
-    space = candidates(SHAPE, Direction.FORWARD, 1, this_machine())
-    known = next(one for one in space if one != first.parameters)
+    known = next(one for one in candidates(FORWARD) if one != first.parameters)
     (again,) = tune(FORWARD, 0.0, builder=builder, known=[known])
     assert dict(again.parameters) == known
 
@@ -108,24 +101,14 @@ def test_where_nothing_can_be_built_the_search_ends() -> None:
     assert failing.asked < 20
 
 
-def test_a_user_who_stops_keeps_what_there_is(builder: Builder) -> None:
-    def stop(one: Tuned, best: Tuned) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(TuningStopped) as stopped:
-        tune(FORWARD, 600.0, builder=builder, on_progress=stop)
-    assert len(stopped.value.results) == 1
-    assert builder.build(Variant(SHAPE, Direction.FORWARD, stopped.value.results[0].parameters).request).image
-
-
 def test_a_wrong_kernel_is_never_timed(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(variant: Variant, *rest: object) -> TunedKernel:
         def nothing(*addresses: int) -> None:
             pass
 
-        return TunedKernel(tuple((nothing, count) for _, count in variant.phases), variant.scratch_bytes, 4, 1)
+        return TunedKernel(tuple((nothing, count, 1) for count in variant.work[0].values()), 0)
 
-    monkeypatch.setattr(depthwise, "load_image", shifted)
+    monkeypatch.setattr(Variant, "load", shifted)
     monkeypatch.setattr(torch, "empty_like", lambda like: torch.full(like.shape, torch.nan))
     assert tune(FORWARD, 600.0, trials=2, builder=builder) == []
 
@@ -141,12 +124,12 @@ def test_what_no_kernel_covers_is_not_searched_for() -> None:
 
 def test_the_op_runs_what_was_compiled(builder: Builder) -> None:
     def make(records: Sequence[Any]) -> list[TunedKernel]:
-        variants = [Variant(record.key.shape, record.direction, record.parameters) for record in records]
-        return [load_image(variant, builder.build(variant.request)) for variant in variants]
+        variants = [Variant(record.key, record.parameters) for record in records]
+        return [variant.load(builder.build(variant.request)) for variant in variants]
 
     shape = ConvShape.parse("2x9x10x21 k3x3 s2x2 p1x1 d1x1")
     found = [
-        record_of(shape, direction, LAST, parameters=next(candidates(shape, direction, 1, Machine(8, 16))))
+        record_of(shape, direction, LAST, parameters=candidates(key_of(shape, direction), Machine(8, 16))[0])
         for direction in Direction
     ]
     before = use_choices(Choices(Database("", found), make))
@@ -227,7 +210,7 @@ def test_tensors_are_freed_with_their_bench(direction: Direction) -> None:
     enabled = gc.isenabled()
     gc.disable()  # what waits for a collection holds gigabytes until then
     try:
-        bench = ConvBench(SHAPE, direction, LAST)
+        bench = ConvBench(key_of(SHAPE, direction))
         for way in (bench.instead, *bench.ways.values()):
             way()
         held = [weakref.ref(bench), weakref.ref(bench.arguments()[0])]
@@ -240,8 +223,7 @@ def test_tensors_are_freed_with_their_bench(direction: Direction) -> None:
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_tensors_take_turns_so_that_none_is_in_a_cache(direction: Direction) -> None:
-    shape = ConvShape.parse("2x64x96x96 k3x3 s1x1 p1x1 d1x1")  # two tensors of 4.5 MiB
-    bench = ConvBench(shape, direction, LAST)
+    bench = ConvBench(key_of("2x64x96x96 k3x3 s1x1 p1x1 d1x1", direction))  # two tensors of 4.5 MiB
     asked: list[tuple[int, ...]] = []
 
     def kernel(first: torch.Tensor, second: torch.Tensor, _: None, out: torch.Tensor) -> None:
@@ -272,50 +254,32 @@ def test_a_gain_that_other_tensors_do_not_confirm_is_none(builder: Builder, monk
     monkeypatch.setattr(ConvBench, "stock", property(lambda self: self.instead))
     (found,) = tune(FORWARD, 600.0, trials=1, builder=builder)
     assert found.stock_ms / found.ms == pytest.approx(0.7), "two that agree on the same tensors are no confirmation"
-    assert not found.clear
+    assert not found.wins
     assert len({id(bench) for bench in asked}) == 2
 
 
-@pytest.mark.parametrize(
-    "text", ["2x3x7x6 k3x5 s1x1 p1x2 d1x1", "1x2x9x9 k3x3 s2x2 p0x1 d1x2", "2x1x5x5 k5x5 s1x2 p4x3 d1x1"]
-)
-def test_the_reference_is_torchs_in_float64(text: str) -> None:
-    shape = ConvShape.parse(text)
-    image = torch.randn(shape.batch, shape.channels, shape.height, shape.width, dtype=torch.float64)
-    weight = torch.randn(shape.channels, 1, *shape.kernel, dtype=torch.float64)
-    image.requires_grad_()
-    weight.requires_grad_()
-    sizes = (shape.stride, shape.padding, shape.dilation, shape.channels)
-    out = torch.nn.functional.conv2d(image, weight, None, *sizes)
-    gradient = torch.randn_like(out)
-    expected = dict(zip(Direction, (out, *torch.autograd.grad(out, (image, weight), gradient)), strict=True))
-    for direction in Direction:
-        got = reference(shape, direction, image.detach(), gradient, weight.detach())
-        torch.testing.assert_close(got, expected[direction].detach())
-
-
 def test_an_error_of_nan_is_no_small_one() -> None:
-    bench = ConvBench(SHAPE, Direction.FORWARD, LAST)
+    bench = ConvBench(FORWARD)
 
     def poison(first: int, second: int, third: int, out: int, *rest: int) -> None:
         ctypes.c_float.from_address(out).value = math.nan
 
-    assert math.isinf(bench.error(TunedKernel(((poison, 1),), 0, 4, 1)))
+    assert math.isinf(bench.error(TunedKernel(((poison, 1, 1),), 0)))
 
 
 # ------------------------------------------------------------------------------------------------------------- all keys
 
 SHAPES = [f"{batch}x8x9x9 k3x3 s1x1 p1x1 d1x1" for batch in (2, 4)]
-KEYS = [
-    KernelKey(direction, ConvShape.parse(shape), Layout.CHANNELS_LAST, 1, cpu_fingerprint())
-    for shape in SHAPES
-    for direction in Direction
-]
+KEYS = [key_of(shape, direction) for shape in SHAPES for direction in Direction]
 
 
-def weighed(counts: Mapping[KernelKey, int]) -> dict[KernelKey, float]:
-    """A stake that is the number of runs, so that order and shares are known."""
-    return {key: float(count) for key, count in counts.items()}
+def evenly(keys: Sequence[KernelKey]) -> dict[KernelKey, float]:
+    """As long a search for each, in this order."""
+    return dict.fromkeys(keys, 1.0)
+
+
+def measured(key: KernelKey, size: int, ms: float, **fields: Any) -> KernelRecord:
+    return KernelRecord.of(key, {"tile": size}, **{"ms": ms, "stock_ms": 3.0, "error": 1e-7, "tuned_at": 9e9, **fields})
 
 
 class Tuner:
@@ -333,17 +297,16 @@ class Tuner:
         self.asked.append(key)
         self.known.append(known)
         self.budgets.append(seconds)
-        found = [Tuned({"tile": size}, 1.0 + size, 3.0, 1e-7, final=size < 4) for size in range(5)]
-        for one in found:
-            on_progress(one, found[0])
+        found = [measured(key, size, 1.0 + size) for size in range(KEPT)]
+        on_progress(found[0])
         if len(self.asked) == self.stop_at:
-            raise TuningStopped(found[:1])
+            raise KeyboardInterrupt
         return [] if self.empty else found
 
 
 def test_everything_is_searched_and_the_best_are_kept(tmp_path):
     tuner, told = Tuner(), list[Progress]()
-    report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=tuner, weigher=weighed, on_progress=told.append)
+    report = search_all(evenly(KEYS), tmp_path / "k.jsonl", 600.0, tuner=tuner, on_progress=told.append)
     assert (report.tuned, report.skipped, report.left, report.stopped) == (6, 0, 0, False)
     assert tuner.asked == KEYS
     read = read_database(tmp_path / "k.jsonl")
@@ -359,8 +322,8 @@ def test_everything_is_searched_and_the_best_are_kept(tmp_path):
 
 def test_the_budget_goes_where_the_time_goes(tmp_path):
     tuner = Tuner()
-    counts = {key: 1 + 3 * place for place, key in enumerate(KEYS)}
-    report = search_all(counts, tmp_path / "k.jsonl", 600.0, tuner=tuner, weigher=weighed)
+    counts = {key: 1.0 + 3 * place for place, key in enumerate(KEYS)}
+    report = search_all(counts, tmp_path / "k.jsonl", 600.0, tuner=tuner)
     assert report.tuned == 6
     order = sorted(KEYS, key=lambda key: -counts[key])
     assert tuner.asked == order
@@ -376,7 +339,7 @@ def test_a_search_begins_with_what_comes_with_the_package(tmp_path, monkeypatch)
     ]
     monkeypatch.setattr("hybridpar.tvm_kernels.tune.packaged_records", lambda: shipped)
     tuner = Tuner()
-    assert search_all(KEYS[:1], tmp_path / "k.jsonl", 60.0, tuner=tuner, weigher=weighed).tuned == 1
+    assert search_all(evenly(KEYS[:1]), tmp_path / "k.jsonl", 60.0, tuner=tuner).tuned == 1
     assert tuner.known[0] == [{"tile": 6}, {"tile": 5}], "of this device first"
     written = read_database(tmp_path / "k.jsonl")
     assert all(record.device == cpu_fingerprint() for record in written.records), "their times are not taken over"
@@ -384,57 +347,48 @@ def test_a_search_begins_with_what_comes_with_the_package(tmp_path, monkeypatch)
 
 def test_what_was_found_before_is_skipped_and_shows_where_to_begin(tmp_path):
     file = tmp_path / "k.jsonl"
-    search_all(KEYS[:3], file, 600.0, tuner=Tuner(), weigher=weighed)
+    search_all(evenly(KEYS[:3]), file, 600.0, tuner=Tuner())
     tuner = Tuner()
-    report = search_all(KEYS, file, 600.0, tuner=tuner, weigher=weighed)
+    report = search_all(evenly(KEYS), file, 600.0, tuner=tuner)
     assert (report.tuned, report.skipped) == (3, 3)
     assert tuner.asked == KEYS[3:]
     assert all(known[0] == {"tile": 0} for known in tuner.known), "the same convolution of another batch is near"
     again = Tuner()
-    assert search_all(KEYS, file, 600.0, tuner=again, weigher=weighed, again=True).tuned == 6
+    assert search_all(evenly(KEYS), file, 600.0, tuner=again, again=True).tuned == 6
     assert len(again.asked) == 6
-
-
-def test_records_of_other_versions_are_searched_anew(tmp_path):
-    old = record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, versions={"tvm": "0.1"})
-    append_records(tmp_path / "k.jsonl", [old])
-    tuner = Tuner()
-    assert search_all(KEYS[:1], tmp_path / "k.jsonl", 600.0, tuner=tuner, weigher=weighed).tuned == 1
-    assert tuner.known[0][0] == {"tile": 2}
 
 
 def test_a_tune_that_is_stopped_goes_on_later(tmp_path):
     file = tmp_path / "k.jsonl"
-    report = search_all(KEYS, file, 600.0, tuner=Tuner(stop_at=3), weigher=weighed)
+    report = search_all(evenly(KEYS), file, 600.0, tuner=Tuner(stop_at=4))
     assert (report.stopped, report.tuned, report.left) == (True, 3, 3)
     assert set(read_database(file)) == set(KEYS[:3])
-    assert search_all(KEYS, file, 600.0, tuner=Tuner(), weigher=weighed).skipped == 3
+    assert search_all(evenly(KEYS), file, 600.0, tuner=Tuner()).skipped == 3
 
 
 def test_what_no_second_measurement_confirmed_is_not_recorded(tmp_path, caplog):
-    def unsteady(*given, **_):
-        first = Tuned({"tile": 1}, 1.0, 1.8, 1e-7, final=True, noise=0.9)
-        steady = Tuned({"tile": 2}, 2.0, 3.0, 1e-7, final=True, noise=0.1, stock_error=2e-7)
-        glance = Tuned({"tile": 3}, 0.1, 3.0, 1e-7)
-        return [first, glance] if given[0].direction is Direction.FORWARD else [first, steady, glance]
+    def unsteady(key, *_, **__):
+        first = measured(key, 1, 1.0, stock_ms=1.8, noise=0.9)
+        steady = measured(key, 2, 2.0, noise=0.1, stock_error=2e-7)
+        return [first] if key.direction is Direction.FORWARD else [first, steady]
 
-    report = search_all(KEYS[:2], tmp_path / "k.jsonl", 600.0, tuner=unsteady, weigher=weighed)
+    report = search_all(evenly(KEYS[:2]), tmp_path / "k.jsonl", 600.0, tuner=unsteady)
     assert (report.tuned, report.unsteady, report.empty, report.left) == (1, 1, 0, 0)
     (record,) = read_database(tmp_path / "k.jsonl").records
     assert (record.parameters, record.noise, record.stock_error) == ({"tile": 2}, 0.1, 2e-7)
     assert f"forward {SHAPES[0]}: measurements lay 90 % apart, so none is recorded" in caplog.text
-    again = search_all(KEYS[:2], tmp_path / "k.jsonl", 600.0, tuner=unsteady, weigher=weighed)
+    again = search_all(evenly(KEYS[:2]), tmp_path / "k.jsonl", 600.0, tuner=unsteady)
     assert again.skipped == 1, "what was not recorded is searched again"
 
 
 def test_no_kernel_is_no_error(tmp_path):
-    report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=Tuner(empty=True), weigher=weighed)
+    report = search_all(evenly(KEYS), tmp_path / "k.jsonl", 600.0, tuner=Tuner(empty=True))
     assert (report.tuned, report.empty) == (0, 6)
 
 
 def test_a_budget_for_nothing_is_refused(tmp_path):
     with pytest.raises(UsageError, match="too short to try one candidate"):
-        search_all(KEYS, tmp_path / "k.jsonl", 0.5, tuner=Tuner(), weigher=weighed)
+        search_all(evenly(KEYS), tmp_path / "k.jsonl", 0.5, tuner=Tuner())
     assert not list(tmp_path.iterdir())
 
 
@@ -454,12 +408,13 @@ def database() -> Database:
 
 
 def test_a_row_says_what_runs():
-    rows = {(row.shape, row.direction): row for row in rows_of(database())}
+    records = best_records(database())
+    rows = {(row["shape"], row["direction"]): row for row in map(row_of, records)}
     assert len(rows) == 3
-    assert rows[SHAPES[0], "forward"].ratio == 4.0
-    assert [rows[shape, "forward"].runs for shape in SHAPES] == ["tuned", "stock"]
-    assert not rows[SHAPES[0], "input_gradient"].current
-    assert summary_lines(list(rows.values()))[0] == "forward: 1 of 2 tuned, 2.00x torch as chosen (geometric mean)"
+    assert rows[SHAPES[0], "forward"]["ratio"] == 4.0
+    assert [rows[shape, "forward"]["runs"] for shape in SHAPES] == ["tuned", "stock"]
+    assert not rows[SHAPES[0], "input_gradient"]["current"]
+    assert summary_lines(records)[0] == "forward: 1 of 2 tuned, 2.00x torch as chosen (geometric mean)"
 
 
 def test_what_wins_in_its_own_layout_alone_flatters_nobody():
@@ -468,6 +423,6 @@ def test_what_wins_in_its_own_layout_alone_flatters_nobody():
     chosen = record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, layout_ms=3.0, **fields)
     left = record_of(SHAPES[1], Direction.FORWARD, Layout.CHANNELS_LAST, layout_ms=1.5, **fields)
     assert (chosen.wins, left.wins) == (True, False)
-    rows = rows_of(Database("", [chosen, left]))
-    assert [(row.ratio, row.runs) for row in rows] == [(0.5, "tuned"), (0.5, "stock")]
-    assert summary_lines(rows) == ["forward: 1 of 2 tuned, 0.71x torch as chosen (geometric mean)"]
+    records = best_records(Database("", [chosen, left]))
+    assert [(row["ratio"], row["runs"]) for row in map(row_of, records)] == [(0.5, "tuned"), (0.5, "stock")]
+    assert summary_lines(records) == ["forward: 1 of 2 tuned, 0.71x torch as chosen (geometric mean)"]

@@ -23,10 +23,9 @@ from hybridpar.run.data import configured_model, with_images_of_model
 from hybridpar.tvm_kernels.database import read_database, user_database
 from hybridpar.tvm_kernels.layers import step_keys
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
-from hybridpar.tvm_kernels.tune import Progress, SearchReport, search_all
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
+from hybridpar.tvm_kernels.table import best_records, summary_lines, table_of
+from hybridpar.tvm_kernels.tune import Progress, SearchReport, search_all, weigh
 
 #: The type of a convolution's tensors under each `--amp`.
 _DTYPES = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -51,11 +50,11 @@ def run_tune(config: TuneRequest, search: Callable[..., SearchReport] = search_a
                 text = f"{progress.key.shape.text} {progress.key.direction}{best}"
                 show(description=text, completed=progress.done, total=progress.total)
 
-            report = search(work, path, parse_seconds(config.budget), **options, on_progress=on_progress)
+            report = search(weigh(work), path, parse_seconds(config.budget), **options, on_progress=on_progress)
     except KernelsUnavailable as error:
         raise KernelError(
             f"no kernel can be built here: {error}",
-            "Tuning compiles kernels with TVM, and for a GPU with NVRTC, which torch for CUDA has, or nvcc.",
+            "Tuning compiles kernels with TVM, and for a GPU with NVRTC, which torch for CUDA has.",
             "Install apache-tvm of the version that hybridpar asks for; training works without.",
         ) from error
     if path.exists():
@@ -103,8 +102,8 @@ def _where(config: TuneRequest, threads: int) -> tuple[int, str, str]:
 
 def _show(path: Path, only: set[KernelKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
-    rows = rows_of(read_database(path), only)
+    records = best_records(read_database(path), only)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table_of(rows))
-    for line in summary_lines(rows):
+    console.print(table_of(records))
+    for line in summary_lines(records):
         console.print(line)

@@ -13,54 +13,125 @@ input or the output's gradient, second the weights (C, 1, KH, KW), third the bia
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hybridpar.codegen.tir_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import (
-    PREPARED,
-    ConvWriter,
-    Span,
-    axis,
-    by_input,
-    functions_of,
-    interior,
-)
+from hybridpar.tvm_kernels.schedules import FAR, geometry, out_of_bounds
+from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, CpuTile, Span, by_input
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+if TYPE_CHECKING:
+    from hybridpar.tvm_kernels.machine import Machine
 
 #: No pass that turns schedules into loops is needed.
 WRITTEN_OUT = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tile(CpuTile):
+    """The parameters; columns of outputs are held in registers, as rows are.
+
+    Attributes:
+        tile_rows: Rows of outputs held in registers.
+        columns_outer: 1 if all channels of a tile come before the next tile, as in some records, else 0.
+        unroll: 1 if rows of taps are written out where none crosses a border.
+        stream: 1 if results are written past the caches, as those above `FAR` are.
+    """
+
+    tile_rows: int
+    columns_outer: int
+    unroll: int
+    stream: int
+
+    def check(self, shape: ConvShape, direction: Direction) -> str | None:
+        """Why these parameters make no kernel."""
+        if {self.columns_outer, self.unroll, self.stream} - {0, 1}:
+            return "columns_outer, unroll and stream are 0 or 1"
+        if reason := super().check(shape, direction) or out_of_bounds(self, tile_rows=geometry.MOST_IN_TILE):
+            return reason
+        if self.stream and not _has_whole_lines(shape, self.lanes):
+            return "only whole cache lines are written past the caches"  # a part of one costs more than all of it
+        if self.strip % self.tile_rows:
+            return "a strip is not made of whole tiles"
+        if self.tile_rows > 1 and not self.unroll:
+            return "tiles of several rows are only there with unroll=1"
+        odd = self.tile_columns % shape.stride[1] or (self.unroll and self.tile_rows % shape.stride[0])
+        if direction is Direction.INPUT_GRADIENT and odd:
+            return "a tile is no multiple of the stride"
+        if self.written_out(shape, direction) > 4 * geometry.MOST_WRITTEN_OUT:
+            return "too much would be written out"
+        return None
+
+    def written_out(self, shape: ConvShape, direction: Direction) -> int:
+        """Multiply-adds of one tile that are not in a loop, in vectors of all lanes."""
+        skipped = shape.stride[0] * shape.stride[1] if direction is Direction.INPUT_GRADIENT else 1
+        rows = self.tile_rows * shape.kernel[0] if self.unroll else 1
+        return rows * self.tile_columns * shape.kernel[1] // skipped
+
+
+def _has_whole_lines(shape: ConvShape, lanes: int) -> bool:
+    return lanes % geometry.LINE == 0 and shape.channels % lanes == 0
+
+
+def default(_: ConvShape) -> dict[str, int]:
+    """What is good on many CPUs; the candidate that is most like it is taken."""
+    return {"lanes": 16, "tile_rows": 1, "tile_columns": 4, "strip": 4, "unroll": 1, "sweep": 1}
+
+
+def candidates(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Parameters that fit the registers of a CPU and give each thread enough to do."""
+    height, width = (geometry.axis(shape, direction, which).out for which in (0, 1))
+    # Of such a result most has left the caches before it is read again, however it was written.
+    large = 4 * shape.batch * shape.channels * height * width > FAR
+    tiles = itertools.product(geometry.lanes_to_try(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1))
+    for lanes, rows, columns, unroll in tiles:
+        vectors = -(-lanes // machine.lanes)
+        sums = rows * columns * vectors
+        # At least one register is for an input and one for a tap; too few sums wait for each other.
+        if sums + 2 * vectors > machine.registers or (sums < 4 and columns < width) or rows > height:
+            continue
+        tile = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns, "columns_outer": 0, "unroll": unroll}
+        tile |= {"stream": int(large and _has_whole_lines(shape, lanes))}
+        if Tile(**tile, strip=rows).written_out(shape, direction) > geometry.MOST_WRITTEN_OUT:
+            continue
+        for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
+            units = shape.batch * -(-height // strip)
+            if strip < height + rows and (units >= threads or strip == rows):
+                yield from (tile | {"strip": strip} | sweep for sweep in geometry.sweeps_to_try(shape, height, strip))
+
+
 def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
     """The functions of one kernel: `prepare` turns the weights, `rows` computes strips."""
-    kernel = Gather(w, ConvShape.parse(shape), Direction(direction), parameters)
-    return functions_of(w, {"prepare": kernel.prepare, "rows": kernel.rows})
+    kernel = Gather(w, ConvShape.parse(shape), Direction(direction), Tile(**parameters))
+    return geometry.functions_of(w, {"prepare": kernel.prepare, "rows": kernel.rows})
 
 
 def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """How far the ranges of the functions go, in the order in which these run, and the floats of scratch memory."""
-    units = shape.batch * -(-axis(shape, direction, 0).out // parameters["strip"])
-    ranges = {"prepare": -(-shape.channels // PREPARED), "rows": units}
+    units = shape.batch * -(-geometry.axis(shape, direction, 0).out // parameters["strip"])
+    ranges = {"prepare": -(-shape.channels // geometry.PREPARED), "rows": units}
     return ranges, (shape.kernel[0] * shape.kernel[1] + 1) * shape.channels
 
 
 class Gather(ConvWriter):
     """Writes one kernel."""
 
-    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
-        super().__init__(w, shape, direction, parameters)
-        self.tile_rows = parameters["tile_rows"]
-        self.stream, self.columns_outer = parameters["stream"], parameters["columns_outer"]
-        self.inner = interior(self.vertical, self.tile_rows) if parameters["unroll"] else None
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, tile: Tile) -> None:
+        super().__init__(w, shape, direction, tile)
+        self.tile_rows = tile.tile_rows
+        self.stream, self.columns_outer = tile.stream, tile.columns_outer
+        self.inner = geometry.interior(self.vertical, self.tile_rows) if tile.unroll else None
 
     def prepare(self, second: Any, third: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Write the transpose of the weights, from (C, K) to (K, C), and the bias behind it into scratch memory."""
         w, t, channels = self.w, self.t, self.shape.channels
         weights, turned, bias = self._views(second, scratch, third)
         with t.serial(begin, end) as block:
-            first = w.keep(block * PREPARED)
-            with t.serial(first, t.min(first + PREPARED, t.int64(channels))) as channel:
+            first = w.keep(block * geometry.PREPARED)
+            with t.serial(first, t.min(first + geometry.PREPARED, t.int64(channels))) as channel:
                 with t.serial(t.int64(0), t.int64(self.taps)) as tap:
                     w.store(turned, tap * channels + channel, weights[channel * self.taps + tap])
                 if self.bias:

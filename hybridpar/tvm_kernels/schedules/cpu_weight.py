@@ -14,22 +14,88 @@ input, second the output's gradient, third is not used, out is the gradient (C, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hybridpar.codegen.tir_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, Span, by_input, functions_of, pieces, share
+from hybridpar.tvm_kernels.schedules import geometry, out_of_bounds
+from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, CpuTile, Span, by_input
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+if TYPE_CHECKING:
+    from hybridpar.tvm_kernels.machine import Machine
 
 #: No pass that turns schedules into loops is needed.
 WRITTEN_OUT = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tile(CpuTile):
+    """The parameters; columns of the gradient pass by some at a time.
+
+    Attributes:
+        tap_rows: Rows of taps whose sums are held in registers.
+        tap_columns: Columns of them.
+        parts: Units of work by images and strips.
+        groups: Units of work by channels.
+    """
+
+    tap_rows: int
+    tap_columns: int
+    parts: int
+    groups: int
+
+    def check(self, shape: ConvShape, direction: Direction) -> str | None:
+        """Why these parameters make no kernel."""
+        if reason := super().check(shape, direction):
+            return reason
+        bounds = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1]}
+        bounds |= {"parts": shape.batch * -(-shape.out_height // self.strip)}
+        bounds |= {"groups": -(-shape.channels // self.lanes)}
+        if reason := out_of_bounds(self, **bounds):
+            return reason
+        written_out = self.tap_rows * shape.kernel[1] * self.tile_columns
+        return "too much would be written out" if written_out > 4 * geometry.MOST_WRITTEN_OUT else None
+
+
+def default(shape: ConvShape) -> dict[str, int]:
+    """What is good on many CPUs; the candidate that is most like it is taken."""
+    return {"lanes": 16, "tap_rows": shape.kernel[0], "tile_columns": 4, "strip": 4, "sweep": 1}
+
+
+def candidates(shape: ConvShape, _: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Parameters that fit the registers of a CPU and give each thread enough to do."""
+    tall, wide = shape.kernel
+    most = machine.registers - 2
+    for lanes in geometry.lanes_to_try(shape, machine):
+        vectors = -(-lanes // machine.lanes)
+        tap_columns = min(wide, most // vectors)  # all of a row, where they fit into registers
+        blocks = -(-shape.channels // lanes)
+        for tap_rows, columns in itertools.product(range(1, min(tall, 4) + 1), range(1, min(shape.out_width, 14) + 1)):
+            if tap_rows * tap_columns * vectors > most or tap_rows * columns * tap_columns > geometry.MOST_WRITTEN_OUT:
+                continue
+            tile = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns, "tile_columns": columns}
+            for strip in sorted({rows for rows in (1, 2, 4, 8, 16) if rows < shape.out_height} | {shape.out_height}):
+                for parts, groups in _units(threads, shape.batch * -(-shape.out_height // strip), blocks):
+                    cut = {"strip": strip, "parts": parts, "groups": groups}
+                    yield from (tile | cut | sweep for sweep in geometry.sweeps_to_try(shape, shape.out_height, strip))
+
+
+def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
+    """Ways to cut the work for some threads, into at most so many parts and groups; in one where that cannot be."""
+    if threads == 1:
+        return [(1, 1)]
+    ways = [(threads, 1), (2 * threads, 1), (1, threads)]
+    return [way for way in ways if way[0] <= parts and way[1] <= groups] or [(min(threads, parts), 1)]
+
+
 def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
     """The functions of one kernel: `rows` makes the sums of parts, `merge` adds them up."""
     assert Direction(direction) is Direction.WEIGHT_GRADIENT
-    kernel = Weight(w, ConvShape.parse(shape), parameters)
-    return functions_of(w, {"rows": kernel.rows, "merge": kernel.merge})
+    kernel = Weight(w, ConvShape.parse(shape), Tile(**parameters))
+    return geometry.functions_of(w, {"rows": kernel.rows, "merge": kernel.merge})
 
 
 def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> tuple[dict[str, int], int]:
@@ -43,10 +109,10 @@ def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) 
 class Weight(ConvWriter):
     """Writes one kernel."""
 
-    def __init__(self, w: Writer, shape: ConvShape, parameters: Mapping[str, int]) -> None:
-        super().__init__(w, shape, Direction.WEIGHT_GRADIENT, parameters)
-        self.tap_rows, self.tap_columns = parameters["tap_rows"], parameters["tap_columns"]
-        self.parts, self.groups = parameters["parts"], parameters["groups"]
+    def __init__(self, w: Writer, shape: ConvShape, tile: Tile) -> None:
+        super().__init__(w, shape, Direction.WEIGHT_GRADIENT, tile)
+        self.tap_rows, self.tap_columns = tile.tap_rows, tile.tap_columns
+        self.parts, self.groups = tile.parts, tile.groups
         self.blocks = -(-shape.channels // self.lanes)
         self.pitch = self.blocks * self.lanes
 
@@ -60,11 +126,11 @@ class Weight(ConvWriter):
             part = w.keep(t.floordiv(item, t.int64(self.groups)))
             group = w.keep(item - part * self.groups)
             own = w.keep(part * (self.taps * self.pitch))
-            low, high = share(w, group, self.blocks, self.groups)
+            low, high = geometry.share(w, group, self.blocks, self.groups)
             with t.serial(t.int64(0), t.int64(self.taps)) as tap:
                 with t.serial(low, high) as block:
                     w.store(self.sums, self._at(own + tap * self.pitch + block * self.lanes), self._all(t.float32(0)))
-            from_strip, to_strip = share(w, part, total, self.parts)
+            from_strip, to_strip = geometry.share(w, part, total, self.parts)
             with t.serial(from_strip, to_strip) as index:
                 image = w.keep(t.floordiv(index, t.int64(strips)))
                 top = w.keep((index - image * strips) * self.strip)
@@ -101,7 +167,7 @@ class Weight(ConvWriter):
         channel = self._channel(block)
         for start in range(0, wide, self.tap_columns):
             columns = range(start, min(start + self.tap_columns, wide))
-            for tap, count in pieces(self.w, tall, self.tap_rows):
+            for tap, count in geometry.pieces(self.w, tall, self.tap_rows):
                 self._taps(image, top, bottom, channel, own + block * self.lanes, tap, count, columns)
 
     def _taps(

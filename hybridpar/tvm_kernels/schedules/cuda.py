@@ -8,21 +8,22 @@ threads have neighbouring columns and read other **banks** of shared memory, tho
 In channels_last neighbouring threads have neighbouring channels.
 
 Forward and input gradient gather: each result is a sum of input elements, each times a tap. The weight gradient sums up
-tiles of all images in `parts` blocks side by side, then what threads have, then what blocks have. Sums are in float32
+tiles of all images in `split_k` blocks side by side, then what threads have, then what blocks have. Sums are in float32
 and always in the same order, so results are the same bit for bit from run to run.
 
 Kernels take pointers alone. Forward: input, weights, bias, result; input gradient: gradient, weights, result. Of the
-weight gradient `ROWS` takes input, gradient, and float32 for the sums (parts, channels, taps); `MERGE` the result and
+weight gradient `MAIN` takes input, gradient, and float32 for the sums (parts, channels, taps); `MERGE` the result and
 those sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hybridpar.tvm_kernels.schedules import misnamed, outside
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 #: Bytes of one element, and its type in memory: half precision is integers until a thread computes with it.
@@ -30,7 +31,7 @@ ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 STORED = {"float32": "float32", "bfloat16": "uint16", "float16": "uint16"}
 
 #: Names of the kernels, as TVM numbers them; and threads of a block of the second one: side by side, and for each sum.
-ROWS, MERGE = "conv_kernel", "conv_kernel_1"
+MAIN, MERGE = "conv_kernel", "conv_kernel_1"
 MERGE_THREADS, MERGE_SHARERS = 32, 8
 
 WARP = 32
@@ -43,6 +44,8 @@ _IN_FLIGHT = 8
 #: Registers for addresses and indices.
 _OVERHEAD = 24
 _MOST_GRID = 65535
+#: Elements of a tensor: what indices of 32 bits reach.
+_MOST_ELEMENTS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,10 @@ class Tile:
         virtual: Virtual threads of a thread, along columns.
         columns: Results of a virtual thread side by side.
         rows: As many, one below the other.
-        skew: 1 if rows in shared memory begin an odd number of columns apart, so that they begin in other banks.
-        hold: 1 if all taps are held in registers, 0 for one row of taps at a time; not of the weight gradient.
+        pad: 1 if rows in shared memory begin an odd number of columns apart, so that they begin in other banks.
+        hold_taps: 1 if all taps are held in registers, 0 for one row of taps at a time; not of the weight gradient.
         tap_rows: Rows of taps whose sums a thread has; of the weight gradient alone.
-        parts: Blocks that share out the tiles of all images; of the weight gradient alone.
+        split_k: Blocks that share out the tiles of all images; of the weight gradient alone.
         phases: 0 if phases are mixed in shared memory, to see what it is worth that they are not.
     """
 
@@ -71,10 +74,10 @@ class Tile:
     virtual: int
     columns: int
     rows: int
-    skew: int
-    hold: int = 1
+    pad: int
+    hold_taps: int = 1
     tap_rows: int = 1
-    parts: int = 1
+    split_k: int = 1
     phases: int = 1
 
     @property
@@ -90,17 +93,27 @@ class Tile:
             return "vectors are of channels, which are no neighbours in contiguous"
         if any(size < 1 or size & (size - 1) for size in (self.threads_c, self.threads_x, self.threads_y)):
             return "threads_c, threads_x and threads_y are powers of two"
-        most = {"virtual": 8, "columns": 32, "rows": 32, "tap_rows": shape.kernel[0], "parts": 4096}
+        most = {"virtual": 8, "columns": 32, "rows": 32, "tap_rows": shape.kernel[0], "split_k": 4096}
         for name, bound in most.items():
             if not 1 <= getattr(self, name) <= bound:
                 return f"{name}={getattr(self, name)} is not between 1 and {bound}"
         if not WARP <= self.threads <= 1024:
             return f"{self.threads} threads are not between {WARP} and 1024"
-        if {self.skew, self.hold, self.phases} - {0, 1}:
-            return "skew, hold and phases are 0 or 1"
+        if {self.pad, self.hold_taps, self.phases} - {0, 1}:
+            return "pad, hold_taps and phases are 0 or 1"
         if direction is Direction.INPUT_GRADIENT and (self.rows % shape.stride[0] or self.columns % shape.stride[1]):
             return "a thread's results are no multiple of the stride"
         return None
+
+
+def why_none(shape: ConvShape, direction: Direction, dtype: str) -> str:
+    """Why there are no kernels for a convolution; empty where there are some."""
+    if dtype not in ITEM:
+        return f"there are no kernels for {dtype}"
+    pixels = max(shape.height * shape.width, shape.out_height * shape.out_width)
+    if shape.batch * shape.channels * pixels >= _MOST_ELEMENTS:
+        return "the images are too large for indices of 32 bits"
+    return outside(shape, direction)
 
 
 def default(shape: ConvShape, direction: Direction, layout: Layout) -> dict[str, int]:
@@ -115,18 +128,16 @@ def default(shape: ConvShape, direction: Direction, layout: Layout) -> dict[str,
         (False, True): (1, 8, 8, 4, 1, 1, 7),
     }[last, is_sum]
     names = ("vector", "threads_c", "threads_x", "threads_y", "virtual", "columns", "rows")
-    further = {"tap_rows": shape.kernel[0], "parts": 64} if is_sum else {"hold": 1}
-    return {**dict(zip(names, numbers, strict=True)), "skew": 0, **further}
+    further = {"tap_rows": shape.kernel[0], "split_k": 64} if is_sum else {"hold_taps": 1}
+    return {**dict(zip(names, numbers, strict=True)), "pad": 0, **further}
 
 
 def reject(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, parameters: Mapping[str, int]
 ) -> str | None:
     """Why parameters make no kernel; nothing else may be compiled."""
-    names = {field.name for field in fields(Tile)}
-    needed = names - {"hold", "tap_rows", "parts", "phases"}
-    if not needed <= set(parameters) <= names or not all(type(value) is int for value in parameters.values()):
-        return f"the parameters are {', '.join(field.name for field in fields(Tile))}, all whole numbers"
+    if reason := misnamed(Tile, parameters):
+        return reason
     tile = Tile(**parameters)
     return tile.check(shape, direction, layout) or Tiling(shape, direction, layout, dtype, tile).check()
 
@@ -142,7 +153,7 @@ class Tiling:
     def __init__(self, shape: ConvShape, direction: Direction, layout: Layout, dtype: str, tile: Tile) -> None:
         self.shape, self.direction, self.dtype, self.tile = shape, direction, dtype, tile
         #: Whether neighbours in memory are channels.
-        self.last = layout is Layout.CHANNELS_LAST
+        self.channels_last = layout is Layout.CHANNELS_LAST
         self.is_sum = direction is Direction.WEIGHT_GRADIENT
         self.transposed = direction is Direction.INPUT_GRADIENT
         image, result = (shape.height, shape.width), (shape.out_height, shape.out_width)
@@ -158,27 +169,28 @@ class Tiling:
         self.phases = 1 if self.transposed or not tile.phases else shape.stride[1]
         rows, columns = (taps - 1 if self.transposed else 0 for taps in shape.kernel)
         #: The first element of the first tile; negative in the padding.
-        self.first = self.joined(0, 0, rows), self.joined(1, 0, columns)
+        self.first = self.input_index(0, 0, rows), self.input_index(1, 0, columns)
 
-    def joined(self, axis: int, out: Any, tap: Any) -> Any:
+    def input_index(self, axis: int, out: Any, tap: Any) -> Any:
         """The element that a tap joins with a result, rounded down between two of them."""
         stride, padding, dilation = self.shape.stride[axis], self.shape.padding[axis], self.shape.dilation[axis]
         if self.transposed:
             return (out + padding - tap * dilation) // stride
         return out * stride + tap * dilation - padding
 
-    def reach(self, rows: int, columns: int, tap_rows: int) -> tuple[int, int]:
+    def extent(self, rows: int, columns: int, tap_rows: int) -> tuple[int, int]:
         """Elements that results and taps reach; columns are whole sets of phases."""
         tall, wide = (0, 0) if self.transposed else (tap_rows - 1, self.shape.kernel[1] - 1)
-        down, across = self.joined(0, rows - 1, tall) - self.first[0], self.joined(1, columns - 1, wide) - self.first[1]
+        down = self.input_index(0, rows - 1, tall) - self.first[0]
+        across = self.input_index(1, columns - 1, wide) - self.first[1]
         return down + 1, _up(across + 1, self.phases)
 
     @cached_property
     def shared(self) -> tuple[int, int]:
         """Rows and columns of a tile in shared memory, the unused column of skewed rows included."""
         taps = self.tile.tap_rows if self.is_sum else self.shape.kernel[0]
-        rows, columns = self.reach(*self.block, taps)
-        return rows, columns | 1 if self.tile.skew else columns
+        rows, columns = self.extent(*self.block, taps)
+        return rows, columns | 1 if self.tile.pad else columns
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -194,14 +206,14 @@ class Tiling:
     @property
     def scratch_bytes(self) -> int:
         """Global memory that a call needs: sums of each part."""
-        return 4 * self.tile.parts * self.channels * self.tap_rows * self.shape.kernel[1] if self.is_sum else 0
+        return 4 * self.tile.split_k * self.channels * self.tap_rows * self.shape.kernel[1] if self.is_sum else 0
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Blocks of threads."""
         groups = self.channels // (self.tile.threads_c * self.tile.vector)
         if self.is_sum:
-            return groups, self.tile.parts, self.tap_rows // self.tile.tap_rows
+            return groups, self.tile.split_k, self.tap_rows // self.tile.tap_rows
         return self.blocks[0] * self.blocks[1], groups, self.shape.batch
 
     @property
@@ -209,8 +221,8 @@ class Tiling:
         """Kernels in the order in which they run, each with how many pointers it takes, its blocks and threads."""
         tile = self.tile
         pixels = tile.threads_x * tile.threads_y
-        threads = (tile.threads_c, pixels, 1) if self.last else (pixels, tile.threads_c, 1)
-        found = [(ROWS, 4 if self.direction is Direction.FORWARD else 3, self.grid, threads)]
+        threads = (tile.threads_c, pixels, 1) if self.channels_last else (pixels, tile.threads_c, 1)
+        found = [(MAIN, 4 if self.direction is Direction.FORWARD else 3, self.grid, threads)]
         if self.is_sum:
             blocks = -(-self.channels * self.tap_rows * self.shape.kernel[1] // MERGE_THREADS)
             found.append((MERGE, 2, (blocks, 1, 1), (MERGE_THREADS, MERGE_SHARERS, 1)))
@@ -220,10 +232,10 @@ class Tiling:
     def registers(self) -> int:
         """An estimate of what a thread needs."""
         tile, (tall, wide) = self.tile, self.shape.kernel
-        row = self.reach(1, tile.columns, 1)[1]
+        row = self.extent(1, tile.columns, 1)[1]
         if self.is_sum:
             return (tile.tap_rows * wide + tile.columns + min(row, 4)) * tile.vector + _OVERHEAD
-        taps = tall * wide if tile.hold else wide
+        taps = tall * wide if tile.hold_taps else wide
         return (tile.virtual * (tile.rows * tile.columns + min(row, 8)) + taps) * tile.vector + _OVERHEAD
 
     @property
@@ -260,7 +272,7 @@ class _Writer:
 
     def __init__(self, tvm: Any, tiling: Tiling) -> None:
         self.te, self.tir, self.schedule = tvm.te, tvm.tirx, tvm.s_tir.Schedule
-        self.of, self.tile, self.shape = tiling, tiling.tile, tiling.shape
+        self.tiling, self.tile, self.shape = tiling, tiling.tile, tiling.shape
         #: Results of all blocks, of which the last few may not exist.
         self.padded = tiling.blocks[0] * tiling.block[0], tiling.blocks[1] * tiling.block[1]
 
@@ -268,29 +280,29 @@ class _Writer:
 
     def _axes(self, n: Any, c: Any, y: Any, x: Any) -> tuple[Any, ...]:
         """Indices in the order of memory."""
-        return (n, y, x, c) if self.of.last else (n, c, y, x)
+        return (n, y, x, c) if self.tiling.channels_last else (n, c, y, x)
 
     def _named(self, *axes: Any) -> tuple[Any, ...]:
         """Indices in the order of memory as image, channel, row and column."""
-        return (axes[0], axes[3], axes[1], axes[2]) if self.of.last else axes
+        return (axes[0], axes[3], axes[1], axes[2]) if self.tiling.channels_last else axes
 
     def _wide(self, value: Any) -> Any:
         """A value of memory as float32."""
-        dtype = self.of.dtype
+        dtype = self.tiling.dtype
         return value if dtype == "float32" else self.tir.call_extern("float32", f"hp_from_{dtype}", value)
 
     def _narrow(self, value: Any) -> Any:
         """A float32 as memory has it."""
-        dtype = self.of.dtype
+        dtype = self.tiling.dtype
         return value if dtype == "float32" else self.tir.call_extern("uint16", f"hp_to_{dtype}", value)
 
     def _placeholder(self, name: str, sizes: tuple[int, ...]) -> Any:
-        return self.te.placeholder(sizes, STORED[self.of.dtype], name=name)
+        return self.te.placeholder(sizes, STORED[self.tiling.dtype], name=name)
 
     def _padded(self, image: Any, name: str, sizes: tuple[int, int, int], start: Callable[[Any], Any]) -> Any:
         """Tiles of images, each from a start on, with zeros around images and for those that do not exist."""
         batch, channels, height, width = self._named(*image.shape)
-        vector, zero = self.tile.vector, self.tir.const(0, STORED[self.of.dtype])
+        vector, zero = self.tile.vector, self.tir.const(0, STORED[self.tiling.dtype])
 
         def value(*axes: Any) -> Any:
             number, c, row, column = self._named(*axes)
@@ -300,18 +312,18 @@ class _Writer:
             exists = self.te.all(n < batch, c // vector < channels // vector, y >= 0, y < height, x >= 0, x < width)
             return self.te.if_then_else(exists, image[self._axes(n, c, y, x)], zero)
 
-        return self.te.compute(self._axes(sizes[0], self.of.channels, *sizes[1:]), value, name=name)
+        return self.te.compute(self._axes(sizes[0], self.tiling.channels, *sizes[1:]), value, name=name)
 
     def gather(self) -> Any:
         """Forward or input gradient."""
-        te, of, shape = self.te, self.of, self.shape
-        image = self._placeholder("operand_0", self._axes(shape.batch, shape.channels, *of.size))
+        te, tiling, shape = self.te, self.tiling, self.shape
+        image = self._placeholder("operand_0", self._axes(shape.batch, shape.channels, *tiling.size))
         weights = self._placeholder("operand_1", (shape.channels, *shape.kernel))
         bias = self._placeholder("operand_2", (shape.channels,))
-        sizes = shape.batch, *of.reach(*self.padded, shape.kernel[0])
-        tile = self._padded(image, "tile", sizes, lambda n: (n, *of.first))
+        sizes = shape.batch, *tiling.extent(*self.padded, shape.kernel[0])
+        tile = self._padded(image, "tile", sizes, lambda n: (n, *tiling.first))
         taps = te.compute(
-            (of.channels, *shape.kernel),
+            (tiling.channels, *shape.kernel),
             lambda c, r, s: te.if_then_else(c < shape.channels, self._wide(weights[c, r, s]), 0.0),
             name="taps",
         )
@@ -319,25 +331,25 @@ class _Writer:
 
         def total(*axes: Any) -> Any:
             n, c, y, x = self._named(*axes)
-            row, column = of.joined(0, y, r) - of.first[0], of.joined(1, x, s) - of.first[1]
+            row, column = tiling.input_index(0, y, r) - tiling.first[0], tiling.input_index(1, x, s) - tiling.first[1]
             product = self._wide(tile[self._axes(n, c, row, column)]) * taps[c, r, s]
-            if of.transposed:
+            if tiling.transposed:
                 product = te.if_then_else(te.all(self._meets(0, y, r), self._meets(1, x, s)), product, 0.0)
             return te.sum(product, axis=[r, s])
 
         def result(*axes: Any) -> Any:
             c = self._named(*axes)[1]
-            if of.transposed:
+            if tiling.transposed:
                 return self._narrow(sums[axes])
             start = self.tir.call_intrin("handle", "tirx.address_of", bias[0])  # null where there is no bias
-            stored = self.tir.call_extern(STORED[of.dtype], "hp_or_zero", start, c)
+            stored = self.tir.call_extern(STORED[tiling.dtype], "hp_or_zero", start, c)
             return self._narrow(sums[axes] + te.if_then_else(c < shape.channels, self._wide(stored), 0.0))
 
-        sums = te.compute(self._axes(shape.batch, of.channels, *self.padded), total, name="sums")
+        sums = te.compute(self._axes(shape.batch, tiling.channels, *self.padded), total, name="sums")
         rounded = te.compute(sums.shape, result, name="rounded")
-        whole = self._axes(shape.batch, shape.channels, *of.out)
+        whole = self._axes(shape.batch, shape.channels, *tiling.out)
         out = te.compute(whole, lambda *axes: rounded[axes], name="result")
-        operands = [image, weights] if of.transposed else [image, weights, bias]
+        operands = [image, weights] if tiling.transposed else [image, weights, bias]
         return self._schedule_gather(self.schedule(te.create_prim_func([*operands, out])))
 
     def _meets(self, axis: int, out: Any, tap: Any) -> Any:
@@ -347,32 +359,33 @@ class _Writer:
 
     def weight_gradient(self) -> Any:
         """The weight gradient, in two kernels."""
-        te, of, shape, tile = self.te, self.of, self.shape, self.tile
-        image = self._placeholder("operand_0", self._axes(shape.batch, shape.channels, *of.size))
-        gradient = self._placeholder("operand_1", self._axes(shape.batch, shape.channels, *of.out))
-        down, across = of.blocks
-        tiles = _up(shape.batch * down * across, tile.parts)
+        te, tiling, shape, tile = self.te, self.tiling, self.shape, self.tile
+        image = self._placeholder("operand_0", self._axes(shape.batch, shape.channels, *tiling.size))
+        gradient = self._placeholder("operand_1", self._axes(shape.batch, shape.channels, *tiling.out))
+        down, across = tiling.blocks
+        tiles = _up(shape.batch * down * across, tile.split_k)
 
         def start(number: Any, steps: tuple[int, int], first: tuple[int, int] = (0, 0)) -> tuple[Any, Any, Any]:
             y, x = number // across % down, number % across
             return number // (down * across), y * steps[0] + first[0], x * steps[1] + first[1]
 
-        reach = of.reach(*of.block, of.tap_rows)
-        steps = of.block[0] * shape.stride[0], of.block[1] * shape.stride[1]
-        images = self._padded(image, "tile", (tiles, *reach), lambda number: start(number, steps, of.first))
-        gradients = self._padded(gradient, "gradients", (tiles, *of.block), lambda number: start(number, of.block))
-        number, h, w = (te.reduce_axis((0, size), name) for name, size in zip("nhw", (tiles, *of.block), strict=True))
+        reach = tiling.extent(*tiling.block, tiling.tap_rows)
+        steps = tiling.block[0] * shape.stride[0], tiling.block[1] * shape.stride[1]
+        images = self._padded(image, "tile", (tiles, *reach), lambda number: start(number, steps, tiling.first))
+        block = tiling.block
+        gradients = self._padded(gradient, "gradients", (tiles, *block), lambda number: start(number, block))
+        number, h, w = (te.reduce_axis((0, size), name) for name, size in zip("nhw", (tiles, *block), strict=True))
 
         def total(c: Any, r: Any, s: Any) -> Any:
-            row, column = of.joined(0, h, r) - of.first[0], of.joined(1, w, s) - of.first[1]
+            row, column = tiling.input_index(0, h, r) - tiling.first[0], tiling.input_index(1, w, s) - tiling.first[1]
             product = self._wide(images[self._axes(number, c, row, column)])
             product = product * self._wide(gradients[self._axes(number, c, h, w)])
             # Where there is no gradient the input must not count even if it is infinite.
-            n, y, x = start(number, of.block)
-            exists = te.all(n < shape.batch, y + h < of.out[0], x + w < of.out[1])
+            n, y, x = start(number, tiling.block)
+            exists = te.all(n < shape.batch, y + h < tiling.out[0], x + w < tiling.out[1])
             return te.sum(te.if_then_else(exists, product, 0.0), axis=[number, h, w])
 
-        sums = te.compute((of.channels, of.tap_rows, shape.kernel[1]), total, name="sums")
+        sums = te.compute((tiling.channels, tiling.tap_rows, shape.kernel[1]), total, name="sums")
         out = te.compute((shape.channels, *shape.kernel), lambda *axes: self._narrow(sums[axes]), name="result")
         sch = self.schedule(te.create_prim_func([image, gradient, out]))
         self._schedule_sums(sch)
@@ -382,40 +395,40 @@ class _Writer:
     # -------------------------------------------------------------------------------------------------- how it is done
 
     def _schedule_gather(self, sch: Any) -> Any:
-        of, tile = self.of, self.tile
+        tiling, tile = self.tiling, self.tile
         image, taps, sums, rounded, out = map(sch.get_sblock, ("tile", "taps", "sums", "rounded", "result"))
         *axes, r, s = sch.get_loops(sums)
         n, c, h, w = self._named(*axes)
         c_block, c_thread, lane = sch.split(c, [None, tile.threads_c, tile.vector])
         h_block, h_thread, row = sch.split(h, [None, tile.threads_y, tile.rows])
         w_block, virtual, w_thread, column = sch.split(w, [None, tile.virtual, tile.threads_x, tile.columns])
-        threads = (h_thread, w_thread, c_thread) if of.last else (c_thread, h_thread, w_thread)
+        threads = (h_thread, w_thread, c_thread) if tiling.channels_last else (c_thread, h_thread, w_thread)
         sch.reorder(n, c_block, h_block, w_block, virtual, *threads, r, row, s, column, lane)
         block, pixel = sch.fuse(h_block, w_block), sch.fuse(h_thread, w_thread)
         for axis, loop in zip("xyz", (block, c_block, n), strict=True):
             sch.bind(loop, f"blockIdx.{axis}")
         sch.bind(virtual, "vthread.x")
         self._bind_threads(sch, c_thread, pixel)
-        thread = c_thread if of.last else pixel
+        thread = c_thread if tiling.channels_last else pixel
         self._load_tile(sch, image, block)
         sch.set_scope(taps, 0, "shared")
         sch.transform_layout(taps, ("write", 0), lambda c, r, s: (r, s, c))
         sch.compute_at(taps, block, preserve_unit_loops=True)
         self._share_out(sch, taps, block, vector=1)
         held, read = sch.cache_read(sums, 1, "local"), sch.cache_read(sums, 0, "local")
-        sch.compute_at(held, thread if tile.hold else r, preserve_unit_loops=True)
+        sch.compute_at(held, thread if tile.hold_taps else r, preserve_unit_loops=True)
         sch.compute_at(read, row, preserve_unit_loops=True)
         for local in (sums, rounded):
             sch.set_scope(local, 0, "local")
         for later in (rounded, out):
             sch.reverse_compute_at(later, thread, preserve_unit_loops=True)
         start = sch.decompose_reduction(sums, r)
-        for local, at in ((start, thread), (held, thread if tile.hold else r), (read, row), (rounded, thread)):
+        for local, at in ((start, thread), (held, thread if tile.hold_taps else r), (read, row), (rounded, thread)):
             self._write_out(sch, local, at, vector=local in (held, read))
         self._write_out(sch, out, thread, vector=True)
         for loop in (r, row, s, column, lane):
             sch.unroll(loop)
-        if of.transposed and max(self.shape.stride) > 1:  # TVM leaves out the taps that meet nothing
+        if tiling.transposed and max(self.shape.stride) > 1:  # TVM leaves out the taps that meet nothing
             sch.annotate(r, "pragma_unroll_explicit", 1)
         return sch.mod["main"]
 
@@ -427,7 +440,7 @@ class _Writer:
         r_block, r = sch.split(r, [None, tile.tap_rows])
         h_thread, row = sch.split(h, [tile.threads_y, tile.rows])
         virtual, w_thread, column = sch.split(w, [tile.virtual, tile.threads_x, tile.columns])
-        step, part = sch.split(number, [None, tile.parts])
+        step, part = sch.split(number, [None, tile.split_k])
         block, thread = (part, c_block, r_block), (c_thread, h_thread, w_thread)
         sch.reorder(*block, *thread, step, virtual, row, r, s, column, lane)
         sch.fuse(h_thread, w_thread)
@@ -478,31 +491,31 @@ class _Writer:
 
     def _bind_threads(self, sch: Any, channel: Any, pixel: Any) -> None:
         """Neighbouring threads have what lies side by side in memory."""
-        for axis, loop in zip("xy", (channel, pixel) if self.of.last else (pixel, channel), strict=True):
+        for axis, loop in zip("xy", (channel, pixel) if self.tiling.channels_last else (pixel, channel), strict=True):
             sch.bind(loop, f"threadIdx.{axis}")
 
     def _load_tile(self, sch: Any, image: Any, at: Any) -> None:
         """First level: the input of a block's tile in shared memory."""
-        of, tile = self.of, self.tile
+        tiling, tile = self.tiling, self.tile
         sch.set_scope(image, 0, "shared")
-        if of.phases > 1:
+        if tiling.phases > 1:
 
             def apart(*axes: Any) -> list[Any]:
                 n, c, y, x = self._named(*axes)
-                columns = [x % of.phases, x // of.phases]
-                return [n, y, *columns, c] if of.last else [n, c, y, *columns]
+                columns = [x % tiling.phases, x // tiling.phases]
+                return [n, y, *columns, c] if tiling.channels_last else [n, c, y, *columns]
 
             sch.transform_layout(image, ("write", 0), apart)
-        if tile.skew:
-            channels = tile.threads_c * tile.vector if of.last else 1
-            sch.storage_align(image, 0, 1 if of.last else 2, 2 * channels, channels)
+        if tile.pad:
+            channels = tile.threads_c * tile.vector if tiling.channels_last else 1
+            sch.storage_align(image, 0, 1 if tiling.channels_last else 2, 2 * channels, channels)
         sch.compute_at(image, at, preserve_unit_loops=True)
         self._share_out(sch, image, at, tile.vector)
 
     def _share_out(self, sch: Any, block: Any, at: Any, vector: int) -> None:
         """Have all threads load, neighbours what lies side by side in memory, each several values at a time."""
-        *loops, last = self._within(sch, block, at)
-        units, lane = sch.split(last, [None, vector])
+        *loops, innermost = self._within(sch, block, at)
+        units, lane = sch.split(innermost, [None, vector])
         step = self._share_out_item(sch, sch.fuse(*loops, units))
         if vector > 1:
             sch.vectorize(lane)
@@ -513,8 +526,8 @@ class _Writer:
     def _share_out_item(self, sch: Any, item: Any) -> Any:
         """Divide a loop among all threads; returns the steps that each takes."""
         threads = [self.tile.threads_x * self.tile.threads_y, self.tile.threads_c]
-        step, *threads = sch.split(item, [None, *(threads if self.of.last else reversed(threads))])
-        self._bind_threads(sch, *(reversed(threads) if self.of.last else threads))
+        step, *threads = sch.split(item, [None, *(threads if self.tiling.channels_last else reversed(threads))])
+        self._bind_threads(sch, *(reversed(threads) if self.tiling.channels_last else threads))
         return step
 
     def _within(self, sch: Any, block: Any, at: Any) -> list[Any]:
@@ -525,10 +538,10 @@ class _Writer:
 
     def _write_out(self, sch: Any, local: Any, at: Any, *, vector: bool) -> None:
         """Second level: what is in registers has no loops, and is a vector along channels."""
-        *loops, last = self._within(sch, local, at)
+        *loops, innermost = self._within(sch, local, at)
         for loop in loops:
             sch.unroll(loop)
         if vector and self.tile.vector > 1:
-            sch.vectorize(last)
+            sch.vectorize(innermost)
         else:
-            sch.unroll(last)
+            sch.unroll(innermost)

@@ -8,12 +8,16 @@ in the input gradient (out + padding − tap·dilation) / stride where that is a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridpar.codegen.tir_writer import Writer
+from hybridpar.tvm_kernels.schedules import FAR, out_of_bounds
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+if TYPE_CHECKING:
+    from hybridpar.tvm_kernels.machine import Machine
 
 #: Arguments of every function of a kernel for CPUs: addresses of the first and second operand, of the bias (0 for
 #: none), of the result and of scratch memory; then the range of units of work that a call computes.
@@ -21,6 +25,15 @@ ARGUMENTS = ("first", "second", "third", "out", "scratch", "begin", "end")
 
 #: Channels that are one step of the range of `prepare`.
 PREPARED = 16
+
+#: Multiply-adds of vectors that may be written out for a tile; compiling takes about a millisecond for each.
+MOST_WRITTEN_OUT = 600
+
+#: Rows or columns of a tile.
+MOST_IN_TILE = 64
+
+#: Bytes of a strip that stay in a core's second cache until its tiles are computed.
+_NEAR = 512 << 10
 
 #: Floats in a cache line.
 LINE = 16
@@ -35,6 +48,50 @@ define linkonce_odr i32 @hp_read(ptr %at) alwaysinline nounwind {
 
 #: (tap, input element) for each tap that an output element uses.
 Taps = tuple[tuple[int, int], ...]
+
+
+# ----------------------------------------------------------------------------------------------------------- parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuTile:
+    """The parameters that schedules for CPUs have in common.
+
+    Attributes:
+        lanes: Channels that are computed side by side.
+        tile_columns: Columns of a tile.
+        strip: Output rows that are done before the next ones.
+        sweep: 1 if the rows of a strip are read in order first.
+    """
+
+    lanes: int
+    tile_columns: int
+    strip: int
+    sweep: int = 0
+
+    def check(self, shape: ConvShape, direction: Direction) -> str | None:
+        """Why these parameters make no kernel."""
+        del direction
+        if self.lanes not in (1, 2, 4, 8, 16, 32, 64) or self.lanes > shape.channels:
+            return f"lanes={self.lanes} is no power of two, or more than {shape.channels}"
+        if self.sweep not in (0, 1):
+            return "sweep is 0 or 1"
+        return out_of_bounds(self, tile_columns=MOST_IN_TILE, strip=1 << 20)
+
+
+def lanes_to_try(shape: ConvShape, machine: Machine) -> list[int]:
+    """One vector of the CPU, two, and a cache line."""
+    wanted = sorted({machine.lanes, 2 * machine.lanes, LINE})
+    return [lanes for lanes in wanted if lanes <= shape.channels] or [1 << (shape.channels.bit_length() - 1)]
+
+
+def sweeps_to_try(shape: ConvShape, height: int, strip: int) -> list[dict[str, int]]:
+    """Reading a strip in order first may be of use where it comes from memory and stays in the second cache."""
+    is_swept = shape.least_bytes > FAR and shape.least_bytes / shape.batch / height * strip <= _NEAR
+    return [{}, {"sweep": 1}] if is_swept else [{}]
+
+
+# ------------------------------------------------------------------------------------------------------------- indices
 
 
 @dataclass(frozen=True)
@@ -154,7 +211,7 @@ def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], 
 
 def functions_of(w: Writer, bodies: dict[str, Callable[..., None]]) -> dict[str, Any]:
     """The functions of a kernel for CPUs, as `define` of a schedule returns them."""
-    return {name: w.function(name, ARGUMENTS, (), body, helpers=False) for name, body in bodies.items()}
+    return {name: w.function(name, ARGUMENTS, body) for name, body in bodies.items()}
 
 
 def share(w: Writer, number: Any, total: Any, parts: int) -> tuple[Any, Any]:
@@ -176,15 +233,14 @@ def pieces(w: Writer, size: int, step: int) -> Iterator[tuple[Any, int]]:
 class ConvWriter:
     """Base class of the schedules for CPUs: the sizes of a convolution, and vectors of `lanes` float32 values."""
 
-    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, tile: CpuTile) -> None:
         self.w, self.t = w, w.t
-        self.shape, self.lanes, self.strip = shape, parameters["lanes"], parameters["strip"]
-        self.sweep = parameters.get("sweep", 0)
+        self.shape, self.lanes, self.strip, self.sweep = shape, tile.lanes, tile.strip, tile.sweep
         #: Elements from one pixel to the next.
         self.pixel = shape.channels
         self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
-        self.columns = spans(self.horizontal, parameters["tile_columns"])
-        self.shift = self.horizontal.shift(parameters["tile_columns"])
+        self.columns = spans(self.horizontal, tile.tile_columns)
+        self.shift = self.horizontal.shift(tile.tile_columns)
         self.taps = shape.kernel[0] * shape.kernel[1]
         self.bias = direction is Direction.FORWARD
 

@@ -49,7 +49,7 @@ def finite(value: Any) -> Any:
     return T.Select(magnitude_bits(value) < INFINITE, value, w.zeros())
 
 
-def added(values: Any, factors: Any, count: int) -> Any:
+def tree_sum(values: Any, factors: Any, count: int) -> Any:
     """The sum of some products, by a tree: the sum so far, which memory holds, then waits for one addition only."""
     left = [values[n] if factors is None else values[n] * factors[n] for n in range(count)]
     while len(left) > 1:
@@ -57,15 +57,15 @@ def added(values: Any, factors: Any, count: int) -> Any:
     return left[0]
 
 
-def fetch(memory: Any, place: Any, column: Any, width: Any, count: int) -> None:
+def fetch(memory: Any, index: Any, column: Any, width: Any, count: int) -> None:
     """Fetch a part of what is read after some rows, in the order in which it lies in memory."""
-    ahead = w.keep(place + count * width + (count - 1) * column)
+    ahead = w.keep(index + count * width + (count - 1) * column)
     for step in range(count):
         w.prefetch(memory, ahead + LANES * step)
 
 
 def walk(start: Any, stop: Any, width: Any, body: Callable[[Any, Any, int], None]) -> None:
-    """Write loops over the vectors of wide rows, `ROWS` rows at a time: body(column, place in the first row, rows)."""
+    """Write loops over the vectors of wide rows, `ROWS` rows at a time: body(column, index in the first row, rows)."""
     groups = w.keep((stop - start) // ROWS)
     for first, last, count in ((0, groups, ROWS), (groups * ROWS, stop - start, 1)):
         with T.serial(first, last) as step:
@@ -73,6 +73,20 @@ def walk(start: Any, stop: Any, width: Any, body: Callable[[Any, Any, int], None
             with T.serial(0, width // LANES) as block:
                 column = w.keep(block * LANES)
                 body(column, w.keep(row + column), count)
+
+
+def each(
+    start: Any, stop: Any, width: Any, is_last: Any, tail: Any, rows: Any, channels: Any, body: Any, past: bool
+) -> None:
+    """Write loops over all values: body(index, column, whether it is a vector, past).
+
+    They are the vectors of some wide rows and, where these are the last ones, the values of the rows left over.
+    """
+    with T.serial(start, stop) as row, T.serial(0, width // LANES) as block:
+        column = w.keep(block * LANES)
+        body(row * width + column, column, True, past)
+    with w.t.If(is_last), w.t.Then(), T.serial(0, (rows - tail) * channels) as column:
+        body(tail * channels + column, column, False, past)
 
 
 def sigmoid(z: Any) -> Any:
@@ -111,12 +125,12 @@ def slope(z: Any, gradient: Any, act: str) -> Any:
     return gradient * (s * (one + z * (one - s)))
 
 
-def centred(values: Any, terms: Any, place: Any, column: Any, width: Any, vector: bool) -> tuple[Any, Any, Any]:
+def centred(values: Any, terms: Any, index: Any, column: Any, width: Any, vector: bool) -> tuple[Any, Any, Any]:
     """A value less its mean, what that is scaled by, and what the activation takes."""
     at = w.at if vector else lambda index: index
-    off = w.keep(values[at(place)] - terms[at(MEAN * width + column)])
+    deviation = w.keep(values[at(index)] - terms[at(MEAN * width + column)])
     scale = w.keep(terms[at(SCALE * width + column)])
-    return off, scale, off * scale + terms[at(SHIFT * width + column)]
+    return deviation, scale, deviation * scale + terms[at(SHIFT * width + column)]
 
 
 def wide_double(value: Any) -> Any:
@@ -163,33 +177,33 @@ def forward(
             for block in range(width // LANES):
                 column: T.let = block * LANES
                 total: T.let = wide_double(work[w.at(origin + width + column)])
-                off: T.let = total / count
-                within: T.let = wide_double(work[w.at(origin + 2 * width + column)]) - total * off
+                deviation: T.let = total / count
+                within: T.let = wide_double(work[w.at(origin + 2 * width + column)]) - total * deviation
                 # Chunks are merged relative to the first row of the segment.
                 base: T.let = wide_double(finite(values[w.at(first * width + column)]))
-                apart: T.let = wide_double(work[w.at(origin + column)]) + off - base
+                apart: T.let = wide_double(work[w.at(origin + column)]) + deviation - base
                 sums[w.at(own + column)] += count * apart
                 sums[w.at(own + width + column)] += within + count * apart * apart
         for block in range(width // LANES):
             column: T.let = block * LANES
             total: T.let = sums[w.at(own + column)]
-            off: T.let = total / wide_double(last - first)
-            sums[w.at(own + width + column)] -= total * off
-            sums[w.at(own + column)] = wide_double(finite(values[w.at(first * width + column)])) + off
+            deviation: T.let = total / wide_double(last - first)
+            sums[w.at(own + width + column)] -= total * deviation
+            sums[w.at(own + column)] = wide_double(finite(values[w.at(first * width + column)])) + deviation
 
     @T.inline
-    def add_moments(column, place, count):
+    def add_moments(column, index, count):
         origin: T.let = (begin * SEGMENT + 2) * width * 2
         base: T.let = work[w.at(origin + column)]
-        offs = T.alloc_local((count,), "float32x16")
-        fetch(values, place, column, width, count)
+        deviations = T.alloc_local((count,), "float32x16")
+        fetch(values, index, column, width, count)
         for n in T.unroll(count):
-            offs[n] = values[w.at(place + n * width)] - base
-        work[w.at(origin + width + column)] += added(offs, None, count)
-        work[w.at(origin + 2 * width + column)] += added(offs, offs, count)
+            deviations[n] = values[w.at(index + n * width)] - base
+        work[w.at(origin + width + column)] += tree_sum(deviations, None, count)
+        work[w.at(origin + 2 * width + column)] += tree_sum(deviations, deviations, count)
 
     @T.inline
-    def learn(channel, its_mean, variance):
+    def fill_table(channel, its_mean, variance):
         """Fill a channel's columns of the table, and move the running statistics."""
         unbiased: T.let = variance * (T.cast(rows, "float64") / (T.cast(rows, "float64") - 1.0))
         inverse: T.let = T.float64(1) / T.sqrt(variance + T.cast(eps, "float64"))
@@ -224,8 +238,8 @@ def forward(
                 size: T.let = wide_double(T.min(segment * length + length, wide) - segment * length)
                 own: T.let = segment * SEGMENT * width + column
                 if around:
-                    off: T.let = sums[w.at(own)] - sums[w.at(mean + column)]
-                    total += sums[w.at(own + width)] + size * off * off
+                    deviation: T.let = sums[w.at(own)] - sums[w.at(mean + column)]
+                    total += sums[w.at(own + width)] + size * deviation * deviation
                 else:
                     total += sums[w.at(own)] * size
             sums[w.at(joined + column)] = total
@@ -241,28 +255,22 @@ def forward(
                     total += value
             average: T.let = total / T.cast(rows, "float64")
             if around:
-                learn(channel, sums[mean + channel], average)
+                fill_table(channel, sums[mean + channel], average)
             else:
                 for copy in range(repeat):
                     sums[mean + copy * channels + channel] = average
 
     @T.inline
-    def element(place, column, vector, past):
-        z: T.let = centred(values, terms, place, column, width, vector)[2]
+    def element(index, column, vector, past):
+        z: T.let = centred(values, terms, index, column, width, vector)[2]
         if vector:
-            w.put(result, place, activated(z, act), past=past)
+            w.put(result, index, activated(z, act), past=past)
         else:
-            result[place] = activated(z, act)
+            result[index] = activated(z, act)
 
     @T.inline
     def apply(past):
-        for row in range(begin * length, T.min(end * length, wide)):
-            for block in range(width // LANES):
-                column: T.let = block * LANES
-                element(row * width + column, column, True, past)
-        if end == segments:
-            for column in range((rows - tail) * channels):
-                element(tail * channels + column, column, False, past)
+        each(begin * length, T.min(end * length, wide), width, end == segments, tail, rows, channels, element, past)
 
     if (phases & norm_rows.REDUCE) != 0:
         for back in range(end - begin):
@@ -272,7 +280,7 @@ def forward(
     if (phases & norm_rows.JOIN) != 0:
         if (phases & FIXED) != 0:
             for channel in range(channels):
-                learn(channel, T.cast(means[channel], "float64"), T.cast(variances[channel], "float64"))
+                fill_table(channel, T.cast(means[channel], "float64"), T.cast(variances[channel], "float64"))
         else:
             join(False)
             join(True)
@@ -290,7 +298,7 @@ def backward(
     end: T.int64, phases: T.int64, stream: T.int64, act: T.constexpr,
 ):  # fmt: skip
     """Sum up g and g (x - mean), join them into the gradients of weight and bias, and write the input's."""
-    values, above, terms, result, of_weight, of_bias = floats(x, grad_y, table, grad_x, grad_weight, grad_bias)
+    values, grads, terms, result, of_weight, of_bias = floats(x, grad_y, table, grad_x, grad_weight, grad_bias)
     sums, work = w.view(scratch, "float64"), w.view(scratch, "float32")
     width: T.let = channels * repeat
     wide: T.let = rows // repeat
@@ -303,23 +311,23 @@ def backward(
     costly = T.meta_var(act == "silu")
 
     @T.inline
-    def total_of(column, place, count, past):
+    def total_of(column, index, count, past):
         gradients = T.alloc_local((count,), "float32x16")
-        offs = T.alloc_local((count,), "float32x16")
+        deviations = T.alloc_local((count,), "float32x16")
         own: T.let = (begin * SEGMENT + 2) * width * 2
         mean: T.let = terms[w.at(MEAN * width + column)]
         scale: T.let = terms[w.at(SCALE * width + column)]
         shift: T.let = terms[w.at(SHIFT * width + column)]
-        fetch(values, place, column, width, count)
-        fetch(above, place, column, width, count)
+        fetch(values, index, column, width, count)
+        fetch(grads, index, column, width, count)
         for n in T.unroll(count):
-            offs[n] = values[w.at(place + n * width)] - mean
-            gradients[n] = slope(offs[n] * scale + shift, w.load(above, place + n * width), act)
+            deviations[n] = values[w.at(index + n * width)] - mean
+            gradients[n] = slope(deviations[n] * scale + shift, w.load(grads, index + n * width), act)
         if costly:
             for n in T.unroll(count):
-                w.put(result, place + n * width, gradients[n], past=past)
-        work[w.at(own + column)] += added(gradients, None, count)
-        work[w.at(own + width + column)] += added(gradients, offs, count)
+                w.put(result, index + n * width, gradients[n], past=past)
+        work[w.at(own + column)] += tree_sum(gradients, None, count)
+        work[w.at(own + width + column)] += tree_sum(gradients, deviations, count)
 
     @T.inline
     def total(past):
@@ -328,24 +336,24 @@ def backward(
             segment: T.let = end - 1 - back
             first: T.let = segment * length
             last: T.let = T.min(first + length, wide)
-            place: T.let = segment * SEGMENT * width
+            index: T.let = segment * SEGMENT * width
             for block in range(2 * width // LANES):
-                sums[w.at(place + block * LANES)] = wide_double(T.float32(0))
+                sums[w.at(index + block * LANES)] = wide_double(T.float32(0))
             for chunk in range((last - first + CHUNK - 1) // CHUNK):
                 start: T.let = first + chunk * CHUNK
                 for block in range(2 * width // LANES):
                     work[w.at(own + block * LANES)] = w.zeros()
                 walk(start, T.min(start + CHUNK, last), width, past_caches if past else to_caches)
                 for block in range(2 * width // LANES):
-                    sums[w.at(place + block * LANES)] += wide_double(work[w.at(own + block * LANES)])
+                    sums[w.at(index + block * LANES)] += wide_double(work[w.at(own + block * LANES)])
 
     @T.inline
-    def to_caches(column, place, count):
-        total_of(column, place, count, False)
+    def to_caches(column, index, count):
+        total_of(column, index, count, False)
 
     @T.inline
-    def past_caches(column, place, count):
-        total_of(column, place, count, True)
+    def past_caches(column, index, count):
+        total_of(column, index, count, True)
 
     @T.inline
     def join():
@@ -363,9 +371,9 @@ def backward(
                 sum_g += sums[joined + copy * channels + channel]
                 sum_gx += sums[joined + width + copy * channels + channel]
             for row in range(tail, rows):
-                place: T.let = row * channels + channel
-                parts = T.meta_var(centred(values, terms, place, channel, width, False))
-                g: T.let = T.cast(slope(parts[2], above[place], act), "float64")
+                index: T.let = row * channels + channel
+                parts = T.meta_var(centred(values, terms, index, channel, width, False))
+                g: T.let = T.cast(slope(parts[2], grads[index], act), "float64")
                 sum_g += g
                 sum_gx += g * T.cast(parts[0], "float64")
             inverse: T.let = T.cast(terms[norm_rows.INVERSE * width + channel], "float64")
@@ -382,28 +390,22 @@ def backward(
                 work[factors + width + copy * channels + channel] = T.cast(offset, "float32")
 
     @T.inline
-    def element(place, column, vector, past):
-        parts = T.meta_var(centred(values, terms, place, column, width, vector))
+    def element(index, column, vector, past):
+        parts = T.meta_var(centred(values, terms, index, column, width, vector))
         at = T.meta_var(w.at if vector else lambda index: index)
         through: T.let = work[at(factors + column)] * parts[0] + work[at(factors + width + column)]
         # Where statistics are constants x has no part in it, not even as NaN.
         if vector:
-            g: T.let = result[w.at(place)] if costly else slope(parts[2], w.load(above, place), act)
+            g: T.let = result[w.at(index)] if costly else slope(parts[2], w.load(grads, index), act)
             part: T.let = T.Select(w.lanes((phases & FIXED) != 0), w.zeros(), through)
-            w.put(result, place, parts[1] * g + part, past=past)
+            w.put(result, index, parts[1] * g + part, past=past)
         else:
-            g: T.let = slope(parts[2], above[place], act)
-            result[place] = parts[1] * g + T.Select((phases & FIXED) != 0, T.float32(0), through)
+            g: T.let = slope(parts[2], grads[index], act)
+            result[index] = parts[1] * g + T.Select((phases & FIXED) != 0, T.float32(0), through)
 
     @T.inline
     def apply(past):
-        for row in range(begin * length, T.min(end * length, wide)):
-            for block in range(width // LANES):
-                column: T.let = block * LANES
-                element(row * width + column, column, True, past)
-        if end == segments:
-            for column in range((rows - tail) * channels):
-                element(tail * channels + column, column, False, past)
+        each(begin * length, T.min(end * length, wide), width, end == segments, tail, rows, channels, element, past)
 
     if (phases & norm_rows.REDUCE) != 0:
         if costly:
