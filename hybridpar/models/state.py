@@ -136,12 +136,14 @@ def twin_of(model: nn.Module, memo: Memo | None = None) -> nn.Module:
     for `copy.deepcopy`.
     """
     memo = dict(memo or {})
-    modules = [module for module in model.modules() if not isinstance(module, fx.GraphModule)]
+    graphs = [module for module in model.modules() if isinstance(module, fx.GraphModule)]  # these copy themselves
+    inside = {part for graph in graphs for part in graph.modules()}
+    modules = [module for module in model.modules() if module not in inside]
     memo |= {id(module): type(module).__new__(type(module)) for module in modules}
     for module, attributes in _copies(model, modules, memo, _copy_of):
         memo[id(module)].__dict__.update(attributes)
     with _TensorCopies(_copy_of):
-        return _copied(model, memo)
+        return copy.deepcopy(model, memo)
 
 
 @contextmanager

@@ -162,3 +162,12 @@ def test_a_twin_shares_what_cannot_be_copied() -> None:
     assert twin[0].layers == [twin[1], twin[0].rows]
     assert twin[0].weight.gain == 2.0
     assert twin[0].weight is not model[0].weight
+
+
+def test_a_twin_of_a_traced_part_shares_nothing() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    model = nn.Sequential(nn.Linear(6, 6), traced)
+    twin, x = twin_of(model), torch.randn(*ROWS)
+    assert torch.equal(twin(x), model(x))
+    addresses = [{one.data_ptr() for one in each.state_dict().values()} for each in (model, twin)]
+    assert addresses[0].isdisjoint(addresses[1])
