@@ -60,7 +60,7 @@ CONFLICTS: tuple[Row, ...] = (
         ("batch auto", "shares auto", "timeline", "profile", "kernels", "batch norm sync", "codec auto", "stop early"),
         "With parameter servers no step is made by all workers together.",
     ),
-    ("asynchronous", ("ema", "plateau"), "No worker sees the weights and the tests of every step."),
+    ("asynchronous", ("model_ema", "plateau"), "No worker sees the weights and the tests of every step."),
     ("servers", ("no share",), "A worker without samples has nothing to push."),
     ("servers", ("kron",), "It draws random numbers of its own: a shard could neither save nor redraw them."),
     ("servers", ("adafactor",), "It looks at the order of dimensions; servers hold parameters as channels_last lies."),

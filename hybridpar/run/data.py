@@ -111,7 +111,8 @@ def open_model(
         world.on_all(lambda: require_room(imagined, config, world.device, world.size))
     torch.manual_seed(config.seed)
     with world.patient():  # others may be loading data still
-        deferred, note = world.on_all(lambda: _make_deferred(config, name, data, world))
+        seen = all(world.gather(config.weights is None or _is_there(config.weights)))
+    deferred, note = world.on_all(lambda: _make_deferred(config, name, data, world, seen))
     if deferred is not None:
         return deferred, note
     torch.manual_seed(config.seed)
@@ -124,10 +125,18 @@ def open_model(
     return world.on_all(build), note
 
 
+def _is_there(weights: str) -> bool:
+    """Whether weights are a file that this worker can read."""
+    return is_file(weights) and Path(weights).exists()
+
+
 def _make_deferred(
-    config: TrainConfig, name: str, data: ImageData, world: World
+    config: TrainConfig, name: str, data: ImageData, world: World, seen: bool
 ) -> tuple[DeferredModel | None, str | None]:
-    """The model of a run in a pipeline over several workers, each of which is to hold its own stages only."""
+    """The model of a run in a pipeline over several workers, each of which is to hold its own stages only.
+
+    `seen` says whether all workers can read the weights that the run starts from.
+    """
     if world.size == 1 or not config.is_staged or config.needs_whole:
         return None, None
     try:
@@ -136,7 +145,7 @@ def _make_deferred(
         return None, f"memory   every worker holds the whole model: {error.what}"
     if deferred.nbytes <= MEASURED_BYTES:
         return None, None
-    if config.weights is not None and not all(world.gather(is_file(config.weights) and Path(config.weights).exists())):
+    if not seen:
         return None, f"memory   every worker holds the whole model: --weights {config.weights} is no file that all see"
     _prepare(deferred.module, config, name, data, world.device)
     return deferred, None
