@@ -26,12 +26,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridpar.comm.connections import connect
 from hybridpar.comm.flight import FLIGHT, noted
 from hybridpar.comm.group import Group, TorchGroup, gather_items, gather_on_first, open_group
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
-from hybridpar.comm.shared_memory import SharedMemoryGroup
-from hybridpar.comm.sockets import SocketGroup
 from hybridpar.errors import HybridparError, LaunchError, SyncError, shortened
 from hybridpar.machine.process import host_identity
 
@@ -201,6 +198,10 @@ class World:
         worker is no member or the only member. With `on_host` tensors are on the host also where workers compute on
         GPUs. Without `by_torch` there may be no group.
         """
+        from hybridpar.comm.connections import connect
+        from hybridpar.comm.shared_memory import SharedMemoryGroup
+        from hybridpar.comm.sockets import SocketGroup
+
         answers: list[Any] = self.gather((self.memory_host(), on_host or self.device.type == "cpu"))
         hosts, are_on_host = zip(*answers, strict=True)
         left = {index: party for index, party in enumerate(parties) if len(party) > 1}

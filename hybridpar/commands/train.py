@@ -23,7 +23,6 @@ from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError, nearest, shortened
 from hybridpar.machine.devices import hide_gpus
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
-from hybridpar.machine.supervise import launch_workers
 from hybridpar.spec import Options
 
 #: Options that `--help` shows; `--help-all` shows all.
@@ -122,6 +121,8 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
             sync.split_count(workers)
             servers, patient = sync.servers, sync.waits_for_all or not sync.servers
         if workers + servers > 1:
+            from hybridpar.machine.supervise import launch_workers
+
             return launch_workers(arguments, workers, servers, patient=patient)
     elif not launched_here():
         check_workers(command)

@@ -36,7 +36,6 @@ import torch
 from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
 from hybridpar.compress.codecs.none import Cast
 from hybridpar.compress.feedback import ErrorFeedback
-from hybridpar.compress.kernels import prepare
 from hybridpar.errors import HybridparError, UsageError, check, shortened
 from hybridpar.spec import defaults_of, fields_of, read_values, split_fields
 
@@ -90,7 +89,10 @@ def bind(codec: Codec, spec: TensorSpec) -> Coder:
     """
     if not codec.fits(spec.shape):
         return Full(spec)
-    prepare(codec, spec.device)
+    if codec.core.kernels:
+        from hybridpar.compress.kernels import prepare
+
+        prepare(codec, spec.device)
     return codec.bind(spec)
 
 
@@ -252,8 +254,13 @@ class Policy:
         Returns:
             What must be equal on all workers beside the policy, in words: whether there are kernels, where it matters.
         """
-        needs = {prepare(rule.codec, device) for rule in self.rules if rule.codec.core.decodes_by_kernels}
-        return "" if not needs else "with kernels" if all(needs) else "without kernels"
+        codecs = [rule.codec for rule in self.rules if rule.codec.core.decodes_by_kernels]
+        if not codecs:
+            return ""
+        from hybridpar.compress.kernels import prepare
+
+        needs = {prepare(codec, device) for codec in codecs}
+        return "with kernels" if all(needs) else "without kernels"
 
     def check(self, names: Collection[str]) -> None:
         """Refuse rules that are about nothing.

@@ -16,21 +16,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hybridpar.compress import parse_codec
-from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, Groups, check_optimizer
 from hybridpar.config.sync import OneBit
 from hybridpar.errors import CheckpointError, UsageError, nearest
 from hybridpar.models import learning_rate_scales
-from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.spec import split_fields, split_name, with_options
+
+if TYPE_CHECKING:  # only the 1-bit recipe needs its codec
+    from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -321,6 +321,8 @@ def make_optimizer(
     """The optimizer of a model."""
     if not config.is_onebit or replicas > 1:
         return build_optimizer(model, expanded)
+    from hybridpar.optim.adagrad_sgd import AdaGradSGD
+
     return AdaGradSGD(groups_of(model, expanded), expanded.peak_lr, _owners_rule(config))
 
 
@@ -335,6 +337,9 @@ def _owners_codec(config: TrainConfig, warm: int) -> str:
 
 def _owners_rule(config: TrainConfig) -> OneBitSgd:
     """What owners of stripes do in `onebit-sgd`, however long the run is."""
+    from hybridpar.compress import parse_codec
+    from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
+
     codec = parse_codec(_owners_codec(config, 0)).core
     assert isinstance(codec, OneBitSgd)
     return codec

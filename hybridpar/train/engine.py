@@ -38,10 +38,6 @@ from hybridpar.optim.build import (
     optimizer_state,
     part_of,
 )
-from hybridpar.optim.ema import ModelAverage
-from hybridpar.optim.loss_scale import LossScale
-from hybridpar.partition.stage import Stage
-from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
@@ -52,10 +48,12 @@ from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients, can_step, step_in_pieces
 from hybridpar.sync.reducer import Reducer
-from hybridpar.sync.shards import owned
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
 if TYPE_CHECKING:
+    from hybridpar.optim.ema import ModelAverage
+    from hybridpar.optim.loss_scale import LossScale
+    from hybridpar.partition.stage import Stage
     from hybridpar.pipeline.cuda_graph import StepGraph
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
@@ -178,7 +176,7 @@ class Engine:
         )
 
     def _make_graph(self) -> StepGraph:
-        from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
+        from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph, check_capturable
 
         check_capturable(
             self._world.device,
@@ -236,6 +234,8 @@ class Engine:
             _check_divisible(optimizer, "--shard-optimizer" if is_sharded else "a pipeline")
             params = {id(parameter) for parameter in module.parameters()}
             if is_sharded:
+                from hybridpar.sync.shards import owned
+
                 params = owned(module, layout.replica_of(self._world.rank), layout.replicas)
             optimizer = part_of(optimizer, params)
         self.optimizers.append(optimizer)
@@ -246,9 +246,13 @@ class Engine:
         config = self._config
         average = scale = None
         if (ema := config.ema) is not None:
+            from hybridpar.optim.ema import ModelAverage
+
             average = ModelAverage(module, ema.decay, warmup=ema.warmup, every=ema.every)
             self.averages.append(average)
         if config.amp == "fp16":
+            from hybridpar.optim.loss_scale import LossScale
+
             scale = LossScale(next((param.device for param in module.parameters()), self._world.device))
             self.loss_scales.append(scale)
             self._hooks += scale.attach(module)

@@ -341,7 +341,7 @@ class TestRefusals:
 
     def test_dropout_in_a_stage_is_found(self, cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[Any] = []
-        monkeypatch.setattr("hybridpar.train.engine.check_capturable", lambda *_, **facts: given.append(facts))
+        monkeypatch.setattr("hybridpar.pipeline.cuda_graph.check_capturable", lambda *_, **facts: given.append(facts))
         config = replace(GRAPH, stages=2)
         with (
             StreamLanes() as lanes,
