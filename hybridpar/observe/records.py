@@ -122,10 +122,14 @@ class StepRecord:
     grad_norm: float | None = _figure("norm", log=True, chart="Gradient norm")
     bytes_before: int | None = _figure("bytes", None)
     bytes_after: int | None = _figure("bytes", None)
-    encode_ms: float | None = _figure("ms", None, workers=True, summary="encode_ms", reduce="median", title="encoding")
+    encode_ms: float | None = _figure(
+        "ms", None, workers=True, summary="encode_ms", reduce="median", title="encoding", usual=0
+    )
     wire_ms: float | None = _figure("ms", None, workers=True, summary="wire_ms", reduce="median", title="on the wire")
-    decode_ms: float | None = _figure("ms", None, workers=True, summary="decode_ms", reduce="median", title="decoding")
-    sync_ms: float | None = _figure("ms", None, workers=True, summary="sync_ms", reduce="median", title="any sync")
+    decode_ms: float | None = _figure(
+        "ms", None, workers=True, summary="decode_ms", reduce="median", title="decoding", usual=0
+    )
+    sync_ms: float | None = _figure("ms", None, workers=True, summary="sync_ms", reduce="median")
     hidden_share: float | None = _figure("part", None)
     residual_norm: float | None = _figure("norm", None, log=True, chart="Residual norm: not sent yet")
     residual_norms: Mapping[str, float] | None = None
