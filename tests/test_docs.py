@@ -182,7 +182,7 @@ def first_cells(document: str) -> str:
 
 @pytest.mark.parametrize(
     ("names", "document"),
-    [(set(CODECS), "docs/compress.md"), (set(SCHEDULES), "docs/parallel.md")],
+    [(set(CODECS), "docs/slow-links.md"), (set(SCHEDULES), "docs/parallel.md")],
     ids=["codecs", "schedules"],
 )
 def test_every_codec_and_schedule_is_described(names: set[str], document: str) -> None:

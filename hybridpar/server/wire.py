@@ -1,7 +1,7 @@
 """The messages between workers and servers, and the connection that carries them.
 
 There is a TCP socket for each worker and shard. A worker asks and the server answers, so each has at most a single
-message on its way; `Wait` says that the answer is still to come. docs/servers.md has the table of messages.
+message on its way; `Wait` says that the answer is still to come. Each class below says what answers it.
 
 On the wire a message is a header (magic, length of the text, bytes of the tensors), the text, and the tensors in their
 order. The text is JSON: the kind of message, its fields, and shape and dtype of each tensor. No message is read by
