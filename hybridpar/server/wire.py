@@ -3,15 +3,15 @@
 There is a TCP socket for each worker and shard. A worker asks and the server answers, so each has at most a single
 message on its way; `Wait` says that the answer is still to come.
 
-| from the worker | what it says                                           | answer                                        |
-| --------------- | ------------------------------------------------------ | --------------------------------------------- |
-| `Hello`         | who it is; its model, stripe and codecs                | `Weights`; `Missing` for worker 0 of a new run |
-| `Start`         | worker 0: parameters, optimizer state, counts          | `Weights`                                     |
-| `Gradient`      | a push: its number, clock, loss, samples, the gradient | `Weights`, or `Squares` to worker 0 for a norm |
-| `Squares`       | worker 0: the squared norm over all shards             | `Weights`                                     |
-| `GatherItem`    | something for all workers, under a tag                 | `GatheredItems`: what each has said           |
-| `AskState`      | nothing                                                | `ShardState`: all that a checkpoint keeps     |
-| `Bye`           | that it has finished                                   | none                                          |
+| from the worker | what it says                                   | answer                                         |
+| --------------- | ---------------------------------------------- | ---------------------------------------------- |
+| `Hello`         | who it is; its model, stripe and codecs        | `Weights`; `Missing` for worker 0 of a new run |
+| `Start`         | worker 0: parameters, optimizer state, counts  | `Weights`                                      |
+| `Gradient`      | a push: number, clock, loss, samples, gradient | `Weights`, or `Squares` to worker 0 for a norm |
+| `Squares`       | worker 0: the squared norm over all shards     | `Weights`                                      |
+| `GatherItem`    | something for all workers, under a tag         | `GatheredItems`: what each has said            |
+| `AskState`      | nothing                                        | `ShardState`: all that a checkpoint keeps      |
+| `Bye`           | that it has finished                           | none                                           |
 
 A server that lets nobody in, or has ended, answers `Refused` with the reason.
 
