@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Touched when everything is installed; an installation that broke off is tried again.
 READY := $(VENV)/.ready
+# The same for what `make docs` needs besides.
+DOCS_READY := $(VENV)/.docs-ready
 
 DEMO_DIR := runs/demo
 DEMO_ARGS := resnet18 --data digits --run-dir $(DEMO_DIR) --overwrite
@@ -18,7 +20,7 @@ THESIS_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-planner bench-sync bench-thesis gpu-check images clean partition-sweep hang-hunt fuzz
+.PHONY: help venv demo test lint bench bench-planner bench-sync bench-thesis gpu-check docs images clean partition-sweep hang-hunt fuzz
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -61,6 +63,13 @@ bench-thesis: $(READY) ## ResNets on CIFAR and Caltech-101 against all peers; DA
 
 gpu-check: $(READY) ## Test, compare with the CPU, and time on this machine's GPU
 	$(BIN)/python scripts/gpu_check.py
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
+	@touch $@
+
+docs: $(DOCS_READY) ## Build the site of docs/ in build/site; fails on a warning
+	$(BIN)/python -m mkdocs build --strict
 
 images: $(READY) ## Make docs/images again from a real run of the demo
 	$(BIN)/python docs/make_images.py "make demo" $(BIN)/hybridpar train $(DEMO_ARGS)

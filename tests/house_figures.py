@@ -1,7 +1,7 @@
-"""Measures how large and how simple the project is, for the table at the end of docs/architecture.md.
+"""Measures how large and how simple the project is, for the table at the end of docs/internals.md.
 
     python -m tests.house_figures            print the table
-    python -m tests.house_figures --write    put it into docs/architecture.md
+    python -m tests.house_figures --write    put it into docs/internals.md
 
 Lines of code are those that are neither blank, comment nor docstring. The walks are those of scripts/walks.py.
 """
@@ -13,7 +13,7 @@ import sys
 from scripts.walks import WALKS, count
 from tests.structure import PACKAGE, ROOT, code_lines, dotted, layer_of, python_files
 
-DOCUMENT = ROOT / "docs/architecture.md"
+DOCUMENT = ROOT / "docs/internals.md"
 BEGIN, END = "<!-- figures: python -m tests.house_figures --write -->", "<!-- end of figures -->"
 
 #: Folders and modules of the package by part; `run` has all others.
@@ -49,7 +49,7 @@ def table() -> str:
 
 
 def main(write: bool) -> None:
-    """Print the tables, or put them into docs/architecture.md."""
+    """Print the tables, or put them into docs/internals.md."""
     text = table()
     print(text)
     if write:

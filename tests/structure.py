@@ -1,4 +1,4 @@
-"""Reads the package's own imports, for the tests of its layout and the figures in docs/architecture.md."""
+"""Reads the package's own imports, for the tests of its layout and the figures in docs/internals.md."""
 
 from __future__ import annotations
 

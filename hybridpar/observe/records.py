@@ -178,7 +178,7 @@ def _rows_of(record: Any) -> tuple[Figure, ...]:
 
 STEP_FIGURES, EPOCH_FIGURES = _rows_of(StepRecord), _rows_of(EpochRecord)
 
-#: What a run and its tests came to; docs/contracts.md says what each means.
+#: What a run and its tests came to; docs/figures.md says what each means.
 _RESULTS = (
     *(Figure(name, "text") for name in ("model", "data", "device", "prediction_warning")),
     *(Figure(name, "count") for name in ("workers", "replicas", "servers", "batch_size", "final_batch_size")),

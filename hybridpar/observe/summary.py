@@ -1,6 +1,6 @@
 """`summary.json`: the figures of a run.
 
-`SUMMARY_FIGURES` has every key with its unit, and docs/contracts.md what each means. The summary is computed from
+`SUMMARY_FIGURES` has every key with its unit, and docs/figures.md what each means. The summary is computed from
 `metrics.jsonl`, so it covers the whole of a run that was resumed, and can be computed again.
 """
 
