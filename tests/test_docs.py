@@ -196,8 +196,8 @@ def test_every_command_is_described() -> None:
     lacking = {module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__)} - set(
         re.findall(r"hybridpar ([a-z-]+)", text)
     )
-    assert not lacking, f"no document says what `hybridpar {' or '.join(lacking)}` is for; docs/guide.md could"
+    assert not lacking, f"no document says what `hybridpar {' or '.join(lacking)}` is for; docs/train.md could"
 
 
 def test_every_data_set_is_described() -> None:
-    assert set(re.findall(r"`([\w/.:]+)`", first_cells("docs/guide.md"))) == set(DATA_SETS)
+    assert set(re.findall(r"`([\w/.:]+)`", first_cells("docs/data.md"))) == set(DATA_SETS)
