@@ -51,8 +51,8 @@ def page() -> str:
         "",
         "- `--batch-size` counts the whole batch, over all workers.",
         "- Training processes are `--nproc`; loader processes, per worker, are `--loader-workers`.",
-        "- The warm-up and the cool-down lie within `--epochs`. timm adds the cool-down, and with `--warmup-prefix` also the",
-        "  warm-up.",
+        "- The warm-up and the cool-down lie within `--epochs`. timm adds the cool-down to them, and with",
+        "  `--warmup-prefix` the warm-up.",
         "- The milestones of `multistep` are those of torch's MultiStepLR. timm lowers the rate one epoch earlier.",
     ]
     for who, rows in foreign_names().items():
