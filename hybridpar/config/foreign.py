@@ -46,6 +46,14 @@ def page() -> str:
         "",
         "Where a name on the left is typed, the command line answers with what stands on the right. VALUE is what was",
         "typed behind the name. All options: `hybridpar train --help-all`.",
+        "",
+        "## Same words, another meaning",
+        "",
+        "- `--batch-size` counts the whole batch, over all workers.",
+        "- Training processes are `--nproc`; loader processes, per worker, are `--loader-workers`.",
+        "- The warm-up and the cool-down lie within `--epochs`. timm adds the cool-down to them, and with",
+        "  `--warmup-prefix` the warm-up.",
+        "- The milestones of `multistep` are those of torch's MultiStepLR. timm lowers the rate one epoch earlier.",
     ]
     for who, rows in foreign_names().items():
         lines += ["", f"## {who}", "", "| there | here |", "|---|---|"]

@@ -18,7 +18,7 @@ from hybridpar.observe.loggers import LOGGERS, Ending, Line, LoggedRun, Logger, 
 from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, RunInfo
 from tests.runs import train
 
-GUIDE = Path(__file__).parents[2] / "docs/guide.md"
+PAGE = Path(__file__).parents[2] / "docs/train.md"
 
 OF_STEPS = {row.name for row in STEP_FIGURES if row.log}
 OF_EPOCHS = {row.name for row in EPOCH_FIGURES if row.log}
@@ -205,9 +205,9 @@ def test_wandb_writes_offline_where_there_is_no_key(start, info, make_step, monk
     assert len(list(info.run_dir.glob("wandb/offline-run-*/*.wandb"))) == 2
 
 
-def test_what_is_logged_is_what_the_guide_says():
-    text = GUIDE.read_text()
-    part = text[text.index("### Loggers") : text.index("## Runs and checkpoints")]
+def test_what_is_logged_is_what_the_page_says():
+    text = PAGE.read_text()
+    part = text[text.index("## Loggers") : text.index("## After training")]
     rows = dict(re.findall(r"^\| (of a step|of an epoch) \| (.*) \|$", part, flags=re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", rows["of a step"])) == OF_STEPS
     assert set(re.findall(r"`(\w+)`", rows["of an epoch"])) == OF_EPOCHS
