@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torchvision
 
 from benchmarks.rig.rows import read_rows
 from benchmarks.thesis import __main__ as command
@@ -13,16 +14,15 @@ from benchmarks.thesis.ours import OURS
 from benchmarks.thesis.peers import DDP, ONE_DEVICE
 from benchmarks.thesis.task import Task
 from benchmarks.thesis.worker import measure
-from tests.data.test_map_sets import cifar  # noqa: F401 (a fixture)
+from hybridpar.config import DataConfig
+from hybridpar.data import load_dataset
+from tests.data.test_map_sets import Colours
 
 
-@pytest.mark.parametrize("cifar", ["cifar10"], indirect=True)
-def test_one_worker_measures_cifar_from_its_published_format(
-    cifar: tuple[str, Path, Path, dict[str, object]],  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name, root, *_ = cifar
+def test_one_worker_measures_a_data_set_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Colours)
+    name, root = "cifar10", tmp_path / "data"
+    load_dataset(DataConfig(data=f"{name}:download", data_root=root))
     monkeypatch.setenv("WORLD_SIZE", "1")
     task = Task(
         model="examples.user_model:small_net",

@@ -10,7 +10,6 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,8 +52,8 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_it_compiles(architecture: str, tmp_path: Path, cuda_compiler: kernel_cuda.Compile) -> None:
-    code, _ = cuda_compiler(SOURCE.read_bytes(), architecture, tmp_path)
+def test_it_compiles(architecture: str, cuda_compiler: kernel_cuda.Compile) -> None:
+    code, _ = cuda_compiler(SOURCE.read_bytes(), architecture)
     assert code[:4] == b"\x7fELF"
     assert all(name.encode() in code for name in PARAMETERS)
 

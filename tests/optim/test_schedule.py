@@ -86,7 +86,8 @@ def test_schedules_are_timms(schedule, other, prefix, per_epoch):
     keys = f"warmup_lr=1e-3,update={'epoch' if per_epoch else 'step'}"
     if sched not in ("constant", "wsd"):  # these begin after the warm-up
         keys += f",warmup_prefix={'on' if prefix else 'off'}"
-    rates = ours(lr_schedule=f"{schedule},{keys},warmup={float(warm)}")
+    separator = "," if ":" in schedule else ":"
+    rates = ours(lr_schedule=f"{schedule}{separator}{keys},warmup={float(warm)}")
     # timm adds the warm-up to the epochs where it is a prefix; here the number of epochs is that of the run.
     epochs = other.get("epochs", EPOCHS) - (warm if prefix else 0)
     given = {"warmup_lr": 1e-3, "warmup_epochs": warm, "warmup_prefix": prefix, **other, "epochs": epochs}

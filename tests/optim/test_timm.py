@@ -85,19 +85,20 @@ def by_timm(model: nn.Module, options: TrainConfig, batches: Batches) -> Trained
 def mixed_by_timm(mixup: Any, images: Tensor, labels: Tensor, options: TrainConfig, step: int) -> tuple[Tensor, Tensor]:
     """timm's Mixup is handed hybridpar's draw; samples that are neighbours there are put where timm has partners."""
     order = torch.cat([torch.arange(0, len(labels), 2), torch.arange(1, len(labels), 2).flip(0)])
-    boxes: list[tuple[float, int, int]] = []
-    box_around = mix.box_around
+    lams: list[float] = []
+    centres: list[int] = []
+    cut_around = mix.cut_around
 
-    def note(lam: float, row: int, column: int, size: tuple[int, int]) -> Any:
-        boxes.append((lam, row, column))
-        return box_around(lam, row, column, size)
+    def note(centre: int, lam: float, length: int) -> slice:
+        lams.append(lam)
+        centres.append(centre)
+        return cut_around(centre, lam, length)
 
-    with mock.patch.object(mix, "box_around", note):
+    with mock.patch.object(mix, "cut_around", note):
         draw = mix.draw_mix(options.mixing, options.seed, step, tuple(images.shape[-2:]))
-    lam, *position = boxes[0] if boxes else (draw.lam,)
     with (
-        mock.patch.object(mixup, "_params_per_batch", return_value=(lam, bool(boxes))),
-        mock.patch.object(np.random, "randint", side_effect=position),
+        mock.patch.object(mixup, "_params_per_batch", return_value=((lams or [draw.lam])[0], bool(lams))),
+        mock.patch.object(np.random, "randint", side_effect=centres),
     ):
         mixed, targets = mixup(images[order].clone(), labels[order])
     return mixed, targets

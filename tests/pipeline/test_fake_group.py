@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.comm import world as world_module
+from hybridpar.comm import connections
 from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.lanes import Lanes
@@ -82,7 +82,7 @@ def worker(rank: int, size: int) -> Iterator[Calls]:
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(world_module, "connect", no_sockets)
+        patched.setattr(connections, "connect", no_sockets)
         patched.setattr(dist, "new_group", new_group)
         patched.setattr(dist, "all_reduce", all_reduce)
         patched.setattr(dist, "batch_isend_irecv", batch)

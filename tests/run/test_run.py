@@ -45,7 +45,7 @@ def test_an_error_before_the_first_step_closes_the_trainer(tmp_path):
     with mock.patch.object(opening, "resume", side_effect=problem), ends as end:
         with pytest.raises(CheckpointError):
             train(tmp_path / "run")
-    end.assert_called_once_with(mock.ANY, problem, whole=False)
+    end.assert_called_once_with(mock.ANY, problem)
 
 
 def test_who_cannot_recall_options_joins_as_the_others_are_asked_to(tmp_path, monkeypatch):

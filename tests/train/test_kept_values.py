@@ -109,7 +109,7 @@ def test_extra_states_are_saved_averaged_and_of_worker_0(workers, options, defer
 def test_an_extra_state_that_no_checkpoint_can_hold_is_refused():
     net = make_net("limits")
     net[2].state["hook"] = object()
-    with pytest.raises(UsageError, match=r"get_extra_state of 2 \(Limits\) returns a dict"):
+    with pytest.raises(UsageError, match=r"2\._extra_state is a dict that a checkpoint cannot hold"):
         trainer_of(net)
     with pytest.raises(UsageError, match="Limits has an extra state"):
         trainer_of(Limits(), stages=2)

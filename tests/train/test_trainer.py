@@ -239,7 +239,7 @@ def test_what_is_no_batch_is_one_error_and_training_goes_on():
                 with pytest.raises(UsageError, match=r"a batch is an? \w+"):
                     use(batch)
         trainer.step((images, labels))
-    with pytest.raises(UsageError, match="--lr is abc"):
+    with pytest.raises(UsageError, match="--lr abc: rate=abc"):
         Trainer(make_model(), config=TrainConfig(lr="abc"))
 
 
