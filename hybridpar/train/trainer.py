@@ -192,7 +192,7 @@ class Trainer:
             after_lanes.callback(self.engine.close)
             self._opened = opened.pop_all()
         self._parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
-        self._mixes = self.config.mixing.is_on
+        self._mixes, self._staged = self.config.mixing.is_on, self.plan.is_staged
         self.steps_done = 0
         self._left = ""  # how this worker came to take part in no further step
         self._bad_steps = BadSteps(self.engine)
@@ -326,7 +326,7 @@ class Trainer:
             raise
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
-        result = StepResult(self.steps_done, outcome, self.peak_rate * factor, host_ms, staged=self.plan.is_staged)
+        result = StepResult(self.steps_done, outcome, self.peak_rate * factor, host_ms, staged=self._staged)
         self._bad_steps.watch(result)
         return result
 
