@@ -57,6 +57,9 @@ def test_a_faster_link_never_predicts_plain_plans_slower(asked: PlannerInputs, f
 @settings(max_examples=8, deadline=None)
 @given(random_inputs(), st.integers(6, 8), st.sampled_from([1.1, 2.0]))
 def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: float):
+    if asked.profile.batch_norm:  # `close` may take smaller micro-batches where no equal plan fits
+        asked = replace(asked, fidelity="exact")
+
     def best(memory: float) -> float:
         hosts = tuple(host.model_copy(update={"memory": int(memory)}) for host in asked.cluster.hosts)
         try:
