@@ -217,8 +217,6 @@ class Measured(_Section):
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     profile: str | None = Field(None, description="`measured`, or `analytic` where nothing was run")
     noise: float | None = Field(None, ge=0, description="relative spread of the profile's passes")
-    link_bytes_per_second: float | None = Field(None, gt=0)
-    link_latency_ms: float | None = Field(None, ge=0)
     seed: int | None = None
     versions: dict[str, str] = Field(default_factory=dict)
 

@@ -10,7 +10,7 @@ the number of workers, at the options' defaults of `hybridpar train`. No learnin
     python -m benchmarks.outer.accuracy --sets qsr        # H that grows as the learning rate falls
     python -m benchmarks.outer.accuracy --sets models     # three models, also with gradients sent by a codec
     python -m benchmarks.outer.accuracy --report          # what the rows that are there say
-    python -m benchmarks.outer.accuracy --table           # rows of hybridpar/planner/outer_steps.py
+    python -m benchmarks.outer.accuracy --table           # rows of hybridpar/planner/codecs.py
 
 Rows are written as runs end, and what is there is not done again; several of these processes may add to one file. The
 mean of the workers' models is tested after every epoch, so that rows say also when an accuracy was first reached.
@@ -34,7 +34,7 @@ from benchmarks.rig.records import print_markdown, read_records
 from hybridpar.comm.world import all_reduce_bytes
 from hybridpar.config import TrainConfig
 from hybridpar.models import build_model, parameter_count
-from hybridpar.planner.outer_steps import OuterSteps
+from hybridpar.planner.codecs import OuterSteps
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.csv"
 EPOCHS, BATCH = 10, 64

@@ -20,8 +20,8 @@ from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import describe
 from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.probes import Question, measure_inputs
+from hybridpar.planner.inputs import Fidelity, PlannerInputs, Question
+from hybridpar.planner.probes import measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.trials import random_batch

@@ -24,8 +24,7 @@ from hybridpar.machine.process import available_cores
 from hybridpar.plan import Compute
 from hybridpar.planner.decide import decide_plan, run_in_turns
 from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.inputs import Fidelity
-from hybridpar.planner.probes import Question
+from hybridpar.planner.inputs import Fidelity, Question
 from hybridpar.planner.trials import random_batch
 from hybridpar.train.trainer import open_trial
 

@@ -199,7 +199,7 @@ class DataParallel(DistributedDataParallel):
 
 def _choose(module: nn.Module, world: World, fidelity: str) -> Policy:
     """What `auto` chooses for the gradients of a model."""
-    from hybridpar.planner.choice import choose_codecs
+    from hybridpar.planner.codecs import choose_codecs
 
     text, lines = choose_codecs(module, world, fidelity, _BUCKET_BYTES, world.size)
     for line in lines if world.rank == 0 else ():

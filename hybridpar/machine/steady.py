@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -18,15 +17,15 @@ _T = TypeVar("_T")
 MOST_NOISE = 0.25
 
 
-def relative_distance(one: float, other: float) -> float:
+def relative_distance(first: float, other: float) -> float:
     """How far two positive numbers lie apart: the larger over the smaller, minus one; infinite for what
     is no number.
     """
-    if one == other:
+    if first == other:
         return 0.0
-    if not (0 < one < math.inf and 0 < other < math.inf):
+    if not (0 < first < math.inf and 0 < other < math.inf):
         return math.inf
-    return max(one, other) / min(one, other) - 1
+    return max(first, other) / min(first, other) - 1
 
 
 def halves_apart(times: Sequence[float]) -> float:
@@ -41,12 +40,9 @@ def repeat_until_steady(
     noise: Callable[[Sequence[_T]], float],
     limit: float,
     most: int = 3,
-    seconds: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[_T], float]:
     """Repeat a measurement until its results agree."""
-    end = clock() + seconds
     results = [measure()]
-    while not (spread := noise(results)) <= limit and len(results) < most and clock() < end:
+    while not (spread := noise(results)) <= limit and len(results) < most:
         results.append(measure())
     return results, spread

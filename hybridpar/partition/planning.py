@@ -110,7 +110,6 @@ def partition_model(
             memory_format="channels_last" if memory_format_name(given[0]) == "channels_last" else "contiguous",
             profile=times.source,
             noise=round(times.noise, 4),
-            link_bytes_per_second=link_speed,
             versions={"torch": str(torch.__version__)},
         ),
     )

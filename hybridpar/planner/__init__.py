@@ -3,7 +3,7 @@
 The answer is a plan, with the reasons why the others are slower::
 
     from hybridpar.planner.inputs import PlannerInputs
-    from hybridpar.planner.measure import profile_model
+    from hybridpar.planner.profile import profile_model
     from hybridpar.planner.search import find_plan
 
     inputs = PlannerInputs(profile_model(model, [images]), read_cluster_file(Path("cluster.toml")), batch=64)

@@ -1,28 +1,31 @@
-"""What a bucket of gradients costs: bytes and time, by codec, link and device; and what may be chosen.
+"""What gradients may be sent as, and the choice where nothing but the exchange is known.
 
 Which layers are worth a codec is asked for several speeds of the link that do not depend on the cluster, so that
 candidates are the same whatever the link is: a faster link can then only make the best of them faster. The search
 decides which of these policies fits this link.
 
-How many more training steps a codec takes to the same loss comes from committed measurements; a codec that is not in
-that table is not planned with, however fast it is.
+How many more training steps a codec, or an outer loop, takes to the same result comes from committed measurements; what
+is not in these tables is not planned with, however fast it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
+import torch
+from torch import nn
+
+from hybridpar.comm.world import World
 from hybridpar.compress import Codec, Policy, parse_codec, read_policy
 from hybridpar.compress.policy import exact_rules
-from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.network import LinkCost, Network
-from hybridpar.planner.outer_steps import OuterSteps, expected_steps
+from hybridpar.planner.inputs import PlannerInputs, check_fidelity
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.network import Network, bucket_cost, stage_buckets
 from hybridpar.planner.profile import Parameter
-from hybridpar.planner.rates import CodecRate, lasting_rounds
-from hybridpar.schedule.costs import BucketCost
-from hybridpar.sync.buckets import cut_buckets
+from hybridpar.planner.rates import CodecRate, lasting_rounds, measure_rates
+from hybridpar.schedule.layout import Layout
 
 #: Casts, whose rounding is that of mixed precision.
 CLOSE = ("fp16", "bf16")
@@ -58,6 +61,76 @@ STEPS_TO_TARGET = {
     "onebit:decay=0.5": 1.072,
     "qsgd_mn:bits=4": 1.0,
 }
+
+#: What is expected at least, however good the runs were: less than few of them can tell, and a link on which an outer
+#: loop gains no more than that is no reason for one.
+LEAST_FACTOR = 1.05
+#: A run counts as long as a row's from this part of its steps on: a run's length is known about, without short batches.
+NEARLY = 0.9
+
+
+@dataclass(frozen=True)
+class OuterSteps:
+    """How many steps to the same accuracy runs with one kind of outer loop took, over those of synchronous training.
+
+    ResNet-18 on digits, until 97 % of the test images are right, each run over the synchronous one of the same fold and
+    seed. Only what reached that in all of several runs is planned with.
+
+    Attributes:
+        every: H, steps from one exchange to the next; of the plain mean, not streamed.
+        workers: How many there were.
+        codec: What outer gradients were sent as.
+        length: Steps of the run.
+        runs: How many.
+        lost: Points by which their accuracy at the end was below that of synchronous training, on average.
+        mean: Steps to the target over those of synchronous training, on average.
+        high: Upper end of the 95 % interval of that average.
+    """
+
+    every: int
+    workers: int
+    codec: str
+    length: int
+    runs: int
+    lost: float
+    mean: float
+    high: float
+
+    @property
+    def factor(self) -> float:
+        """Steps to the target over those of synchronous training, at the unfavourable end."""
+        return max(LEAST_FACTOR, self.high)
+
+    def __str__(self) -> str:
+        side = "less" if self.lost > 0 else "more"
+        return (
+            f"{self.mean:.2f} (not above {self.high:.2f} with 95 % certainty) times the steps of synchronous training "
+            f"to 97 %, and {abs(self.lost):.2f} points {side} at the end: {self.runs} runs of {self.length} steps, "
+            f"{self.workers} workers"
+        )
+
+
+#: Rows of `benchmarks/outer/results/accuracy.csv`, by `python -m benchmarks.outer.accuracy --table`.
+OUTER_STEPS: tuple[OuterSteps, ...] = (
+    OuterSteps(every=16, workers=2, codec="none", length=230, runs=5, lost=0.611, mean=1.041, high=1.216),
+    OuterSteps(every=16, workers=2, codec="onebit", length=230, runs=15, lost=0.444, mean=1.089, high=1.16),
+    OuterSteps(every=40, workers=2, codec="onebit", length=460, runs=5, lost=0.335, mean=1.202, high=1.463),
+)
+
+#: The codecs of these rows, besides gradients as they are.
+OUTER_CODECS = ("onebit",)
+
+
+def expected_steps(workers: int, length: int | None) -> list[OuterSteps]:
+    """What is expected of each outer loop that was measured with at least so many workers, in a run at most as long.
+
+    Of several rows the one of the fewest workers counts, and of the longest run.
+    """
+    rows: dict[tuple[str, int], OuterSteps] = {}
+    for row in sorted(OUTER_STEPS, key=lambda row: (row.workers, -row.length)):
+        if row.workers >= workers and length is not None and NEARLY * row.length <= length:
+            rows.setdefault((row.codec, row.every), row)
+    return [rows[key] for key in sorted(rows)]
 
 
 @dataclass(frozen=True)
@@ -212,57 +285,59 @@ def _coded_ms(layer: Parameter, codec: Codec, rate: CodecRate, workers: int, ms_
     return sum(rate.times(layer.count)) + moving * ms_per_byte
 
 
-def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
-    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first."""
-    order = list(parameters)[::-1]
-    return [
-        [order[index] for index in bucket]
-        for bucket in cut_buckets([4 * parameter.count for parameter in order], limit)
-    ]
+def choose_codecs(
+    model: nn.Module, world: World, fidelity: str, bucket_bytes: int, replicas: int
+) -> tuple[str, tuple[str, ...]]:
+    """What gradients travel fastest as, in the syntax of `--compress`, and what to say of it; a collective.
 
-
-def bucket_cost(
-    bucket: Sequence[Parameter],
-    choice: CodecChoice,
-    network: Network,
-    rates: Mapping[str, CodecRate],
-    *,
-    throughput: float = 1.0,
-    ready: float = 1.0,
-) -> BucketCost:
-    """What a bucket takes between the replicas of a stage, whose devices are so many times as fast as the profile's.
-
-    Where there are hosts with several workers, codecs work between hosts: a sum in each host goes before, and one that
-    hands the result out comes after. Leaders of hosts take turns.
+    Nothing is known of the computation, so all of the exchange counts, as if nothing could hide it.
     """
-    group = network.grouping
-    factor = 2 * (group.workers - 1) / group.workers
-    peers, share = (group.hosts, group.each) if group.two_levels else (group.workers, 1)
-    inside = network.inside_hosts() if group.two_levels else LinkCost(0.0, 0.0)
-    plain = network.exchange()
-    sent = wire = encode = decode = 0.0
-    rounds = set[tuple[object, float]]()
-    for parameter in bucket:
-        size, text = 4 * parameter.count, choice.codecs.get(parameter.name)
-        if text is None or not _parsed(text).fits(parameter.shape):
-            rounds.add(("plain", plain.latency_ms))
-            wire += size * plain.ms_per_byte
-            sent += factor * size
-            continue
-        writing, reading = rates[text].times(parameter.count)
-        encode += writing / (share * throughput)
-        decode += reading / (share * throughput)
-        for index, message in enumerate(lasting_rounds(_parsed(text), parameter.shape, peers)):
-            price = network.between_hosts if group.two_levels else network.exchange
-            cost = price(message.collective)
-            wire += message.bytes * cost.ms_per_byte
-            sent += message.sent(peers) / share
-            rounds.add(((index, message.collective, message.dtype), cost.latency_ms))
-        if group.two_levels:
-            rounds.add(("inside", 2 * inside.latency_ms))
-            wire += 2 * size * inside.ms_per_byte
-            sent += 2 * size * 2 * (group.each - 1) / group.each
-    return BucketCost(round(sent / factor), ready, encode, decode, wire, sum(latency for _, latency in rounds))
+    if why := nothing_to_choose(model, world, fidelity, replicas):
+        return "none", (f"auto     none: {why}",)
+    texts = FIDELITIES[fidelity]
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    parameters = tuple(Parameter(name, tuple(parameter.shape), 0) for name, parameter in trained)
+    rates = measure_rates(texts, parameters, replicas, world)
+    cluster = measure_cluster(world)
+    level = cluster.outer
+    assert level is not None
+
+    def decide() -> tuple[str, tuple[str, ...]]:
+        network = Network(cluster, Layout.dealt(world.size // replicas, world.size // replicas, replicas=replicas))
+        choices = policies_of(fidelity, parameters, tuple(rates.items()), replicas, bucket_bytes)
+        times = []
+        for choice in choices:
+            buckets = stage_buckets(parameters, bucket_bytes)
+            costs = (bucket_cost(bucket, choice.codecs, network, rates) for bucket in buckets)
+            times.append(sum(cost.total_ms for cost in costs))
+        best = min(range(len(choices)), key=lambda index: times[index] * choices[index].steps)
+        if times[best] * choices[best].steps > MARGIN * times[0]:
+            best = 0
+        return str(choices[best].policy), (
+            f"auto     {choices[best].name} (of none, {', '.join(texts)})",
+            f"auto     an exchange takes about {times[best]:,.1f} ms, with none {times[0]:,.1f} ms",
+            f"auto     by {world.transport}, {level.bandwidth / 1e6:,.3g} MB/s, {level.latency_ms:.2f} ms a message",
+            *(f"auto     {line}" for line in proof_lines(choices[best].codecs.values())),
+        )
+
+    return world.from_main(decide)
 
 
-_parsed = cache(parse_codec)
+def nothing_to_choose(model: nn.Module, world: World, fidelity: str, replicas: int) -> str:
+    """Why gradients are sent as they are, whatever a measurement would say; empty where one is needed."""
+    check_fidelity(fidelity)
+    if replicas == 1:
+        return "there is a single replica, and its gradients go nowhere"
+    if not FIDELITIES[fidelity]:
+        return f"fidelity {fidelity} allows nothing else"
+    if world.transport == "shared memory":
+        return "in shared memory gradients are added where they lie"
+    return other_types(model)
+
+
+def other_types(model: nn.Module) -> str:
+    """Why no codec can be used for a model whose parameters are not all float32; empty where they are."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            return f"the parameter {name!r} is {parameter.dtype}, and codecs take float32"
+    return ""

@@ -7,20 +7,20 @@ from hybridpar.plan import Plan, StepFigures
 #: Relative difference above which a prediction has failed.
 APART = 0.15
 
-#: Bytes that no prediction counts: messages by which workers agree on a step, with the sums of BatchNorm; and what a
-#: process grows by for other things than the model, such as code that is loaded when it first runs.
-UNCOUNTED = {"bytes_sent_per_step": 1 << 20, "memory_bytes": 256 << 20}
-
 #: Load of other programs, per core, above which the machine counts as busy.
 BUSY = 0.5
 
-_SIZE_CAUSES = {
-    "bytes_sent_per_step": "gradients were not sent with the codec of the plan",
-    "memory_bytes": (
+#: Sizes, with the bytes that no prediction counts (messages by which workers agree on a step, with the sums of
+#: BatchNorm; what a process grows by for other things than the model, such as code that is loaded when it first runs),
+#: and the likely cause of a difference.
+_SIZES = (
+    ("bytes_sent_per_step", "a worker sent", 1 << 20, "gradients were not sent with the codec of the plan"),
+    (
+        *("memory_bytes", "a worker needed", 256 << 20),
         "steps keep more than parameters, gradients, optimizer state and activations, or the allocator has not given "
-        "back what it freed"
+        "back what it freed",
     ),
-}
+)
 
 
 def prediction_warnings(plan: Plan, ran: StepFigures, load: float = 0.0) -> list[str]:
@@ -33,17 +33,17 @@ def prediction_warnings(plan: Plan, ran: StepFigures, load: float = 0.0) -> list
                 f"a step took {ran.step_ms:,.1f} ms, {100 * missed:+.0f} % off the {predicted.step_ms:,.1f} ms that "
                 f"were predicted: {_cause(predicted, ran, load)}"
             )
-    for name, what in (("bytes_sent_per_step", "a worker sent"), ("memory_bytes", "a worker needed")):
+    for name, what, uncounted, cause in _SIZES:
         wanted, measured = getattr(predicted, name, None), getattr(ran, name)
         if not wanted or measured is None:
             continue
-        if abs(measured - wanted) < UNCOUNTED[name] or (name == "memory_bytes" and measured < wanted):
+        if abs(measured - wanted) < uncounted or (name == "memory_bytes" and measured < wanted):
             continue  # nor is it a failure where less was needed than was feared
         missed = measured / wanted - 1
         if abs(missed) > APART:
             differences.append(
                 f"{what} {measured / 1e6:,.1f} MB, {100 * missed:+.0f} % off the {wanted / 1e6:,.1f} MB that were "
-                f"predicted: {_SIZE_CAUSES[name]}"
+                f"predicted: {cause}"
             )
     return differences
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 from functools import cache, partial
 
 from hybridpar.compress import Collective
-from hybridpar.planner.codecs import bucket_cost, stage_buckets
 from hybridpar.planner.cuts import StageFigures
-from hybridpar.planner.network import Network
+from hybridpar.planner.network import Network, bucket_cost, stage_buckets
 from hybridpar.planner.space import LEAST_MS, Candidate, Space
 from hybridpar.schedule.costs import BucketCost, Costs
 from hybridpar.schedule.layout import Layout
@@ -186,6 +185,6 @@ class CandidateCosts:
             for bucket in stage_buckets(parameters, self.inputs.bucket_bytes):
                 reached = max(reached, *(figures.ready[parameter.name] for parameter in bucket))  # they leave in order
                 how = {"throughput": speed, "ready": reached}
-                row.append(bucket_cost(bucket, candidate.codec, self.network(layout), self.inputs.rates, **how))
+                row.append(bucket_cost(bucket, candidate.codec.codecs, self.network(layout), self.inputs.rates, **how))
             stages.append(tuple(row))
         return tuple(stages)

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,8 +28,8 @@ from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.codecs import proof_lines
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import caveats, describe
-from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.probes import Question, measure_inputs
+from hybridpar.planner.inputs import Question
+from hybridpar.planner.probes import measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import DATA_PARALLEL, Answer, find_plan
 from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, as_problem, random_batch, time_in_turns, timed
@@ -126,14 +126,12 @@ class Decision:
     Attributes:
         plan: The fastest plan.
         lines: Why.
-        inputs: What the search read.
-        answer: What it predicted.
+        answer: What the search predicted.
         result: What the plans took that were run; None where none was.
     """
 
     plan: Plan
     lines: tuple[str, ...]
-    inputs: PlannerInputs
     answer: Answer | None = None
     result: Verified | None = None
 
@@ -167,7 +165,9 @@ def decide_plan(
     texts = world.from_main(predict, long=True)
     plans = [parse_plan(json.loads(text)) for text in texts]
     key = {"inputs": inputs.key, "plans": [plan.checksum for plan in plans]}
-    known = world.from_main(lambda: _known_times(key, len(plans)))
+    known: list[list[float]] | None = [[]]  # a single plan need not run
+    if len(plans) > 1:
+        known = world.from_main(lambda: load_measurement("finalists", key, _TIMES))
     times = known
     if times is None:
         announce(f"planning: running some steps of the {len(plans)} best plans")
@@ -191,20 +191,12 @@ def decide_plan(
             step_ms = round(result.step_ms_of(outcome), 3)
             plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_ms": step_ms})})
         seconds, count = time.perf_counter() - begun, len(run) if known is None else 0
-        lines = said(answer, outcome, plan, inputs, way, count, seconds, result)
-        decisions.append(Decision(plan, lines, inputs, answer, result))
+        lines = said(answer, outcome, plan, way, count, seconds, result)
+        decisions.append(Decision(plan, lines, answer, result))
         return plan.to_json(), lines
 
     text, lines = world.from_main(decide)
-    return decisions[0] if decisions else Decision(parse_plan(json.loads(text)), lines, inputs)
-
-
-def _known_times(key: Mapping[str, object], count: int) -> list[list[float]] | None:
-    """What the plans took when they were last run; nothing of a single plan, which need not run."""
-    if count < 2:
-        return [[]] * count
-    times = load_measurement("finalists", key, _TIMES)
-    return times if times is not None and len(times) == count else None
+    return decisions[0] if decisions else Decision(parse_plan(json.loads(text)), lines)
 
 
 def run_in_turns(
@@ -244,7 +236,6 @@ def said(
     answer: Answer,
     outcome: Outcome,
     plan: Plan,
-    inputs: PlannerInputs,
     way: Way | None,
     count: int,
     seconds: float,
@@ -278,9 +269,9 @@ def said(
         )
         lines.append(f"         expected, as ResNet-18 on digits showed: {outer}")
     lines += [f"         {line}" for line in proof_lines(choice.codecs.values())]
-    if fewer := _fewer_workers(answer, inputs):
+    if fewer := _fewer_workers(answer):
         lines.append(f"         {fewer}")
-    return (*lines, *(f"         {caveat}" for caveat in caveats(inputs)))
+    return (*lines, *(f"         {caveat}" for caveat in caveats(answer.inputs)))
 
 
 def _worth_lines(way: Way) -> list[str]:
@@ -303,12 +294,12 @@ def _ms(time: float) -> str:
     return f"{time:,.0f} ms" if time >= 10 else f"{time:,.1f} ms"
 
 
-def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
+def _fewer_workers(answer: Answer) -> str:
     """Whether fewer workers than were started would be faster, beyond the noise; empty where they would not.
 
     On a CPU they are predicted with their own cores alone, though they would get those of the others as well.
     """
-    fixed = inputs.fixed
+    inputs, fixed = answer.inputs, answer.inputs.fixed
     if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
         return ""
     library = answer.evaluator.space.library

@@ -97,9 +97,9 @@ def _why_lost(chosen: Outcome, chosen_parts: Parts, other: Outcome, parts: Parts
     return f"{text}: {reasons}" if reasons else text
 
 
-def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
+def notes(answer: Answer) -> list[str]:
     """What the reader must know of the figures."""
-    unfit = answer.considered - len(answer.ranked)
+    inputs, unfit = answer.inputs, answer.considered - len(answer.ranked)
     lines = [f"{answer.considered:,} plans simulated, of which {unfit:,} do not fit into memory"]
     if inputs.profile.noise > NOISY:
         lines.append(

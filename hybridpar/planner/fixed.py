@@ -58,7 +58,9 @@ def decided_options(config: TrainConfig) -> frozenset[str]:
 def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
     """The named option that acts on what replicas exchange, so that it does nothing with one; empty where none does."""
     asked = {
-        f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
+        f"--compress {config.compress}": "compress" in named
+        and not config.chooses
+        and not read_policy(config.compress).changes_nothing,
         f"--sync {config.sync}": "sync" in named and (config.outer is not None or config.late != "off"),
         "--shares auto": "shares" in named and config.shares.strip() == "auto",
         "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
@@ -78,10 +80,6 @@ def needs_stages(config: TrainConfig, named: Collection[str]) -> str:
     return next((option for option, set_ in asked.items() if set_), "")
 
 
-def _changes_gradients(config: TrainConfig) -> bool:
-    return not config.chooses and not read_policy(config.compress).changes_nothing
-
-
 def fixed_by(
     config: TrainConfig, decided: Collection[str], workers: int, names: Sequence[str], named: Collection[str] = ()
 ) -> Fixed:
@@ -92,6 +90,8 @@ def fixed_by(
     if "compress" in decided and not config.chooses:
         policy = read_policy(config.compress)
         codecs = {name: text for name in names if (text := policy.text_of(name)) != "none"}
+    # A step of such an optimizer depends on all parameters together, which a part of them does not tell.
+    looks_at_all = config.optim.name.startswith(("timm/lamb", "timm/kron"))
     return Fixed(
         workers=workers,
         codecs=codecs,
@@ -99,14 +99,9 @@ def fixed_by(
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
         equal=not config.may_be_unequal,
-        shard_optimizer=config.shard_optimizer if "shard_optimizer" in decided or _looks_at_all(config) else None,
+        shard_optimizer=config.shard_optimizer if "shard_optimizer" in decided or looks_at_all else None,
         **chosen,
     )
-
-
-def _looks_at_all(config: TrainConfig) -> bool:
-    """Whether a step of an optimizer depends on all parameters together, which a part of them does not tell."""
-    return config.optim.name.startswith(("timm/lamb", "timm/kron"))
 
 
 def not_modelled(config: TrainConfig) -> str:

@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError, with_config
 
+from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import PlanError, UsageError, check, nearest
 from hybridpar.formats.file_reader import first_problem
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts
@@ -113,39 +115,73 @@ class PlannerInputs:
         return data
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a plan is searched for.
+
+    Attributes:
+        name: What to call the model.
+        sample_shape: Of one sample.
+        options: Options of the run, some of which a way to compute a step changes.
+        fixed: What is not searched for.
+        decided: Names of the options that the user decided on.
+        steps: Of the run that the plan is for.
+        insists: Measure also where that takes longer than it can save.
+    """
+
+    name: str
+    sample_shape: tuple[int, ...]
+    options: TrainConfig
+    fixed: Fixed = field(default_factory=Fixed)
+    decided: frozenset[str] = frozenset()
+    steps: int | None = None
+    insists: bool = False
+
+    def inputs(self, profile: ModelProfile, cluster: ClusterSpec) -> PlannerInputs:
+        """What a search reads that is known without timing codecs."""
+        options = self.options
+        return PlannerInputs(
+            profile,
+            cluster,
+            options.samples_per_step,
+            options.fidelity,
+            optimizer_copies=state_copies(options),
+            averages=int(options.model_ema is not None),
+            whole_model=True,  # what is measured for a run is its model, which all workers have built
+            bucket_bytes=options.exchange.bucket_bytes,
+            sync_lanes=options.exchange.lanes,
+            fixed=self.fixed,
+            run_steps=self.steps,
+        )
+
+
 _ADAPTER: TypeAdapter[PlannerInputs] = TypeAdapter(PlannerInputs)
 
 
-def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
-    """Check and type inputs that were recorded."""
-    try:
-        return _ADAPTER.validate_python(data)
-    except ValidationError as error:
-        where, problem = first_problem(error)
-        raise PlanError(
-            f"the recorded inputs of {source} are damaged: {where}: {problem}",
-            "They are read as they were written.",
-            "Correct this value, or plan again, with `hybridpar plan MODEL`.",
-        ) from error
-
-
-def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:
+def inputs_of_plan(plan: Plan) -> PlannerInputs:
     """What a plan was made from.
 
     Args:
         plan: The plan.
-        source: What to call it in messages.
 
     Raises:
         PlanError: It does not say, or not in a way that can be read.
     """
     if plan.inputs is None:
         raise PlanError(
-            f"{source} does not record what it was made from",
+            "the plan does not record what it was made from",
             "Only a plan that was searched for has the section `inputs`.",
             "Make one with `hybridpar plan MODEL -o plan.json`.",
         )
-    return inputs_from_data(plan.inputs, source)
+    try:
+        return _ADAPTER.validate_python(plan.inputs)
+    except ValidationError as error:
+        where, problem = first_problem(error)
+        raise PlanError(
+            f"the recorded inputs of the plan are damaged: {where}: {problem}",
+            "They are read as they were written.",
+            "Correct this value, or plan again, with `hybridpar plan MODEL`.",
+        ) from error
 
 
 #: A machine whose memory, or whose link between hosts, has changed by more than this factor is another one; less may be
@@ -154,13 +190,10 @@ CHANGED = 2.0
 
 
 def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
-    """Refuse a plan that was made for another machine than the one at hand.
+    """Refuse a plan that was searched for another machine than the one at hand.
 
-    Compared are the hosts that the plan uses, their devices, and the speed of the link between hosts. A plan without
-    recorded inputs was not chosen for a machine, and passes.
+    Compared are the hosts that the plan uses, their devices, and the speed of the link between hosts.
     """
-    if plan.inputs is None:
-        return
     made_for = inputs_of_plan(plan).cluster
     if plan.workers is not None and plan.workers < made_for.workers:
         made_for = made_for.first(plan.workers)

@@ -17,10 +17,10 @@ import math
 from collections.abc import Sequence
 
 from hybridpar.comm.shared_memory import CHUNK_BYTES
-from hybridpar.planner.codecs import stage_buckets
 from hybridpar.planner.costs import CandidateCosts
 from hybridpar.planner.cuts import StageFigures
 from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.network import stage_buckets
 from hybridpar.planner.space import Candidate
 from hybridpar.schedule.layout import Layout
 from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES

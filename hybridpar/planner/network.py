@@ -1,4 +1,4 @@
-"""How long collectives take on a cluster, from the bandwidth and latency of its links.
+"""How long the exchange of gradients takes on a cluster, from the bandwidth and latency of its links.
 
 Workers are numbered host by host.
 Links have two levels, so an all-reduce goes in three steps: within hosts, between them, and within them again; a codec
@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
-from hybridpar.compress import Collective
+from hybridpar.compress import Collective, parse_codec
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
-from hybridpar.schedule.costs import Link
+from hybridpar.planner.profile import Parameter
+from hybridpar.planner.rates import CodecRate, lasting_rounds
+from hybridpar.schedule.costs import BucketCost, Link
 from hybridpar.schedule.layout import Layout
+from hybridpar.sync.buckets import cut_buckets
 
 _FREE = LinkLevel(bandwidth=1e300)
 
@@ -161,3 +165,60 @@ def _cost(collective: Collective, level: LinkLevel, workers: int, sharing: int) 
     if collective is Collective.GATHER:
         return LinkCost(rounds * level.latency_ms, (workers - 1) / speed)
     return LinkCost(2 * rounds * level.latency_ms, 2 * part / speed)
+
+
+def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
+    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first."""
+    order = list(parameters)[::-1]
+    return [
+        [order[index] for index in bucket]
+        for bucket in cut_buckets([4 * parameter.count for parameter in order], limit)
+    ]
+
+
+def bucket_cost(
+    bucket: Sequence[Parameter],
+    codecs: Mapping[str, str],
+    network: Network,
+    rates: Mapping[str, CodecRate],
+    *,
+    throughput: float = 1.0,
+    ready: float = 1.0,
+) -> BucketCost:
+    """What a bucket takes between the replicas of a stage, whose devices are so many times as fast as the profile's.
+
+    Parameters without a codec are sent as they are.
+    Where there are hosts with several workers, codecs work between hosts: a sum in each host goes before, and one that
+    hands the result out comes after. Leaders of hosts take turns.
+    """
+    group = network.grouping
+    factor = 2 * (group.workers - 1) / group.workers
+    peers, share = (group.hosts, group.each) if group.two_levels else (group.workers, 1)
+    inside = network.inside_hosts() if group.two_levels else LinkCost(0.0, 0.0)
+    plain = network.exchange()
+    sent = wire = encode = decode = 0.0
+    rounds = set[tuple[object, float]]()
+    for parameter in bucket:
+        size, text = 4 * parameter.count, codecs.get(parameter.name)
+        if text is None or not _parsed(text).fits(parameter.shape):
+            rounds.add(("plain", plain.latency_ms))
+            wire += size * plain.ms_per_byte
+            sent += factor * size
+            continue
+        writing, reading = rates[text].times(parameter.count)
+        encode += writing / (share * throughput)
+        decode += reading / (share * throughput)
+        for index, message in enumerate(lasting_rounds(_parsed(text), parameter.shape, peers)):
+            price = network.between_hosts if group.two_levels else network.exchange
+            cost = price(message.collective)
+            wire += message.bytes * cost.ms_per_byte
+            sent += message.sent(peers) / share
+            rounds.add(((index, message.collective, message.dtype), cost.latency_ms))
+        if group.two_levels:
+            rounds.add(("inside", 2 * inside.latency_ms))
+            wire += 2 * size * inside.ms_per_byte
+            sent += 2 * size * 2 * (group.each - 1) / group.each
+    return BucketCost(round(sent / factor), ready, encode, decode, wire, sum(latency for _, latency in rounds))
+
+
+_parsed = cache(parse_codec)

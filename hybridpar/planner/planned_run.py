@@ -52,7 +52,7 @@ _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
 
 
 #: What is followed, if anything, and what to tell of it at the start.
-_Found = tuple[Plan | None, tuple[str, ...]]
+_Followed = tuple[Plan | None, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def plan_run(
         input=tuple(sample_shape) if sample_shape is not None else None,
     )
     plan = plan or _read_own_plan(config, world)
-    choice: _Found = None, ()
+    choice: _Followed = None, ()
     if plan is None and config.chooses:
-        from hybridpar.planner.choice import other_types
+        from hybridpar.planner.codecs import other_types
 
         if why := other_types(model):
             config, choice = replace(config, compress="none"), (None, (f"auto     none: {why}",))
@@ -129,7 +129,7 @@ def plan_run(
     else:
         from hybridpar.models.state import same_random
         from hybridpar.planner.decide import decide_plan
-        from hybridpar.planner.probes import Question
+        from hybridpar.planner.inputs import Question
 
         fixed = fixed_by(config, decided, world.size, names, named)
         question = Question(name, tuple(sample_shape or ()), config, fixed, frozenset(decided), steps)
@@ -145,7 +145,7 @@ def plan_run(
     resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
     _require_effect(config, named, world.size, resolved.layout)
     if is_auto(resolved.sync.codec):  # there was nothing to search with
-        from hybridpar.planner.choice import choose_codecs
+        from hybridpar.planner.codecs import choose_codecs
 
         how = config.fidelity, config.exchange.bucket_bytes, resolved.layout.replicas
         codec, chosen = choose_codecs(model, world, *how)
@@ -232,14 +232,6 @@ def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
     return plan
 
 
-def _as_followed(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> Plan:
-    """The plan, without its prediction where the user decided otherwise than it says."""
-    with contextlib.suppress(HybridparError):  # raised where it is resolved for good, if options are wrong
-        if resolve(config, workers, plan, decided) == resolve(config, workers, plan, _NO_KNOBS & set(decided)):
-            return plan
-    return _unpredicted(plan)
-
-
 def _follow_given(
     model: nn.Module,
     config: TrainConfig,
@@ -248,7 +240,7 @@ def _follow_given(
     decided: Collection[str],
     name: str,
     sample_shape: Sequence[int] | None,
-) -> _Found:
+) -> _Followed:
     from hybridpar.partition.planning import require_model
     from hybridpar.planner.inputs import check_made_for
     from hybridpar.planner.links import measure_cluster
@@ -256,14 +248,45 @@ def _follow_given(
     require_model(plan, model, name)
     if plan.inputs is not None:
         check_made_for(plan, measure_cluster(world))
-    followed = _as_followed(config, plan, decided, world.size)
-    note = _expected(followed)
-    if followed.inputs is not None and followed.is_edited:
-        followed, note = _unpredicted(followed), ", which was edited: what was predicted does not hold"
-    if followed.inputs is not None and (other := _made_for_other(config, followed, sample_shape)):
-        followed, note = _unpredicted(followed), f", which was made for {other}: its prediction does not hold here"
+    followed, note = _as_followed(config, plan, decided, world.size, sample_shape)
     origin = f"from {config.plan_file}" if config.plan_file is not None else "as given"
     return followed, (f"plan     {origin}{note}",)
+
+
+def _follow_stored(
+    model: nn.Module, config: TrainConfig, world: World, plan: Plan, decided: Collection[str]
+) -> _Followed:
+    """Go on by the plan of the run; one that does not fit any more is left, and none is made in its place."""
+    count = len(plan.partition.stages)
+    if plan.workers != world.size:
+        return _unplanned(f"the run's own plan is for {plan.workers} worker(s), and here are {world.size}")
+    if "stages" in decided and config.stages != count:
+        return _unplanned(f"--stages {config.stages} is not what the run's own plan says")
+    if count > 1:
+        from hybridpar.partition.planning import require_model
+
+        require_model(plan, model, plan.model.name)
+    followed, note = _as_followed(config, plan, decided, world.size)
+    return followed, (f"plan     as the run began with, not searched for again{note}",)
+
+
+def _as_followed(
+    config: TrainConfig, plan: Plan, decided: Collection[str], workers: int, shape: Sequence[int] | None = None
+) -> tuple[Plan, str]:
+    """The plan, without its prediction where that does not hold here, and what to say of it."""
+    agrees = False  # the user decided nothing otherwise than the plan says
+    with contextlib.suppress(HybridparError):  # raised where it is resolved for good, if options are wrong
+        agrees = resolve(config, workers, plan, decided) == resolve(config, workers, plan, _NO_KNOBS & set(decided))
+    if not agrees:
+        note = ""
+    elif plan.inputs is not None and plan.is_edited:
+        note = ", which was edited: what was predicted does not hold"
+    elif plan.inputs is not None and (other := _made_for_other(config, plan, shape)):
+        note = f", which was made for {other}: its prediction does not hold here"
+    else:
+        step_ms = None if plan.predicted is None else plan.predicted.step_ms
+        return plan, "" if step_ms is None else f", predicted {step_ms:,.1f} ms a step"
+    return plan.model_copy(update={"inputs": None, "predicted": None, "checksum": None}), note
 
 
 def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int] | None) -> str:
@@ -282,27 +305,6 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
             f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {state_copies(config)}"
         )
     return ", ".join(differences)
-
-
-def _unpredicted(plan: Plan) -> Plan:
-    return plan.model_copy(update={"inputs": None, "predicted": None, "checksum": None})
-
-
-def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> _Found:
-    """Go on by the plan of the run; one that does not fit any more is left, and none is made in its place."""
-    count = len(plan.partition.stages)
-    if plan.workers != world.size:
-        return _unplanned(f"the run's own plan is for {plan.workers} worker(s), and here are {world.size}")
-    if "stages" in decided and config.stages != count:
-        return _unplanned(f"--stages {config.stages} is not what the run's own plan says")
-    if count > 1:
-        from hybridpar.partition.planning import require_model
-
-        require_model(plan, model, plan.model.name)
-    followed = _as_followed(config, plan, decided, world.size)
-    if followed.inputs is not None and (followed.is_edited or _made_for_other(config, followed, None)):
-        followed = _unpredicted(followed)
-    return followed, (f"plan     as the run began with, not searched for again{_expected(followed)}",)
 
 
 def _stored_plan(path: Path) -> tuple[str | None, str]:
@@ -328,8 +330,3 @@ def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
 
 def _unplanned(why: str) -> tuple[None, tuple[str, ...]]:
     return None, (f"plan     none: {why}",)
-
-
-def _expected(plan: Plan) -> str:
-    predicted = plan.predicted.step_ms if plan.predicted is not None else None
-    return f", predicted {predicted:,.1f} ms a step" if predicted is not None else ""

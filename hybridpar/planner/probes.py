@@ -16,12 +16,10 @@ step is timed, and it is left as it is where measuring would take more than half
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import TypeAdapter
@@ -30,29 +28,21 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.kernels import prepare_aside
-from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError
-from hybridpar.formats.cache import load_measurement, measurements_directory, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.machine.process import available_cores, host_identity, usable_memory
-from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import autocast, model_fingerprint
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state import twin_of
 from hybridpar.partition.profile import Progress, intra_op_threads
 from hybridpar.partition.profile_cache import machine_key
-from hybridpar.planner.choice import other_types
-from hybridpar.planner.codecs import FIDELITIES
-from hybridpar.planner.fit import held_bytes, memory_of, sizes_of
-from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.batch import held_bytes, memory_of, sizes_of
+from hybridpar.planner.codecs import FIDELITIES, OUTER_CODECS, other_types
+from hybridpar.planner.inputs import PlannerInputs, Question
 from hybridpar.planner.links import describe_hosts, laps_of, measure_cluster, most_of_all
-from hybridpar.planner.measure import profile_model, set_way
-from hybridpar.planner.outer_steps import OUTER_CODECS
-from hybridpar.planner.profile import ModelProfile
+from hybridpar.planner.profile import BATCH_NORMS, ModelProfile, profile_model, set_way
 from hybridpar.planner.rates import measure_rates
-from hybridpar.planner.trials import OpenTrial, as_problem, random_batch
+from hybridpar.planner.trials import OpenTrial, as_problem, random_batch, remembered
 from hybridpar.planner.ways import CHANGED, COMPILED, Way, can_compile, choose_way, compiling_pays
 
 #: Steps of the shortest run that is planned.
@@ -82,61 +72,6 @@ _TIMED_OPTIONS = (
     *("plan", "deterministic", "shard_optimizer", "model_ema", "batch_norm"),
 )
 
-_T = TypeVar("_T")
-
-_log = logging.getLogger(__name__)
-
-_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a plan is searched for.
-
-    Attributes:
-        name: What to call the model.
-        sample_shape: Of one sample.
-        options: Options of the run, some of which a way to compute a step changes.
-        fixed: What is not searched for.
-        decided: Names of the options that the user decided on.
-        steps: Of the run that the plan is for.
-        insists: Measure also where that takes longer than it can save.
-    """
-
-    name: str
-    sample_shape: tuple[int, ...]
-    options: TrainConfig
-    fixed: Fixed = field(default_factory=Fixed)
-    decided: frozenset[str] = frozenset()
-    steps: int | None = None
-    insists: bool = False
-
-    def inputs(self, profile: ModelProfile, cluster: ClusterSpec) -> PlannerInputs:
-        """What a search reads that is known without timing codecs."""
-        options = self.options
-        return PlannerInputs(
-            profile,
-            cluster,
-            options.samples_per_step,
-            options.fidelity,
-            optimizer_copies=state_copies(options),
-            averages=int(options.model_ema is not None),
-            whole_model=True,  # what is measured for a run is its model, which all workers have built
-            bucket_bytes=options.exchange.bucket_bytes,
-            sync_lanes=options.exchange.lanes,
-            fixed=self.fixed,
-            run_steps=self.steps,
-        )
-
-    @property
-    def codecs(self) -> list[str]:
-        """What gradients may be sent as."""
-        if self.fixed.codecs is not None:
-            return sorted(set(self.fixed.codecs.values()))
-        fidelity = self.options.fidelity
-        outer = OUTER_CODECS if fidelity == "lossy" and not self.fixed.every_step else ()
-        return [*FIDELITIES[fidelity], *outer]
-
 
 @dataclass(frozen=True)
 class _Job:
@@ -151,16 +86,6 @@ class _Job:
     def example(self, samples: int) -> torch.Tensor:
         """Random inputs of a micro-batch, the same on all workers."""
         return random_batch(self.asked.sample_shape, samples, self.world.device)
-
-    def kept(self, kind: str, key: Mapping[str, object], types: TypeAdapter[_T], measure: Callable[[], _T]) -> _T:
-        """What was kept under a key, or is measured now and kept; a collective."""
-        known: _T | None = self.world.from_main(lambda: load_measurement(kind, key, types))
-        if known is not None:
-            return known
-        measured = measure()
-        if self.world.is_main and getattr(measured, "noise", 0.0) <= MOST_NOISE:
-            store_measurement(kind, key, types.dump_python(measured, mode="json", exclude_defaults=True))
-        return measured
 
 
 def measure_inputs(
@@ -186,7 +111,7 @@ def measure_inputs(
     job = _Job(model, asked, world, sizes, announce)
     # What a run adds in shared memory is never sent, and no codec is faster.
     unsent = workers == 1 or (cluster is None and (world.transport == "shared memory" or other_types(model)))
-    codecs = [] if unsent else asked.codecs
+    codecs = [] if unsent else _codecs(asked)
     if cluster is None and world.device.type == "cpu":
         prepare_aside(map(parse_codec, codecs))
     way = None if open_trial is None else _measure_way(job, open_trial)
@@ -195,7 +120,7 @@ def measure_inputs(
     if codecs:
         announce("planning: timing ways to compress gradients")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rates = measure_rates(codecs, trained, workers, world, measurements_directory())
+    rates = measure_rates(codecs, trained, workers, world)
     fixed = asked.fixed
     if fixed.codecs is not None:
         fixed = replace(fixed, codecs={name: text for name, text in fixed.codecs.items() if text in rates})
@@ -240,7 +165,7 @@ def _measure_way(job: _Job, open_trial: OpenTrial) -> Way:
 
     key = {**_key(job), "options": {name: str(getattr(options, name)) for name in _TIMED_OPTIONS}}
     key["decided"] = sorted(asked.decided.intersection(CHANGED))
-    way = job.kept("way", key, _WAY, choose)
+    way = remembered(job.world, "way", key, _WAY, choose)
     longer = compiling_pays(1e-3 * way.plain_ms * (asked.steps or 0)) and can_compile(job.world.device)
     if longer and "compile" not in asked.decided and not any(worth.name == COMPILED for worth in way.worths):
         way = choose()
@@ -271,7 +196,7 @@ def _measure_units(job: _Job, way: Way | None, progress: Progress | None) -> Mod
 
     chosen = {"memory_format": memory_format, "kernels": kernels, "threads": None if way is None else way.threads}
     key = {**_key(job), "sizes": list(job.sizes), "passes": PASSES, "amp": options.amp, **chosen}
-    units = job.kept("profile", key, _PROFILE, measure)
+    units = remembered(job.world, "profile", key, _PROFILE, measure)
     return units if way is None else with_rest(units, way)
 
 
@@ -316,6 +241,15 @@ def speeds_of(hosts: Sequence[str], step_ms: Sequence[float]) -> list[float]:
     return [common[hosts[0]] / common[host] for host in hosts]
 
 
+def _codecs(asked: Question) -> list[str]:
+    """What gradients may be sent as."""
+    if asked.fixed.codecs is not None:
+        return sorted(set(asked.fixed.codecs.values()))
+    fidelity = asked.options.fidelity
+    outer = OUTER_CODECS if fidelity == "lossy" and not asked.fixed.every_step else ()
+    return [*FIDELITIES[fidelity], *outer]
+
+
 def _key(job: _Job) -> dict[str, object]:
     """What all times depend on."""
     asked, world = job.asked, job.world
@@ -356,7 +290,7 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
         )
         sizes = {max(2, -(-batch // (count * fixed.micro_batches))) for count in counts}
         return sorted({min(sizes), max(sizes)})
-    if most is None and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+    if most is None and any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return [largest]  # they normalise over a micro-batch, so its size stays
     largest = largest if most is None else min(largest, most)
     return sorted({max(2, largest // 16), max(2, largest // 4), largest})

@@ -12,10 +12,9 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -29,11 +28,11 @@ from hybridpar.compress.codec import Codec, Round, TensorSpec
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.policy import bind
 from hybridpar.errors import HybridparError
-from hybridpar.formats.cache import load_measurement, store_measurement
 from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import MOST_NOISE, halves_apart, repeat_until_steady
 from hybridpar.partition.profile_cache import machine_key
 from hybridpar.planner.profile import Parameter
+from hybridpar.planner.trials import remembered
 
 _log = logging.getLogger(__name__)
 
@@ -114,11 +113,10 @@ def measure_rates(
     parameters: Iterable[Parameter | torch.nn.Parameter],
     workers: int,
     world: World,
-    directory: Path | None = None,
 ) -> dict[str, CodecRate]:
-    """How fast codecs are; those that fit no layer, or cannot run here, are left out; a collective.
+    """How fast codecs are, measured or remembered; those that fit no layer, or cannot run here, are left out.
 
-    What was measured is kept in a directory, and found there again.
+    A collective.
     """
     shapes = sorted({tuple(parameter.shape) for parameter in parameters})
     messages_of = min(max(workers, 2), 8)
@@ -126,31 +124,25 @@ def measure_rates(
     key = {"shapes": shapes, "beside": beside, "workers": messages_of, **machine_key(world.device)}
     rates = {}
     for text in codecs:
-        named = {**key, "codec": text}
-        rate = None
-        if directory is not None:
-            rate = world.from_main(functools.partial(load_measurement, "codec", named, RATE, directory))
-        if rate is None:
-            measure = functools.partial(_measure_together, text, shapes, messages_of, world)
-            tries, noise = repeat_until_steady(measure, lambda tries: min(rate.noise for rate in tries), MOST_NOISE)
-            rate = min(tries, key=lambda rate: rate.noise)
-            if world.is_main:
-                _keep(named, rate, noise, directory)
+        measure = functools.partial(_measure_steadily, text, shapes, messages_of, world)
+        rate = remembered(world, "codec", {**key, "codec": text}, RATE, measure)
         if rate.tried:
             rates[text] = rate
     return rates
 
 
-def _keep(key: Mapping[str, object], rate: CodecRate, noise: float, directory: Path | None) -> None:
-    if noise > MOST_NOISE:
+def _measure_steadily(text: str, shapes: Sequence[tuple[int, ...]], workers: int, world: World) -> CodecRate:
+    """The least noisy of a few measurements; a collective."""
+    measure = functools.partial(_measure_together, text, shapes, workers, world)
+    tries, noise = repeat_until_steady(measure, lambda tries: min(rate.noise for rate in tries), MOST_NOISE)
+    if noise > MOST_NOISE and world.is_main:
         _log.warning(
             "codec %s: repeated measurements lie %.0f %% apart; they are used now and not kept: measure again when "
             "nothing else runs",
-            key["codec"],
+            text,
             100 * noise,
         )
-    elif directory is not None:
-        store_measurement("codec", key, RATE.dump_python(rate, mode="json"), directory)
+    return min(tries, key=lambda rate: rate.noise)
 
 
 def _measure_together(text: str, shapes: Sequence[tuple[int, ...]], workers: int, world: World) -> CodecRate:

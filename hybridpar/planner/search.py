@@ -46,9 +46,9 @@ class Answer:
     evaluator: Evaluator
 
     @property
-    def fastest(self) -> Outcome:
-        """The plan with the least score, whether the noise can tell it from others or not."""
-        return self.ranked[0]
+    def inputs(self) -> PlannerInputs:
+        """What the search read."""
+        return self.evaluator.inputs
 
 
 def find_plan(

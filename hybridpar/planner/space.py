@@ -269,21 +269,14 @@ def worker_speeds(inputs: PlannerInputs, layout: Layout) -> tuple[float, ...]:
     return (min(least),) * layout.positions
 
 
-def worker_kinds(inputs: PlannerInputs, layout: Layout) -> list[tuple[float, float]]:
-    """For every worker of a replica the throughput that is counted on, and the memory, of the smallest one."""
-    placed = inputs.by_worker
-    sizes = [
-        min(math.inf if (size := placed[rank][1].memory) is None else float(size) for rank in column)
-        for column in zip(*layout.ranks, strict=True)
-    ]
-    return list(zip(worker_speeds(inputs, layout), sizes, strict=True))
-
-
 def stage_devices(inputs: PlannerInputs, layout: Layout) -> tuple[StageDevice, ...]:
     """Of every stage what device its cut is for; empty where a replica's devices are alike."""
     if layout.positions == 1 or not layout.is_equal:
         return ()
-    kinds = worker_kinds(inputs, layout)
+    # Of every position the memory of the smallest worker.
+    columns = zip(*layout.ranks, strict=True)
+    sizes = [min(float(inputs.by_worker[rank][1].memory or math.inf) for rank in column) for column in columns]
+    kinds = list(zip(worker_speeds(inputs, layout), sizes, strict=True))
     if len(set(kinds)) == 1:
         return ()
     slowest, smallest = (min(column) for column in zip(*kinds, strict=True))

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
+from hybridpar.formats.cache import load_measurement, store_measurement
+from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.profile import intra_op_threads
 from hybridpar.plan import Plan
@@ -61,6 +64,19 @@ def as_problem(act: Callable[[], _T]) -> Callable[[], _T]:
             raise HybridparError(f"{type(error).__name__}: {error}") from error
 
     return run
+
+
+def remembered(
+    world: World, kind: str, key: Mapping[str, object], types: TypeAdapter[_T], measure: Callable[[], _T]
+) -> _T:
+    """What was stored under a key, or is measured now and, where its noise allows that, stored; a collective."""
+    known: _T | None = world.from_main(lambda: load_measurement(kind, key, types))
+    if known is not None:
+        return known
+    measured = measure()
+    if world.is_main and getattr(measured, "noise", 0.0) <= MOST_NOISE:
+        store_measurement(kind, key, types.dump_python(measured, mode="json", exclude_defaults=True))
+    return measured
 
 
 def timed(step: Callable[[], object], world: World, threads: int | None = None) -> tuple[float, ...]:

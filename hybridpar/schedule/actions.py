@@ -11,14 +11,11 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import NamedTuple
 
 from hybridpar.errors import ScheduleError, shortened
-from hybridpar.formats.file_reader import read_text
 
 
 class Kind(StrEnum):
@@ -116,11 +113,6 @@ class Schedule:
     rows: tuple[tuple[Action, ...], ...]
     micro_batches: int
 
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return 1 + max((action.stage for row in self.rows for action in row), default=-1)
-
     def to_csv(self) -> str:
         """The `compute_only` format of torch.distributed.pipelining: a row per lane, a cell per action."""
         text = io.StringIO()
@@ -128,27 +120,20 @@ class Schedule:
         return text.getvalue()
 
 
-def read_schedule(source: str | Path, name: str = "file") -> Schedule:
-    """A schedule from CSV text, or from a file. Empty cells are bubbles and mean nothing.
+def read_schedule(text: str, name: str = "schedule") -> Schedule:
+    """A schedule from CSV text. Empty cells are bubbles and mean nothing.
 
     Args:
-        source: Text, or the file.
+        text: A row per lane, a cell per action.
         name: What to call the schedule.
 
     Raises:
-        ScheduleError: The file cannot be read, a cell is not an action, or an action is neither F nor B.
+        ScheduleError: A cell is not an action, or an action is neither F nor B.
     """
-    fix = "Name a CSV file."
-    text = read_text(source, "the schedule", ScheduleError, fix) if isinstance(source, Path) else source
     try:
         rows = [[parse_action(cell) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text)) if row]
     except csv.Error as error:
         raise ScheduleError(f"the schedule {shortened(name)} is no CSV: {error}", fix="Write it again.") from error
-    return make_schedule(name, rows)
-
-
-def make_schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
-    """A schedule from lists of actions; the number of micro-batches is found in them."""
     actions = [action for row in rows for action in row]
     other = next((action for action in actions if action.kind not in COMPUTE), None)
     if other is not None or not actions:
@@ -157,4 +142,4 @@ def make_schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
             "A schedule orders computation only: F and B. What travels follows from it.",
             "Leave the other actions out.",
         )
-    return Schedule(name, tuple(tuple(row) for row in rows), 1 + max(action.index or 0 for action in actions))
+    return Schedule(name, tuple(map(tuple, rows)), 1 + max(action.index or 0 for action in actions))

@@ -7,31 +7,16 @@ deadlock either, also where transfers block both ends until both have come.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.layout import Layout
-from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.picture import draw_schedule
 from hybridpar.schedule.program import LaneRun, dependencies, require_own_lanes
+from hybridpar.schedule.simulate import HeldPasses, most_held
 
 
-@dataclass(frozen=True)
-class Proof:
-    """What holds for a schedule that was checked, whatever its actions and transfers take.
-
-    Attributes:
-        peak_in_flight: For every stage the most micro-batches between the start of their forward and the end of their
-            backward pass.
-        slots: Length in unit time: forward passes take 1, backward passes 2.
-    """
-
-    peak_in_flight: tuple[int, ...]
-    slots: int
-
-
-def check(schedule: Schedule, layout: Layout) -> Proof:
+def check(schedule: Schedule, layout: Layout) -> HeldPasses:
     """Prove that a schedule computes everything once and cannot deadlock.
 
     Args:
@@ -39,7 +24,7 @@ def check(schedule: Schedule, layout: Layout) -> Proof:
         layout: Where stages run.
 
     Returns:
-        What was found on the way: how many micro-batches are held, and the length in unit time.
+        How many micro-batches stages hold.
 
     Raises:
         ScheduleError: It does not hold. The text has a picture of the schedule with the cell where it fails.
@@ -50,7 +35,7 @@ def check(schedule: Schedule, layout: Layout) -> Proof:
         action, reason = run.why_stuck()
         what = f"schedule {schedule.name!r} deadlocks"
         raise failure(schedule, layout, what, action, reason, "Let one of these actions come earlier.")
-    return Proof(most_held(schedule, layout).in_flight, int(run.length))
+    return most_held(schedule, layout)
 
 
 def _require_complete(schedule: Schedule, layout: Layout) -> None:

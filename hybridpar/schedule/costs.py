@@ -1,13 +1,11 @@
-"""The inputs of a prediction, each with its unit."""
+"""The inputs of a prediction, each with its unit. Profile, cluster and plan, which they are made from, check them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import Kind
 
 
@@ -22,14 +20,6 @@ class Link:
 
     latency_ms: float = 0.0
     bytes_per_second: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.latency_ms < math.inf or (self.bytes_per_second is not None and self.bytes_per_second <= 0):
-            raise ScheduleError(
-                f"a link of {self.latency_ms} ms and {self.bytes_per_second} bytes per second",
-                "A latency is not negative, and a speed is above 0.",
-                "Measure the link with `hybridpar doctor`, or write None for a link without limit.",
-            )
 
     def wire_ms(self, size: float) -> float:
         """Time that the bytes themselves take, without the latency."""
@@ -94,21 +84,6 @@ class Costs:
     sync_lanes: int = 1
     control_ms: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("replicas", "sync_lanes"):
-            if (value := getattr(self, name)) < 1:
-                raise ScheduleError(f"{name} is {value}", "It is at least 1.", f"Give another {name}.")
-        counts = {name: len(value) for name in _PER_STAGE if (value := getattr(self, name)) is not None}
-        if len(set(counts.values())) > 1:
-            raise ScheduleError(
-                "costs for different numbers of stages: " + ", ".join(f"{name} {n}" for name, n in counts.items()),
-                "There is one number per stage.",
-                "Measure every stage.",
-            )
-        for name in counts:
-            if min(getattr(self, name), default=0) < 0:
-                raise ScheduleError(f"{name} is {getattr(self, name)}", "None is negative.", "Measure every stage.")
-
     def compute_ms(self, stage: int, kind: Kind) -> float:
         """Time of a computation or optimizer step that has its worker alone."""
         if kind is Kind.FORWARD:
@@ -126,6 +101,3 @@ class Costs:
 def unit_ms(stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Times of forward and backward passes, for every stage, where they are not known."""
     return (1.0,) * stages, (2.0,) * stages
-
-
-_PER_STAGE = ("forward_ms", "backward_ms", "step_ms", "saved_bytes")

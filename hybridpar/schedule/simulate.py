@@ -1,4 +1,4 @@
-"""Predicts the time of a step.
+"""Predicts the time of a step, and the memory that its schedule needs.
 
 The simulation reads the same lists of actions that the executor issues and keeps its rules: each queue in order, each
 action after what it needs, a transfer only when both ends have come to it.
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from hybridpar.schedule.costs import Costs
-from hybridpar.schedule.memory import most_held
+from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import Program
 from hybridpar.schedule.resources import EventLoop, Job, Machine, Phase
 from hybridpar.schedule.spans import Span
@@ -27,7 +27,6 @@ class Simulation:
         compute_ms: Until the last forward or backward pass of any lane ends.
         bubble: Part of `compute_ms` in which lanes do not compute, over all lanes.
         busy_ms: For every lane the time of its forward and backward passes.
-        sync_ms: For every stage the time of its all-reduces.
         exposed_sync_ms: For every stage how long its last all-reduce outlasts the last computation of anyone.
         peak_saved_bytes: For every worker the most that its forward passes held for backward passes at one time, by
             lane; zero where the costs do not say.
@@ -39,7 +38,6 @@ class Simulation:
     compute_ms: float
     bubble: float
     busy_ms: tuple[float, ...]
-    sync_ms: tuple[float, ...]
     exposed_sync_ms: tuple[float, ...]
     peak_saved_bytes: tuple[int, ...]
     bytes_sent: tuple[float, ...]
@@ -186,12 +184,11 @@ def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:
     busy = [0.0] * layout.lanes
     for span in compute:
         busy[span.lane] += span.duration_ms
-    sync, exposed = [0.0] * layout.stages, [0.0] * layout.stages
+    exposed = [0.0] * layout.stages
     sent = [0.0] * layout.workers
     for span in run.spans:
         stage = span.action.stage
         if span.action.kind is Kind.SYNC:
-            sync[stage] += span.duration_ms
             exposed[stage] = max(exposed[stage], span.end_ms - compute_ms)
             sent[span.worker] += run.machine.sync_bytes(span.action)
         elif span.action.kind in SENDS:
@@ -201,9 +198,45 @@ def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:
         compute_ms=compute_ms,
         bubble=1 - sum(busy) / (layout.lanes * compute_ms) if compute_ms else 0.0,
         busy_ms=tuple(busy),
-        sync_ms=tuple(sync),
         exposed_sync_ms=tuple(exposed),
         peak_saved_bytes=most_held(program.schedule, layout, costs.saved_bytes).worker_bytes,
         bytes_sent=tuple(sent),
         timeline=tuple(sorted(run.spans, key=lambda span: (span.start_ms, span.end_ms))),
     )
+
+
+@dataclass(frozen=True)
+class HeldPasses:
+    """The most that forward passes hold for backward passes at one time.
+
+    A micro-batch is held by a stage from the start of its forward pass to the end of its backward pass.
+
+    Attributes:
+        in_flight: For every stage the most micro-batches.
+        worker_bytes: For every worker the sum over its lanes of the most that each holds. With several lanes the real
+            peak may be lower; it is never higher.
+    """
+
+    in_flight: tuple[int, ...]
+    worker_bytes: tuple[int, ...]
+
+
+def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | None = None) -> HeldPasses:
+    """The peaks of a schedule."""
+    saved = [0] * layout.stages if saved_bytes is None else saved_bytes
+    count, peak = [0] * layout.stages, [0] * layout.stages
+    workers = [0] * layout.workers
+    for lane, row in enumerate(schedule.rows):
+        held = most = 0
+        for action in row:
+            stage = action.stage
+            if action.kind is Kind.FORWARD:
+                count[stage] += 1
+                held += saved[stage]
+                peak[stage] = max(peak[stage], count[stage])
+                most = max(most, held)
+            else:
+                count[stage] -= 1
+                held -= saved[stage]
+        workers[layout.worker_of[lane]] += most
+    return HeldPasses(tuple(peak), tuple(workers))

@@ -83,14 +83,6 @@ class StepSpans:
         return max((span.end_ms for span in self.spans if span.action.kind in COMPUTE), default=0.0)
 
     @property
-    def bubble(self) -> float:
-        """Part of the time until `compute_end_ms` in which this worker's lanes did not compute."""
-        computed = self.computed
-        if self.compute_end_ms == 0:
-            return 0.0
-        return max(0.0, 1 - computed.busy_ms / (computed.lanes * self.compute_end_ms))
-
-    @property
     def computed(self) -> Computed:
         """What `joint_bubble` needs of this worker."""
         compute = [span for span in self.spans if span.action.kind in COMPUTE]
@@ -139,6 +131,6 @@ def joint_bubble(workers: Iterable[Computed]) -> float:
     parts = [worker for worker in workers if worker.lanes]
     if not parts:
         return 0.0
-    length = 1e3 * (max(one.end for one in parts) - min(one.begin for one in parts))
+    length = 1e3 * (max(worker.end for worker in parts) - min(worker.begin for worker in parts))
     lanes = sum(worker.lanes for worker in parts)
     return min(1.0, max(0.0, 1 - sum(worker.busy_ms for worker in parts) / (lanes * length))) if length > 0 else 0.0

@@ -12,7 +12,7 @@ from benchmarks.rig.emulated import run_emulated
 from benchmarks.rig.records import read_records
 from hybridpar.comm.world import World
 from hybridpar.models.state_dicts import copy_of
-from hybridpar.planner.outer_steps import TABLE
+from hybridpar.planner.codecs import OUTER_STEPS
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.training import config, make_net, share
@@ -51,4 +51,4 @@ def test_two_emulated_workers_do_what_two_processes_do(options):
 
 
 def test_the_planners_table_is_what_the_rows_say():
-    assert list(TABLE) == table_of(read_records(Run, RESULTS))
+    assert list(OUTER_STEPS) == table_of(read_records(Run, RESULTS))

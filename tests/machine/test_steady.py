@@ -1,4 +1,4 @@
-"""Tests the repetition of a measurement until its results agree or the time is up.
+"""Tests the repetition of a measurement until its results agree.
 
 Its results are kept for months.
 """
@@ -35,12 +35,3 @@ def test_it_stops_where_results_never_agree() -> None:
     values = count(1.0)
     results, noise = repeat_until_steady(lambda: next(values), spread, 0.1, most=4)
     assert (results, noise) == ([1.0, 2.0, 3.0, 4.0], 3.0)
-
-
-def test_no_measurement_is_begun_when_the_time_is_up() -> None:
-    clock = count(step=4.0)
-    values = count(1.0)
-    results, _ = repeat_until_steady(lambda: next(values), spread, 0.1, 9, 10.0, lambda: next(clock))
-    assert results == [1.0, 2.0, 3.0]
-    late = count(step=100.0)
-    assert repeat_until_steady(lambda: 5.0, spread, 0.1, 9, 10.0, lambda: next(late)) == ([5.0], math.inf)

@@ -14,6 +14,7 @@ import hybridpar.pipeline.step as recorder_module
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.step import SpanRecorder
 from hybridpar.schedule.actions import Action, Kind
+from hybridpar.schedule.spans import joint_bubble
 from tests.pipeline.oracle import Residuals, Setting, batches_of, cut, images, places, run_step, seeded, train_stages
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def test_times_count_from_the_first_start() -> None:
     ]
     assert spans.origin == pytest.approx(0.010)
     assert spans.step_ms == pytest.approx(10.0)
-    assert spans.bubble == pytest.approx(0.5)  # 5 of 10 ms
+    assert joint_bubble([spans.computed]) == pytest.approx(0.5)  # 5 of 10 ms
 
 
 def test_the_bubble_is_over_all_lanes_that_compute() -> None:
@@ -49,7 +50,7 @@ def test_the_bubble_is_over_all_lanes_that_compute() -> None:
         ("send", 1, Action(1, Kind.SEND_FORWARD, 0, 2), 10.0, 30.0),
     )
     assert spans.compute_end_ms == pytest.approx(10.0)
-    assert spans.bubble == pytest.approx(0.25)
+    assert joint_bubble([spans.computed]) == pytest.approx(0.25)
     assert spans.exposed_sync_ms == 0.0
 
 

@@ -21,10 +21,9 @@ from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.plan import Plan, read_plan
 from hybridpar.planner import batch as batch_module
 from hybridpar.planner import probes
-from hybridpar.planner.batch import GAIN, LEAST, choose_batch, require_room
-from hybridpar.planner.fit import Need, memory_of
-from hybridpar.planner.measure import profile_model
-from hybridpar.planner.probes import Question
+from hybridpar.planner.batch import GAIN, LEAST, Need, choose_batch, memory_of, require_room
+from hybridpar.planner.inputs import Question
+from hybridpar.planner.profile import profile_model
 from hybridpar.planner.trials import Trial
 from hybridpar.run import opening
 from hybridpar.train.trainer import open_trial

@@ -53,7 +53,7 @@ def test_notes_say_what_the_figures_are_worth():
     asked = inputs(spec=cluster(4), batch=2, fidelity="lossy")
     profile = replace(asked.profile, source="analytic", batch_norm=True, noise=0.4)
     asked = replace(asked, profile=profile)
-    text = "\n".join(notes(asked, find_plan(asked)))
+    text = "\n".join(notes(find_plan(asked)))
     for told in ("feeds 2 of 4 workers", "not measured", "BatchNorm", "noise is 40 %", "only 3 % apart"):
         assert told in text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 from hybridpar.errors import PlanError
 from hybridpar.planner.codecs import PLAIN
 from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.inputs import PlannerInputs, inputs_from_data
+from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
+from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Candidate, Space
 from tests.planner.small import RATES, chain, cluster, inputs, random_inputs
@@ -61,8 +61,8 @@ def test_the_answer_is_the_best_of_what_was_left_open(asked: PlannerInputs, fixe
         return
     fast, slow = find_plan(part), find_plan(part)
     assert fast.chosen == slow.chosen
+    assert inputs_of_plan(plan_of(slow)) == part
     assert {one.candidate for one in slow.ranked} == set(all_of(part))
-    assert inputs_from_data(json.loads(json.dumps(part.to_data()))) == part
 
 
 def test_a_plan_in_which_what_was_asked_for_does_nothing_is_not_chosen():

@@ -15,8 +15,8 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.measure import profile_model
 from hybridpar.planner.memory import PROCESS_BYTES
+from hybridpar.planner.profile import profile_model
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.space import Candidate, Space

@@ -26,7 +26,7 @@ from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import Compute, Pipeline, Plan, Stage, StepFigures, Sync, read_plan
-from hybridpar.planner import decide, probes
+from hybridpar.planner import decide, probes, trials
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.record import plan_of
@@ -51,10 +51,10 @@ PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_p
 def always_planned(noise: float = math.inf) -> Iterator[None]:
     """Runs of tests are far too short to be worth a plan.
 
-    Profiles are kept up to a noise: of any, by default.
+    Measurements are kept up to a noise: of any, by default.
     """
-    kept = mock.patch.object(probes, "MOST_NOISE", noise)
-    with mock.patch.object(probes, "LEAST_STEPS", 1), mock.patch.object(probes, "WORTH", 1e9), kept:
+    stored = mock.patch.object(trials, "MOST_NOISE", noise)
+    with mock.patch.object(probes, "LEAST_STEPS", 1), mock.patch.object(probes, "WORTH", 1e9), stored:
         yield
 
 
@@ -450,7 +450,7 @@ def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys
 
 def shown(asked: PlannerInputs, way: Way | None = None) -> list[str]:
     answer = find_plan(asked)
-    return list(decide.said(answer, answer.chosen, plan_of(answer), asked, way, 0, 0.1))
+    return list(decide.said(answer, answer.chosen, plan_of(answer), way, 0, 0.1))
 
 
 def test_a_link_that_makes_the_second_worker_a_loss_is_told():

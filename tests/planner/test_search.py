@@ -63,7 +63,7 @@ def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: fl
     def best(memory: float) -> float:
         hosts = tuple(host.model_copy(update={"memory": int(memory)}) for host in asked.cluster.hosts)
         try:
-            return find_plan(replace(asked, cluster=asked.cluster.model_copy(update={"hosts": hosts}))).fastest.score
+            return find_plan(replace(asked, cluster=asked.cluster.model_copy(update={"hosts": hosts}))).ranked[0].score
         except PlanError:
             return float("inf")
 
@@ -73,7 +73,7 @@ def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: fl
 @settings(max_examples=8, deadline=None)
 @given(random_inputs())
 def test_a_looser_fidelity_never_predicts_slower(asked: PlannerInputs):
-    strict, *looser = (find_plan(replace(asked, fidelity=one)).fastest.score for one in FIDELITIES)
+    strict, *looser = (find_plan(replace(asked, fidelity=one)).ranked[0].score for one in FIDELITIES)
     for score in looser:
         assert score <= strict * (1 + 1e-9)
         strict = score
@@ -87,7 +87,7 @@ def test_slow_devices_are_left_out_where_the_fast_ones_do_better_alone():
         }
     )
     found = find_plan(inputs(replace(inputs().profile, update_ms=2.0), spec, batch=960))
-    assert found.fastest.candidate.layout.workers == 10
+    assert found.ranked[0].candidate.layout.workers == 10
 
 
 def test_parameters_that_are_not_trained_take_memory():
@@ -110,7 +110,7 @@ def test_plain_plans_and_no_compression_are_always_there():
 def test_plans_within_the_noise_are_ties_and_the_simplest_wins():
     profile = chain([(5, 10), (5, 10)], [(8, 8), (8, 8)])
     quiet = find_plan(inputs(profile, cluster(2, 1e10)))
-    assert quiet.chosen == quiet.fastest
+    assert quiet.chosen == quiet.ranked[0]
     assert quiet.chosen.candidate.layout.workers == 2
     # Two devices gain 2.5 %, which a profile with that much noise cannot tell.
     slower = chain([(5, 10), (5, 10)], [(2048, 512), (2048, 512)], noise=0.03)
@@ -120,8 +120,8 @@ def test_plans_within_the_noise_are_ties_and_the_simplest_wins():
     assert 0 < apart < 0.03
     assert noisy.chosen.candidate.layout.workers == 1, "one device is simpler"
     assert noisy.chosen in noisy.ties
-    assert noisy.fastest in noisy.ties
-    assert all(one.score <= noisy.fastest.score * 1.03 for one in noisy.ties)
+    assert noisy.ranked[0] in noisy.ties
+    assert all(one.score <= noisy.ranked[0].score * 1.03 for one in noisy.ties)
 
 
 def test_where_nothing_fits_only_a_looser_fidelity_lets_batch_norm_see_fewer_samples():

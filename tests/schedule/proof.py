@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from hybridpar.schedule.actions import COMPUTE, Action, Kind, Schedule
-from hybridpar.schedule.check import Proof, check
+from hybridpar.schedule.check import check
 from hybridpar.schedule.costs import BucketCost, Costs, unit_ms
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.program import Program, lower
-from hybridpar.schedule.simulate import simulate
+from hybridpar.schedule.simulate import HeldPasses, simulate
 
 #: For each direction the kinds that send a value and receive it.
 _TRANSFERS = {
@@ -20,12 +20,12 @@ _SENDS = {send: kind for kind, (send, _) in _TRANSFERS.items()}
 _RECEIVES = {receive: kind for kind, (_, receive) in _TRANSFERS.items()}
 
 
-def prove(schedule: Schedule, layout: Layout) -> Proof:
+def prove(schedule: Schedule, layout: Layout) -> HeldPasses:
     """Prove a schedule, and the program that it is lowered to."""
     return check_program(lower(schedule, layout))
 
 
-def check_program(program: Program) -> Proof:
+def check_program(program: Program) -> HeldPasses:
     """Prove that workers which issue these lists finish the step; an AssertionError or a ScheduleError says what fails.
 
     Every action is on its own worker, once; computation has the order of the schedule; values and gradients have come
@@ -33,7 +33,7 @@ def check_program(program: Program) -> Proof:
     every queue comes to its end.
     """
     schedule, layout = program.schedule, program.layout
-    proof = check(schedule, layout)
+    held = check(schedule, layout)
     moved = (Kind.PARK, Kind.FETCH, Kind.SYNC, Kind.DECIDE)
     issued = [action for actions in program.workers for action in actions if action.kind not in moved]
     assert Counter(issued) == Counter(_expected(schedule, layout)), "each action once"
@@ -46,7 +46,7 @@ def check_program(program: Program) -> Proof:
     buckets = Counter(action.stage for actions in program.workers for action in actions if action.kind is Kind.SYNC)
     sums = tuple((BucketCost(0),) * buckets[stage] for stage in range(layout.stages))
     simulate(program, Costs(*unit_ms(layout.stages), buckets=sums))
-    return proof
+    return held
 
 
 def _expected(schedule: Schedule, layout: Layout) -> list[Action]:

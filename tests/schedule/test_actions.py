@@ -14,7 +14,7 @@ from hybridpar.schedule.actions import (
     SENDS,
     Action,
     Kind,
-    make_schedule,
+    Schedule,
     parse_action,
     read_schedule,
 )
@@ -70,25 +70,19 @@ def test_other_texts_are_refused(text):
     )
 )
 @settings(deadline=None)
-def test_a_schedule_survives_its_file(rows):
-    schedule = make_schedule("some", rows)
+def test_a_schedule_survives_its_text(rows):
+    count = 1 + max(action.index for row in rows for action in row)
+    schedule = Schedule("some", tuple(map(tuple, rows)), count)
     assert read_schedule(schedule.to_csv(), "some") == schedule
 
 
-def test_empty_cells_are_bubbles(tmp_path):
-    file = tmp_path / "own.csv"
-    file.write_text("0F0,,0B0\n,1F0,1B0,,\n")
-    schedule = read_schedule(file)
+def test_empty_cells_are_bubbles():
+    schedule = read_schedule("0F0,,0B0\n,1F0,1B0,,\n")
     assert schedule.to_csv() == "0F0,0B0\n1F0,1B0\n"
-    assert (schedule.stages, schedule.micro_batches) == (2, 1)
+    assert schedule.micro_batches == 1
 
 
 @pytest.mark.parametrize("text", ["", ",,\n", "0F0,0SEND_F0\n", "0F0,hello\n"])
-def test_a_file_with_something_else_is_refused(text):
+def test_a_text_with_something_else_is_refused(text):
     with pytest.raises(ScheduleError):
         read_schedule(text)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ScheduleError, match=r"missing\.csv"):
-        read_schedule(tmp_path / "missing.csv")

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import Schedule, make_schedule, parse_action, read_schedule
-from hybridpar.schedule.check import Proof, check
+from hybridpar.schedule.actions import Schedule, parse_action, read_schedule
+from hybridpar.schedule.check import check
 from hybridpar.schedule.layout import Edge, Layout
-from hybridpar.schedule.memory import most_held
-from hybridpar.schedule.program import Program, lower
+from hybridpar.schedule.program import LaneRun, Program, dependencies, lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
+from hybridpar.schedule.simulate import most_held
 from tests.schedule.proof import check_program
 
 TWO = Layout.dealt(2, 2)
@@ -42,10 +42,11 @@ def refused(schedule: str) -> ScheduleError:
     return caught.value
 
 
-def test_a_proof_counts():
+def test_a_proof_counts_what_is_held():
     layout = Layout.dealt(4, 4, workers=2)
     schedule = make("1f1b", ScheduleRequest(layout, 6))
-    assert check(schedule, layout) == Proof((4, 3, 2, 1), 27)
+    assert check(schedule, layout).in_flight == (4, 3, 2, 1)
+    assert LaneRun(schedule, layout, dependencies(layout, schedule)).length == 27
 
 
 def test_lanes_of_a_worker_are_added():
@@ -67,7 +68,7 @@ def test_a_deadlock_is_shown_where_it_is():
 
 
 def test_another_order_without_a_circle_is_allowed():
-    assert check(read_schedule("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n"), TWO).slots == 12
+    assert check(read_schedule("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n"), TWO).in_flight == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +123,7 @@ def test_a_program_that_was_changed_is_not_proved(worker, change):
 def test_a_circle_through_two_pairs_of_workers_is_found():
     """Each of two workers waits in its queue for a transfer that the other has put behind its own."""
     layout = Layout.dealt(4, 2, "loop", edges=(Edge(0, 1, 1, 0), Edge(0, 3, 1, 0), Edge(2, 3, 1, 0)))
-    schedule = make_schedule(
-        "own", [[parse_action(t) for t in row.split()] for row in ("0F0 2F0 0B0 2B0", "1F0 3F0 1B0 3B0")]
-    )
+    schedule = read_schedule("0F0,2F0,0B0,2B0\n1F0,3F0,1B0,3B0\n", "own")
     program = lower(schedule, layout)
     check_program(program)
     turned = changed(program, 0, lambda w: (w.remove("0SEND_F0"), w.insert(w.index("2SEND_F0") + 1, "0SEND_F0")))
@@ -137,7 +136,7 @@ def test_the_fault_in_a_long_schedule_is_in_the_picture():
     schedule = make("gpipe", ScheduleRequest(layout, 60))
     row = list(schedule.rows[1])
     row.remove(parse_action("1F50"))
-    error = refused(make_schedule("own", [schedule.rows[0], row]).to_csv())
+    error = refused(Schedule("own", (schedule.rows[0], tuple(row)), 60).to_csv())
     lines = error.why.splitlines()
     assert any("^" in line for line in lines)
     assert max(map(len, lines)) <= 110

@@ -14,7 +14,7 @@ from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import parse_cluster
 from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.measure import profile_model
+from hybridpar.planner.profile import profile_model
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.trials import random_batch

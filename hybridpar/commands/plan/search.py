@@ -29,7 +29,8 @@ from hybridpar.planner.batch import measure_batch
 from hybridpar.planner.decide import Decision, Verified, decide_plan
 from hybridpar.planner.explain import PARTS, describe, notes, rows
 from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
-from hybridpar.planner.probes import LEAST_STEPS, Question, measure_inputs
+from hybridpar.planner.inputs import Question
+from hybridpar.planner.probes import LEAST_STEPS, measure_inputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import join_workers
 from hybridpar.planner.search import Answer, find_plan
@@ -87,16 +88,17 @@ def _decide(
     inputs, _ = measure_inputs(module, question, world, cluster=cluster, announce=announce, progress=advance)
     announce("searching")
     answer = find_plan(inputs)
-    return Decision(plan_of(answer, answer.chosen, compute_of_way(config, None)), (), inputs, answer)
+    return Decision(plan_of(answer, answer.chosen, compute_of_way(config, None)), (), answer)
 
 
 def report(request: PlanRequest, decision: Decision) -> None:
     """Write what was asked for, and print why."""
-    plan, inputs, answer = decision.plan, decision.inputs, decision.answer
+    plan, answer = decision.plan, decision.answer
     assert answer is not None  # on the worker that prints
+    inputs = answer.inputs
     if request.output is not None:
         plan.save(request.output)
-    about = notes(inputs, answer)
+    about = notes(answer)
     if inputs.run_steps is not None and inputs.run_steps < LEAST_STEPS:
         short = f"a run of {inputs.run_steps} steps is not planned by hybridpar train"
         about = [*about, f"{short}; name the file of this plan with --plan"]

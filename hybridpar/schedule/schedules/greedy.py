@@ -12,11 +12,10 @@ from typing import Any
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import Action, Kind, Schedule
-from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules.base import SCHEDULES, ScheduleRequest, register_schedule
 from hybridpar.schedule.schedules.list_scheduler import ListScheduler, Rule
-from hybridpar.schedule.simulate import simulate
+from hybridpar.schedule.simulate import most_held, simulate
 
 
 @register_schedule(

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.costs import Costs, Link
 from hybridpar.schedule.layout import Edge, Layout
-from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
-from hybridpar.schedule.simulate import simulate
+from hybridpar.schedule.simulate import most_held, simulate
 from tests.schedule.proof import prove
 from tests.schedule.requests import assert_backward_passes_ascend, request, step_ms
 

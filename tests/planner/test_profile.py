@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from hybridpar.comm.world import World
 from hybridpar.partition import profile_cache
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.planner import rates
+from hybridpar.planner import rates, trials
 from hybridpar.planner.cuts import balanced_cut, figures_of, smallest_cut
-from hybridpar.planner.measure import parameters_of, profile_model
 from hybridpar.planner.probes import speeds_of, with_rest
+from hybridpar.planner.profile import parameters_of, profile_model
 from hybridpar.planner.rates import measure_rates
 from hybridpar.planner.ways import Way
 from tests.ranks import run_ranks
@@ -86,11 +87,12 @@ def test_codecs_that_fit_a_layer_are_timed():
     assert measure_rates(("fp16",), (), 2, World()) == {}
 
 
-def rates_together(world: World, cache: Path | None) -> list[object]:
-    rates.MOST_NOISE = math.inf  # whatever else runs meanwhile
+def rates_together(world: World, cache: Path) -> list[object]:
+    os.environ["HYBRIDPAR_CACHE"] = str(cache)
+    rates.MOST_NOISE = trials.MOST_NOISE = math.inf  # whatever else runs meanwhile
     parameters = profile_model(net(), images(2), measure=False).parameters
     codecs = ("fp16", "onebit:decay=0.5")
-    return [measure_rates(codecs, parameters, world.size, world, cache) for _ in range(2)]
+    return [measure_rates(codecs, parameters, world.size, world) for _ in range(2)]
 
 
 def test_workers_time_codecs_at_the_same_time_and_all_know_the_mean(tmp_path):
@@ -98,7 +100,7 @@ def test_workers_time_codecs_at_the_same_time_and_all_know_the_mean(tmp_path):
     assert first == second
     assert first[0] == first[1], "it is remembered"
     assert first[0].keys() == {"fp16", "onebit:decay=0.5"}
-    assert len(list(tmp_path.glob("codec-*.json"))) == 2, "the first worker keeps it"
+    assert len(list(tmp_path.glob("planner/codec-*.json"))) == 2, "the first worker keeps it"
 
 
 def test_hosts_of_nearly_one_speed_count_as_equal_and_the_slowest_worker_of_a_host_counts():
