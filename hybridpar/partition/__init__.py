@@ -11,32 +11,23 @@ from typing import TYPE_CHECKING
 from hybridpar.registry import lazy_names
 
 if TYPE_CHECKING:
-    from hybridpar.partition.balance import balance_graph as balance_graph
-    from hybridpar.partition.graph import UnitGraph as UnitGraph
     from hybridpar.partition.planning import PartitionedModel as PartitionedModel
     from hybridpar.partition.planning import partition_model as partition_model
     from hybridpar.partition.planning import stages_from_plan as stages_from_plan
-    from hybridpar.partition.profile import Roofline as Roofline
-    from hybridpar.partition.profile import measure_units as measure_units
     from hybridpar.partition.profile_cache import memory_format_name as memory_format_name
     from hybridpar.partition.split import split_model as split_model
     from hybridpar.partition.stage import Stage as Stage
     from hybridpar.partition.stage import run_stages as run_stages
-    from hybridpar.partition.table import print_partition as print_partition
     from hybridpar.partition.trace import TracedModel as TracedModel
     from hybridpar.partition.trace import trace_model as trace_model
     from hybridpar.partition.units import ModelUnits as ModelUnits
     from hybridpar.partition.units import find_units as find_units
 
 _MODULES = {
-    "balance": "balance_graph",
-    "graph": "UnitGraph",
     "planning": "PartitionedModel partition_model stages_from_plan",
-    "profile": "Roofline measure_units",
     "profile_cache": "memory_format_name",
     "split": "split_model",
     "stage": "Stage run_stages",
-    "table": "print_partition",
     "trace": "TracedModel trace_model",
     "units": "ModelUnits find_units",
 }

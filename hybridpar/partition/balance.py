@@ -57,13 +57,11 @@ def balance_graph(
     times, price = costs.times(speeds or (1.0,) * stages, link_speed), costs.incoming
     bound = least_maximum(times)[0] * (1 + min(noise, SLACK))
     largest = max(float(price.max()), 1.0)
-    allowed = [
-        np.where(time <= bound * (1 + 1e-12), price + largest * 1e-9 * np.minimum(time, bound) / bound, np.inf)
-        if bound > 0
-        else np.where(time <= bound, price, np.inf)
+    allowed = [  # of equal bytes the shorter stages; a bound of 0 leaves no choice between times
+        np.where(time <= bound * (1 + 1e-12), price + largest * 1e-9 * np.minimum(time, bound) / (bound or 1), np.inf)
         for time in times
     ]
-    _, cuts = least_sum(allowed)
+    _, cuts = _solve(allowed, np.add)
     assert cuts is not None, "the fastest cut is allowed"
     return stages_of(cuts, len(graph))
 
@@ -138,11 +136,6 @@ def _distinct(count: int, items: Iterable[tuple[int, int, tuple[int, ...] | list
 def least_maximum(costs: Sequence[Matrix]) -> tuple[float, Cuts | None]:
     """The least that the largest stage cost can be, and such a cut; none where every cut has an infinite cost."""
     return _solve(costs, np.maximum)
-
-
-def least_sum(costs: Sequence[Matrix]) -> tuple[float, Cuts | None]:
-    """The same for the sum of stage costs."""
-    return _solve(costs, np.add)
 
 
 def _solve(costs: Sequence[Matrix], join: Callable[[Matrix, Matrix], Matrix]) -> tuple[float, Cuts | None]:

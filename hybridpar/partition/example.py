@@ -16,12 +16,13 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import imagined, is_deferred, storage_of
 from hybridpar.models.state import untouched
 from hybridpar.partition.changes import python_random_state
-from hybridpar.partition.nest import TensorFacts, can_cross, map_tensors, tensor_leaves
+from hybridpar.partition.nest import TensorFacts, can_cross, tensor_leaves
 
 _NUMBERS = (int, float, tuple, torch.dtype, torch.device, torch.layout)
 
@@ -95,10 +96,10 @@ def run_example(
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices random operations, which draw nothing where nothing is computed."""
 
-    found = False
+    noticed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        self.noticed = self.noticed or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
@@ -145,9 +146,16 @@ class _Example(fx.Interpreter):
             with self._watch_saved(facts), draws:
                 value = super().run_node(n)
         except Exception as error:  # the model's code, which may raise anything
-            raise self._refused(n, error) from error
+            values = {argument.name: self.env[argument] for argument in n.all_input_nodes}
+            tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+            raise UsageError(
+                f"the model refuses its input at {n.name} ({describe_target(n)}), which got {shapes or 'no tensor'}",
+                f"{type(error).__name__}: {error}",
+                "Give samples of a shape that the model takes, as by --image-size 224, and a larger --batch-size.",
+            ) from error
         facts.flops = self.counter.get_total_flops() - flops
-        facts.random = draws.found or drawn != self._random_state()
+        facts.random = draws.noticed or drawn != self._random_state()
         facts.changes = tuple(item for item, version in self._versions(n).items() if versions[item] != version)
         leaves = list(tensor_leaves(value))
         facts.tensors = tuple(
@@ -159,7 +167,7 @@ class _Example(fx.Interpreter):
         )
         if leaves and can_cross(value):
             in_order = iter(facts.tensors)
-            facts.shape = map_tensors(value, lambda _: next(in_order))
+            facts.shape = tree_map_only(torch.Tensor, lambda _: next(in_order), value)
         facts.number = value if isinstance(value, _NUMBERS) and not leaves else None
         numbers = (self._number(tensor) for _, tensor in leaves)
         facts.storages = frozenset(number for number in numbers if number is not None)
@@ -198,18 +206,6 @@ class _Example(fx.Interpreter):
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             yield
-
-    def _refused(self, node: fx.Node, error: Exception) -> UsageError:
-        shapes = ", ".join(
-            f"{argument.name} {tuple(value.shape)}"
-            for argument in node.all_input_nodes
-            if isinstance(value := self.env[argument], torch.Tensor)
-        )
-        return UsageError(
-            f"the model refuses its input at {node.name} ({describe_target(node)}), which got {shapes or 'no tensor'}",
-            f"{type(error).__name__}: {error}",
-            "Give samples of a shape that the model takes, as by --image-size 224, and a larger --batch-size.",
-        )
 
 
 def describe_target(node: fx.Node) -> str:

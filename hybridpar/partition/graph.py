@@ -132,14 +132,3 @@ class UnitGraph:
                 sent[home, user][0] += value.bytes
                 sent[home, user][1] += value.gradient_bytes
         return {pair: (ahead, back) for pair, (ahead, back) in sorted(sent.items())}
-
-    def cut_bytes(self, stage_of: Sequence[int]) -> list[int]:
-        """Bytes that each stage sends forward.
-
-        Args:
-            stage_of: Stage of every unit.
-        """
-        sent = [0] * (max(stage_of) + 1)
-        for (home, _), (ahead, _) in self.crossing(stage_of).items():
-            sent[home] += ahead
-        return sent

@@ -20,7 +20,7 @@ from torch import fx, nn
 from hybridpar.models.deferred import storage_of
 from hybridpar.partition.example import NodeFacts, run_example
 from hybridpar.partition.trace import TracedModel
-from hybridpar.partition.tracer import METADATA, METADATA_METHODS, stop_gradient
+from hybridpar.partition.tracer import METADATA_METHODS, is_number, stop_gradient
 
 #: Functions of shapes and numbers that are free to compute twice. Methods of tensors are listed by name.
 _PURE = {
@@ -48,18 +48,18 @@ class GraphFacts:
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them."""
-        found: dict[fx.Node, None] = {}
+        sources: dict[fx.Node, None] = {}
         stack = list(node.all_input_nodes)[::-1]
         while stack:
             argument = stack.pop()
             if argument in self.derived:
                 stack.extend(reversed(argument.all_input_nodes))
             elif argument.op != "get_attr":
-                found[argument] = None
-        return list(found)
+                sources[argument] = None
+        return list(sources)
 
     @cached_property
-    def place(self) -> dict[fx.Node, int]:
+    def position(self) -> dict[fx.Node, int]:
         """Position of every node in execution order."""
         return {node: index for index, node in enumerate(self.graph.nodes)}
 
@@ -81,12 +81,12 @@ def resolve_attribute(traced: TracedModel, name: str) -> object:
 
 def state_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
     """Parameters and buffers of the module that a node calls, and parameters that it is given."""
-    found: list[torch.Tensor] = []
+    state: list[torch.Tensor] = []
     if node.op == "call_module":
         module = resolve_attribute(traced, str(node.target))
         assert isinstance(module, nn.Module)
-        found += [*module.parameters(), *module.buffers()]
-    return found + [value for value in _given(traced, node) if isinstance(value, nn.Parameter)]
+        state += [*module.parameters(), *module.buffers()]
+    return state + [value for value in _given(traced, node) if isinstance(value, nn.Parameter)]
 
 
 def tensors_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
@@ -95,7 +95,8 @@ def tensors_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
 
 
 def _given(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
-    given = (resolve_attribute(traced, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr")
+    attributes = [source for source in node.all_input_nodes if source.op == "get_attr"]
+    given = (resolve_attribute(traced, str(attribute.target)) for attribute in attributes)
     return [value for value in given if isinstance(value, torch.Tensor)]
 
 
@@ -120,7 +121,7 @@ def state_users(
     for node, memory in _changes(traced, facts):
         users[memory].append(node)
     graphs = [facts, other] if other is not None else [facts]
-    state = {memory_of(one) for graph in graphs for node in graph.compute for one in state_of(traced, node)}
+    state = {memory_of(tensor) for graph in graphs for node in graph.compute for tensor in state_of(traced, node)}
     state |= {memory for graph in graphs for _, memory in _changes(traced, graph)}
     return {memory: nodes for memory, nodes in users.items() if memory in state}
 
@@ -157,19 +158,12 @@ def _is_derived(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
     if facts[node].tensors or facts[node].random or facts[node].changes:
         return False
     if any(argument.op == "get_attr" for argument in node.all_input_nodes):
-        return _asks_for_good(node)  # else it stays with what else uses the parameter or buffer
+        # What training never changes: its type, shape or device. Else it stays with what else uses the attribute.
+        sources = [source.op for source in node.all_input_nodes]
+        return sources == ["get_attr"] and is_number(node) and "requires_grad" not in node.args
     if node.op == "call_method":
         return node.target in METADATA_METHODS or not facts[node.all_input_nodes[0]].tensors
     return node.op == "call_function" and node.target in _PURE
-
-
-def _asks_for_good(node: fx.Node) -> bool:
-    """Whether a node asks a parameter or buffer for what training never changes: its type, shape or device."""
-    if len(node.all_input_nodes) != 1 or node.all_input_nodes[0].op != "get_attr":
-        return False
-    if node.op == "call_method":
-        return node.target in METADATA_METHODS
-    return node.target is getattr and node.args[1] in METADATA - {"requires_grad"}
 
 
 def _bind_in_place(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
@@ -177,14 +171,15 @@ def _bind_in_place(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
 
     Both are the same tensor, but only the second tells when it is ready.
     """
-    place = {node: index for index, node in enumerate(graph.nodes)}
+    position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op == "output" or not facts[node].is_tensor:
             continue
         for target in facts[node].changes:
             if facts[target].storages == facts[node].storages and facts[target].bytes == facts[node].bytes:
                 for user in [*target.users]:
-                    if place[user] > place[node]:
+                    if position[user] > position[node]:
                         user.replace_input_with(target, node)
                         if user in facts:  # where it changes the value once more, that is the one it changes now
-                            facts[user].changes = tuple(node if one is target else one for one in facts[user].changes)
+                            changes = facts[user].changes
+                            facts[user].changes = tuple(node if item is target else item for item in changes)

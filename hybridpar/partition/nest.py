@@ -96,16 +96,3 @@ def rebuild(shape: Any, leaf: Callable[[TensorFacts], fx.Node], graph: fx.Graph)
         named = is_namedtuple_instance(shape)
         return graph.call_function(type(shape), tuple(parts)) if named else type(shape)(parts)
     return None
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A nested value with every tensor replaced; what is not a plain container or a tensor stays as it is."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
-    if is_namedtuple_instance(value):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value

@@ -85,7 +85,7 @@ def partition_model(
         times = measured_profile(units, given, passes=passes, threads=threads, cache=cache)
     else:
         times = estimate_units(units.graph, device_roofline(given[0].device, threads))
-    graph = times.apply(units.graph)
+    graph = units.graph.with_times(list(zip(times.forward_ms, times.backward_ms, strict=True)))
     stage_of = balance_graph(graph, stages, link_speed=link_speed, noise=times.noise)
     single = given[0] if len(given) == 1 else None
     sections = plan_stages(graph, stage_of, (1.0,) * stages)
@@ -107,7 +107,7 @@ def partition_model(
             device=device_name(given[0].device),
             threads=threads or torch.get_num_threads(),
             dtype=_dtype_name(model),
-            memory_format="channels_last" if memory_format_name(given[0]) == "channels_last" else "contiguous",
+            memory_format=memory_format_name(given[0]),
             profile=times.source,
             noise=round(times.noise, 4),
             versions={"torch": str(torch.__version__)},
@@ -118,7 +118,7 @@ def partition_model(
 
 def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[float]) -> tuple[StagePlan, ...]:
     """The stages of a partition, as a plan says them."""
-    sent, saved, stages = graph.cut_bytes(stage_of), saved_bytes(graph, stage_of), []
+    crossing, saved, stages = graph.crossing(stage_of), saved_bytes(graph, stage_of), []
     for index, speed in enumerate(speeds):
         members = [unit for unit, stage in zip(graph.units, stage_of, strict=True) if stage == index]
         forward = sum(unit.forward_ms for unit in members) / speed
@@ -130,7 +130,7 @@ def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[floa
                 backward_ms=round(backward, 4),
                 parameter_bytes=sum(unit.parameter_bytes for unit in members),
                 saved_bytes=saved[index],
-                cut_bytes=sent[index],
+                cut_bytes=sum(ahead for (home, _), (ahead, _) in crossing.items() if home == index),
             )
         )
     return tuple(stages)
@@ -196,10 +196,10 @@ def stages_from_plan(
     given = as_inputs(inputs) if inputs is not None else (_example(model, plan),)
     traced = trace_model(model, given)
     units = find_units(traced, given)
-    if len(plan.partition.stages) == 1 and not plan.partition.stages[0].units:
-        return _split(units, [0] * len(units.graph), relay, fill)
-    wanted = {unit: index for index, stage in enumerate(plan.partition.stages) for unit in stage.units}
     present = [unit.name for unit in units.graph.units]
+    wanted = {unit: index for index, stage in enumerate(plan.partition.stages) for unit in stage.units}
+    if len(plan.partition.stages) == 1 and not wanted:  # a plan need not name the units of a model in one piece
+        wanted = dict.fromkeys(present, 0)
     if different := sorted(wanted.keys() ^ set(present), key=lambda unit: (unit in present, unit)):
         has = "places {!r}, which the model does not have" if different[0] in wanted else "leaves out {!r}"
         raise PlanError(
@@ -207,7 +207,11 @@ def stages_from_plan(
             f"{len(different)} units are in one of the two only.",
             "Make a new plan for this model with `hybridpar plan`.",
         )
-    stages = _split(units, [wanted[unit] for unit in present], relay, fill)
+    stage_of = [wanted[unit] for unit in present]
+    stages = split_model(units, stage_of, relay=relay)
+    if fill is not None:
+        fill(stages)
+        stages = split_model(units, stage_of, relay=relay)  # over the tensors that there are now
     again = plan.pipeline.recompute if plan.pipeline is not None else ()
     _require_repeatable(model, traced.changes.unrepeatable, [stages[index] for index in again])
     if again and traced.changes.draws:
@@ -232,16 +236,6 @@ def _require_repeatable(model: nn.Module, changing: Mapping[str, str], stages: I
                     "The stage's forward pass runs twice, and would change it twice.",
                     "Keep it in a buffer, a number or a list of them, which are put back, or do not recompute it.",
                 )
-
-
-def _split(
-    units: ModelUnits, stage_of: Sequence[int], relay: bool, fill: Callable[[list[Stage]], None] | None
-) -> list[Stage]:
-    stages = split_model(units, stage_of, relay=relay)
-    if fill is None:
-        return stages
-    fill(stages)
-    return split_model(units, stage_of, relay=relay)  # over the tensors that there are now
 
 
 def _example(model: nn.Module, plan: Plan) -> torch.Tensor:

@@ -28,7 +28,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
 
 from hybridpar.errors import UsageError
 from hybridpar.models.state import untouched
@@ -61,10 +60,6 @@ class UnitTimes:
     step_ms: _Positive
     noise: _Positive = 0.0
     source: Literal["measured", "analytic"] = "measured"
-
-    def apply(self, graph: UnitGraph) -> UnitGraph:
-        """The graph with these times."""
-        return graph.with_times(list(zip(self.forward_ms, self.backward_ms, strict=True)))
 
 
 def measure_units(
@@ -105,7 +100,9 @@ def measure_units(
         traced = replace(units.traced, constants=copied(dict(units.traced.constants)))
         each = replace(units, traced=traced, evaluate=None)  # a stage of each unit, for training
         stages = split_model(each, range(len(units.graph)), in_place=True)
-        expect_gradients(units.model)
+        # Gradients are there in all micro-batches but the first, and adding to them is the usual case.
+        for parameter in units.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         try:
             whole_step_ms(units.model, inputs, clock)
         except Exception as error:  # the model's code, which may raise anything
@@ -278,12 +275,6 @@ def step_times(stages: Sequence[Stage], inputs: Mapping[str, torch.Tensor], cloc
         backward.append((start, clock.mark()))
         del roots
     return list(zip(clock.elapsed(forward), clock.elapsed(backward[::-1]), strict=True))
-
-
-def expect_gradients(model: nn.Module) -> None:
-    """Let gradients be there: so they are in all micro-batches but the first, and adding to them is the usual case."""
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
 def whole_step_ms(model: Callable[..., Any], inputs: Sequence[torch.Tensor], clock: Clock) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
@@ -35,7 +35,7 @@ def device_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_name()
 
 
-def memory_format_name(tensor: torch.Tensor) -> str:
+def memory_format_name(tensor: torch.Tensor) -> Literal["channels_last", "contiguous"]:
     """`channels_last` or `contiguous`."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     return "channels_last" if last else "contiguous"
@@ -93,7 +93,5 @@ def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int,
         "passes": passes,
         "units": [unit.name for unit in units.graph.units],
         # Layers that do the same in another way say so, and how.
-        "variants": sorted(
-            {str(one) for module in units.model.modules() if (one := getattr(module, "kernel_variant", ""))}
-        ),
+        "variants": sorted({str(getattr(module, "kernel_variant", "")) for module in units.model.modules()} - {""}),
     }

@@ -102,7 +102,7 @@ def _cut(
         index = home.get(node, last)
         wanted[index].update(source for source in facts.sources(node) if home.get(source, -1) != index)
     crossing = set[fx.Node]().union(*wanted)
-    takes = [sorted(nodes, key=facts.place.__getitem__) for nodes in wanted]
+    takes = [sorted(nodes, key=facts.position.__getitem__) for nodes in wanted]
     returns = [[node for node in facts.compute if home[node] == index and node in crossing] for index in range(last)]
     returns.append([])  # the last stage returns what the model does
     if relay:
@@ -110,7 +110,7 @@ def _cut(
             # Whatever stage `index` takes, the stage before returns, and takes itself unless it makes it.
             returns[index - 1] = list(takes[index])
             passing = [node for node in takes[index] if home.get(node, -1) != index - 1]
-            takes[index - 1] = sorted({*takes[index - 1], *passing}, key=facts.place.__getitem__)
+            takes[index - 1] = sorted({*takes[index - 1], *passing}, key=facts.position.__getitem__)
         takes[0] = facts.placeholders
     builders = (_StageBuilder(units.traced, facts, home, index, in_place) for index in range(count))
     return [builder.build(takes[index], returns[index], last=index == last) for index, builder in enumerate(builders)]
@@ -129,15 +129,15 @@ class _StageBuilder:
     values: dict[fx.Node, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.mine = [node for node in self.facts.compute if self.home[node] == self.index]
-        self.held = {id(tensor) for node in self.mine for tensor in tensors_of(self.traced, node)}
+        self.nodes = [node for node in self.facts.compute if self.home[node] == self.index]
+        self.held = {id(tensor) for node in self.nodes for tensor in tensors_of(self.traced, node)}
 
     def build(self, takes: Sequence[fx.Node], returns: Sequence[fx.Node], *, last: bool) -> StageGraph:
         inputs = [tensor for node in takes for tensor in self.facts.facts[node].tensors]
         for node in takes:
             self._receive(node)
         foreign = {number for node in (*takes, *returns) for number in self.facts.facts[node].storages}
-        for node in self.mine:
+        for node in self.nodes:
             self._copy(node, foreign, returns)
         outputs = [tensor for node in returns for tensor in self.facts.facts[node].tensors]
         parts = tuple(part for node in returns for part in self._parts(node))
@@ -187,14 +187,13 @@ class _StageBuilder:
         touched = self.facts.facts[target].storages
         if not touched & foreign:
             return False
-        place = self.facts.place
+        position = self.facts.position
         received = [other for other in self.values if other.op != "get_attr" and self.home.get(other, -1) != self.index]
         # Other stages read a value before it is changed, or they would be this one; the output reads it afterwards.
         read = [item for item in returns if any(self.home.get(user, self.index) != self.index for user in item.users)]
         # A value that only exists because of the change is meant to show it.
-        return any(
-            self.facts.facts[other].storages & touched and place[other] < place[node] for other in (*received, *read)
-        )
+        earlier = [other for other in (*received, *read) if position[other] < position[node]]
+        return any(self.facts.facts[other].storages & touched for other in earlier)
 
     def _parts(self, node: fx.Node) -> list[fx.Node]:
         """The tensors of a value, one node each."""

@@ -6,6 +6,7 @@ The table fits into 80 columns; `on` is the worker, then its device and lane.
 from __future__ import annotations
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from hybridpar.plan import Plan
@@ -31,9 +32,9 @@ def print_partition(plan: Plan, console: Console | None = None) -> None:
             str(len(stage.units)) if stage.units else "all",
             _number(stage.forward_ms),
             _number(stage.backward_ms),
-            readable_bytes(stage.parameter_bytes) if stage.parameter_bytes else "",
-            "" if stage.saved_bytes is None else readable_bytes(stage.saved_bytes),
-            readable_bytes(stage.cut_bytes or 0) if index < len(stages) - 1 else "",
+            decimal(stage.parameter_bytes) if stage.parameter_bytes else "",
+            "" if stage.saved_bytes is None else decimal(stage.saved_bytes),
+            decimal(stage.cut_bytes or 0) if index < len(stages) - 1 else "",
             "" if stage.ms is None else f"{100 * stage.ms / most:.0f} %",
         )
     console.print(_head(plan), style="bold", markup=False, highlight=False)
@@ -49,15 +50,6 @@ def where(plan: Plan, stage: int) -> str:
         return ""
     worker, lane = plan.layout.replica().rows[0][stage]
     return f"{worker}: {plan.placement.device}" + (f" lane {lane}" if lane else "")
-
-
-def readable_bytes(size: float) -> str:
-    """A size in the unit that suits it, decimal: 1 MB is 10^6 bytes."""
-    for unit in ("B", "kB", "MB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"
 
 
 def _head(plan: Plan) -> str:
@@ -76,7 +68,7 @@ def _summary(plan: Plan) -> str:
     if part.balance is not None:
         lines.append(f"largest load / mean  {part.balance:.3f}")
     if len(part.stages) > 1:
-        lines.append(f"bytes sent forward per micro-batch  {readable_bytes(part.cut_bytes)}")
+        lines.append(f"bytes sent forward per micro-batch  {decimal(part.cut_bytes)}")
     if plan.measured is not None:
         measured = plan.measured
         facts = [measured.device, f"{measured.threads} thread(s)" if measured.threads else "", measured.dtype]

@@ -80,22 +80,27 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel
     """
     _require_plain(model)
     hidden = {path: part for path, part in model.named_modules() if path and (_hooks_of(part) or has_extra_state(part))}
-    whole = {path for path, part in hidden.items() if not _is_leaf(part, path)}
+    leaves = {path for path, part in hidden.items() if not _is_leaf(part, path)}
     check = TraceCheck(model, inputs)
     _require_constant(model, check.changes.written)
-    whole |= _counting(model, check.changes.counters)
-    traced = _trace_both_modes(model, inputs, frozenset(whole))
+    leaves |= _counting(model, check.changes.counters)
+    traced = _trace_both_modes(model, inputs, frozenset(leaves))
     reasons: dict[str, str] = {}
-    while (difference := _difference(check, traced)) is not None:
-        found = {path for path in traced.suspects if path} or _differing(model, inputs, check, whole)
-        if not found:
+    while (difference := check.difference(traced)) is not None:
+        differing = {path for path in traced.suspects if path} or _differing(model, inputs, check, leaves)
+        if not differing:
             raise _unlike(model, traced, difference)
         reasons.update(traced.suspects)
-        whole |= found
-        traced = _trace_both_modes(model, inputs, frozenset(whole))
-    for path in sorted(whole):
+        leaves |= differing
+        traced = _trace_both_modes(model, inputs, frozenset(leaves))
+    for path in sorted(leaves):
         if reasons.get(path) == SAVED:
-            raise _checkpointed(model, path)
+            raise TraceError(
+                f"module {path!r} ({type(model.get_submodule(path)).__name__}) computes something else without "
+                "torch.utils.checkpoint than with it",
+                "A graph has no checkpoint, whose second pass moves a buffer, or draws a mask, once more.",
+                "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
+            )
     if is_deferred(model):
         _require_values(traced, inputs[0].device)
     return replace(traced, changes=check.changes)
@@ -117,11 +122,6 @@ def _require_values(traced: TracedModel, device: torch.device) -> None:
             )
 
 
-def _difference(check: TraceCheck, traced: TracedModel) -> str | None:
-    graphs = {True: traced.graph, False: traced.eval_graph or traced.graph}
-    return check.difference(graphs, traced.constants, traced.suspects.values())
-
-
 def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
     """Sub-modules that count in Python numbers; they do so only where they are called as modules."""
     if "" in counters:
@@ -139,7 +139,7 @@ def _is_leaf(module: nn.Module, path: str) -> bool:
     return ModelTracer(frozenset()).is_leaf_module(module, path)
 
 
-def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
+def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, leaves: set[str]) -> set[str]:
     """Sub-modules of classes whose traced code computes something else; none if the model's code does."""
     classes: dict[type[nn.Module], set[str]] = {}
     for path, module in model.named_modules():
@@ -148,8 +148,8 @@ def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceChe
 
     def differs(closed: Iterable[type[nn.Module]]) -> bool:
         try:
-            traced = _trace_both_modes(model, inputs, frozenset(whole.union(*(classes[kind] for kind in closed))))
-            return _difference(check, traced) is not None
+            traced = _trace_both_modes(model, inputs, frozenset(leaves.union(*(classes[kind] for kind in closed))))
+            return check.difference(traced) is not None
         except (TraceError, UsageError):
             return True
 
@@ -159,7 +159,7 @@ def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceChe
     for kind in classes:  # outer ones first: what they call is still whole
         if not differs(closed - {kind}):
             closed = closed - {kind}
-    return set[str]().union(*(classes[kind] for kind in closed)) - whole
+    return set[str]().union(*(classes[kind] for kind in closed)) - leaves
 
 
 def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceError:
@@ -188,15 +188,6 @@ def _require_constant(model: nn.Module, written: Collection[str]) -> None:
     )
 
 
-def _checkpointed(model: nn.Module, path: str) -> TraceError:
-    return TraceError(
-        f"module {path!r} ({type(model.get_submodule(path)).__name__}) computes something else without "
-        "torch.utils.checkpoint than with it",
-        "A graph has no checkpoint, whose second pass moves a buffer, or draws a mask, once more.",
-        "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
-    )
-
-
 def _hooks_of(module: nn.Module) -> bool:
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(hooks)
@@ -220,11 +211,11 @@ def _require_plain(model: nn.Module) -> None:
         )
 
 
-def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], whole: frozenset[str]) -> TracedModel:
+def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], leaves: frozenset[str]) -> TracedModel:
     with same_modes(model):
         if not model.training:
             model.train()
-        trained = _trace_one_mode(model, inputs, whole)
+        trained = _trace_one_mode(model, inputs, leaves)
         mixed = not all(module.training for module in model.modules())
         model.eval()
         # What training keeps whole stays whole, so that the graphs differ only where the model does.
@@ -250,10 +241,10 @@ def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], whole: f
     )
 
 
-def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: frozenset[str]) -> TracedModel:
+def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], leaves: frozenset[str]) -> TracedModel:
     first_error: tuple[Exception, str] | None = None
     while True:
-        tracer = ModelTracer(whole)
+        tracer = ModelTracer(leaves)
         before = set(vars(model))
         try:
             # The tracer stores constants on the model, and forward may store anything; the model must stay the user's.
@@ -264,20 +255,25 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: fro
                 constants = {
                     name: originals.get(id(value), value) for name, value in vars(model).items() if name in used
                 }
-            return TracedModel(model, graph, None, constants, tuple(sorted(whole)), tracer.suspects)
+            return TracedModel(model, graph, None, constants, tuple(sorted(leaves)), tracer.suspects)
         except UsageError:
             raise
         except Exception as error:  # tracing runs the user's code, which may raise anything
             first_error = first_error or (error, tracer.failed or "")
-        if tracer.failed is None or tracer.failed in whole:
+        if tracer.failed is None or tracer.failed in leaves:
             break
-        whole |= {tracer.failed}
+        leaves |= {tracer.failed}
     if not is_deferred(model):
         try:
             with untouched(model), torch.no_grad():
                 model(*inputs)
         except Exception as error:  # the model does not run at all, whether traced or not
-            raise _refused(model, inputs, error) from error
+            shapes = ", ".join(str(tuple(item.shape)) for item in inputs)
+            raise UsageError(
+                f"{type(model).__name__} refuses its input of shape {shapes}{_line_of(error)}",
+                f"{type(error).__name__}: {error}",
+                "Give inputs that the model runs on by itself, or mend the model.",
+            ) from error
     raise _explain(model, *first_error) from first_error[0]
 
 
@@ -322,10 +318,10 @@ def _apart(traced: TracedModel, others: dict[str, torch.Tensor]) -> dict[str, to
     return {names[name]: value for name, value in traced.constants.items()}
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other or one.is_meta or other.is_meta:
-        return one is other
-    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first is second or first.is_meta or second.is_meta:
+        return first is second
+    return first.dtype == second.dtype and first.device == second.device and torch.equal(first, second)
 
 
 def _canonical(graph: fx.Graph) -> list[str]:
@@ -335,8 +331,8 @@ def _canonical(graph: fx.Graph) -> list[str]:
 def _explain(model: nn.Module, error: Exception, module: str) -> TraceError:
     """The error that names the module, the operation and what to do."""
     where = f"module {module!r} ({type(model.get_submodule(module)).__name__})" if module else type(model).__name__
-    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    reason = f"torch.fx cannot follow it while the model is traced ({said})."
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    reason = f"torch.fx cannot follow it while the model is traced ({text})."
     if isinstance(error, OutsideGraphError):
         reason = f"The operation is not on what the model is given, so no graph would have it: {error}."
     elif isinstance(error, FxTraceError):
@@ -346,15 +342,6 @@ def _explain(model: nn.Module, error: Exception, module: str) -> TraceError:
         reason,
         "Trace the part that is a fixed graph (for a detector, its backbone), or move the "
         "operation into a sub-module of its own: a sub-module that cannot be traced is kept whole.",
-    )
-
-
-def _refused(model: nn.Module, inputs: Sequence[torch.Tensor], error: Exception) -> UsageError:
-    shapes = ", ".join(str(tuple(item.shape)) for item in inputs)
-    return UsageError(
-        f"{type(model).__name__} refuses its input of shape {shapes}{_line_of(error)}",
-        f"{type(error).__name__}: {error}",
-        "Give inputs that the model runs on by itself, or mend the model.",
     )
 
 

@@ -8,13 +8,13 @@ CPU they nearly always are, to the bit; where they differ by little more than ro
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import nn
 
 from hybridpar.models.deferred import imagined, is_deferred, places
 from hybridpar.models.state import held_state, put_state, untouched
@@ -22,6 +22,9 @@ from hybridpar.partition.changes import Changes, Writes, attributes_of, changed,
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
 from hybridpar.partition.tracer import AUTOCAST
+
+if TYPE_CHECKING:
+    from hybridpar.partition.trace import TracedModel
 
 #: Samples of a micro-batch that is compared. BatchNorm over less of them has hardly any gradient.
 SAMPLES = 4
@@ -111,31 +114,28 @@ class TraceCheck:
         counters = changed(*attributes)
         self.changes = Changes(counters, counters, set(counters), written=writes.but_statistics(self.model))
 
-    def difference(
-        self, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, torch.Tensor], suspects: Collection[str]
-    ) -> str | None:
-        """Where graphs, by training mode, first differ from the model; None where they do not, or it cannot run."""
+    def difference(self, traced: TracedModel) -> str | None:
+        """Where the graphs first differ from the model; None where they do not, or it cannot run."""
         if self._is_deferred:
-            return "there are no values to compare" if suspects else None
+            return "there are no values to compare" if traced.suspects else None
         for training, expected in self._expected.items():
-            first = self._differs(graphs[training], constants, training, expected)
+            first = self._differs(traced, training, expected)
             if first is None:
                 continue
-            certain = AUTOCAST in suspects or first.relative > ROUNDING
-            if certain or self._differs(graphs[training], constants, training, None) is not None:
+            certain = AUTOCAST in traced.suspects.values() or first.relative > ROUNDING
+            if certain or self._differs(traced, training, None) is not None:
                 return f"in {'training' if training else 'evaluation'}, {first.text}"
         return None
 
-    def _differs(
-        self, graph: fx.Graph, constants: Mapping[str, torch.Tensor], training: bool, expected: list[Outcome] | None
-    ) -> Difference | None:
-        """Where a graph first differs from what the model gave; if that is None, both run in float64."""
+    def _differs(self, traced: TracedModel, training: bool, expected: list[Outcome] | None) -> Difference | None:
+        """Where the graph of a mode first differs from what the model gave; if that is None, both run in float64."""
+        graph = traced.graph if training else traced.eval_graph or traced.graph
         wide = expected is None
         batches = [tuple(map(_double, batch)) for batch in self._batches] if wide else self._batches
 
         def run(call_of: Callable[[Mapping[str, torch.Tensor]], Callable[..., Any]]) -> list[Outcome]:
             with untouched(self.model, training=training) as copied, torch.set_grad_enabled(training):
-                values = copied(dict(constants))
+                values = copied(dict(traced.constants))
                 if wide:
                     for tensor in (*(held[name] for _, held, name in places(self.model)), *values.values()):
                         tensor.data = _double(tensor.data)
@@ -184,23 +184,18 @@ def _pass(model: nn.Module, call: Callable[..., Any], batch: Inputs, seed: int) 
     return _results(model, call(*(item.detach().clone() for item in batch)))
 
 
-def _loss_of(output: Any) -> torch.Tensor | None:
-    """A loss of all outputs, weighted at random; None where nothing is trained."""
+def _results(model: nn.Module, output: Any) -> Outcome:
+    outcome: Outcome = {f"output{[*path] or ''}": leaf.detach().clone() for path, leaf in tensor_leaves(output)}
+    for parameter in model.parameters():
+        parameter.grad = None
     losses = []
     generator = torch.Generator().manual_seed(0)
     for _, leaf in tensor_leaves(output):
         if leaf.requires_grad:
             real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-            weights = torch.randn(real.shape, generator=generator).to(real)
-            losses.append((real * weights).sum())
-    return torch.stack([one.to(losses[0]) for one in losses]).sum() if losses else None
-
-
-def _results(model: nn.Module, output: Any) -> Outcome:
-    outcome: Outcome = {f"output{[*path] or ''}": leaf.detach().clone() for path, leaf in tensor_leaves(output)}
-    for parameter in model.parameters():
-        parameter.grad = None
-    if (loss := _loss_of(output)) is not None:
+            losses.append((real * torch.randn(real.shape, generator=generator).to(real)).sum())
+    if losses:
+        loss = torch.stack([part.to(losses[0]) for part in losses]).sum()
         outcome["loss"] = loss.detach()
         loss.backward()  # type: ignore[no-untyped-call]
     outcome |= {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -212,41 +207,39 @@ def _results(model: nn.Module, output: Any) -> Outcome:
     return outcome
 
 
-def _first_difference(expected: Outcome, found: Outcome) -> Difference | None:
-    if expected.keys() != found.keys():
+def _first_difference(expected: Outcome, outcome: Outcome) -> Difference | None:
+    if expected.keys() != outcome.keys():
         return Difference("the output has other parts than the model's", torch.inf)
+    gradients = [value for name, value in expected.items() if name.startswith(_GRADIENT) and value is not None]
     for name, wanted in expected.items():
-        beside: Iterable[torch.Tensor | None] = ()
-        if name.startswith(_GRADIENT):
-            beside = (value for other, value in expected.items() if other.startswith(_GRADIENT))
-        difference = _difference(name, wanted, found[name], beside)
+        difference = _difference(name, wanted, outcome[name], gradients if name.startswith(_GRADIENT) else [])
         if difference is not None:
             return difference
     return None
 
 
 def _difference(
-    name: str, wanted: torch.Tensor | None, found: torch.Tensor | None, beside: Iterable[torch.Tensor | None]
+    name: str, wanted: torch.Tensor | None, result: torch.Tensor | None, beside: Sequence[torch.Tensor]
 ) -> Difference | None:
-    kinds = [_kind(one) for one in (wanted, found)]
+    kinds = [_kind(value) for value in (wanted, result)]
     if kinds[0] != kinds[1]:
         return Difference("{} is {} in the model and {} in its stages".format(name, *kinds), torch.inf)
-    if wanted is None or found is None:
+    if wanted is None or result is None:
         return None
     if wanted.layout != torch.strided or wanted.is_quantized:
-        wanted, found = wanted.to_dense(), found.to_dense()
-    if torch.equal(wanted, found):
+        wanted, result = wanted.to_dense(), result.to_dense()
+    if torch.equal(wanted, result):
         return None
-    apart = (wanted.to(_wide(wanted)) - found.to(_wide(found))).abs()
-    apart = torch.where(apart.isnan() & wanted.isnan() & found.isnan() | (wanted == found), 0.0, apart)
+    apart = (wanted.to(_wide(wanted)) - result.to(_wide(result))).abs()
+    apart = torch.where(apart.isnan() & wanted.isnan() & result.isnan() | (wanted == result), 0.0, apart)
     most = float(apart.nan_to_num(nan=torch.inf).max())
     # Where nearly everything cancels, rounding is as large as that of the values that were added.
-    size = max(_size(wanted), 1e-3 * max((_size(one) for one in beside if one is not None), default=0.0))
+    size = max(_size(wanted), 1e-3 * max(map(_size, beside), default=0.0))
     relative = most / size if size > 0 and most < torch.inf else (torch.inf if most > 0 else 0.0)
     if relative <= _tolerance(wanted.dtype):
         return None
-    place = int(apart.nan_to_num(nan=torch.inf).argmax())
-    values = (f"{one.flatten()[place].item():.5g}" for one in (wanted, found))
+    index = int(apart.nan_to_num(nan=torch.inf).argmax())
+    values = (f"{value.flatten()[index].item():.5g}" for value in (wanted, result))
     return Difference("{} is {} in the model and {} in its stages".format(name, *values), relative)
 
 
@@ -277,7 +270,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 def _seed(model: nn.Module, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
-    for index in {one.device.index for one in model.parameters() if one.device.type == "cuda"}:
+    for index in {param.device.index for param in model.parameters() if param.device.type == "cuda"}:
         torch.cuda.default_generators[index].manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)

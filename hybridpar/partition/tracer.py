@@ -20,10 +20,10 @@ import torch
 from torch import fx, nn
 from torch.autograd.function import FunctionCtx
 from torch.fx.proxy import TraceError as FxTraceError
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from hybridpar.partition.changes import OutsideGraphError, python_random_state
-from hybridpar.partition.nest import map_tensors
 
 #: What the code of a module may do that a graph does not have.
 AUTOCAST = "runs under autocast"
@@ -39,7 +39,7 @@ _NUMBERS = METADATA_METHODS | {"item", "tolist"}
 
 def stop_gradient(value: Any) -> Any:
     """What a `no_grad` block makes of the result of an operation: its tensors, detached."""
-    return map_tensors(value, torch.Tensor.detach)
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 class FunctionCall:
@@ -60,9 +60,9 @@ class FunctionCall:
 class ModelTracer(fx.Tracer):
     """An fx tracer that keeps more of a model than fx does, and remembers where it failed."""
 
-    def __init__(self, whole: frozenset[str]) -> None:
+    def __init__(self, leaves: frozenset[str]) -> None:
         super().__init__()
-        self.whole = whole
+        self.leaves = leaves
         self.failed: str | None = None
         self.suspects: dict[str, str] = {}
         self._outside = _context()
@@ -71,7 +71,7 @@ class ModelTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one node; a class can say that it is one operation, as torch's own layers are."""
         leaf = getattr(type(m), "fx_leaf", False) is True
-        return leaf or module_qualified_name in self.whole or super().is_leaf_module(m, module_qualified_name)
+        return leaf or module_qualified_name in self.leaves or super().is_leaf_module(m, module_qualified_name)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a module; see `torch.fx.Tracer.trace`."""
@@ -103,7 +103,7 @@ class ModelTracer(fx.Tracer):
             return proxy
         for reason in _context() - self._outside:
             self.suspect(reason)
-        if not torch.is_grad_enabled() and not _is_number(proxy.node, _NUMBERS):
+        if not torch.is_grad_enabled() and not is_number(proxy.node, _NUMBERS):
             return super().create_proxy("call_function", stop_gradient, (proxy,), {})
         return proxy
 
@@ -129,33 +129,34 @@ class ModelTracer(fx.Tracer):
                 raise OutsideGraphError(f"it computes its attribute {name!r} anew")
         if python_random_state() != drawn:
             raise OutsideGraphError("it draws random numbers of Python or NumPy, which would be the same in every step")
-        moved = [name for name, place in _memory(module).items() if memory.get(name) != place]
+        moved = [name for name, address in _memory(module).items() if memory.get(name) != address]
         if moved:
             raise OutsideGraphError(f"it puts other memory in the place of {moved[0]}.data")
 
 
 def _memory(module: nn.Module) -> dict[str, int]:
-    return {name: one.data_ptr() for name, one in module._parameters.items() if one is not None and not one.is_meta}
+    params = module._parameters.items()
+    return {name: param.data_ptr() for name, param in params if param is not None and not param.is_meta}
 
 
 def _context() -> frozenset[str]:
     """What is switched on around an operation and changes it."""
-    found = set()
+    contexts = set()
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        found.add(AUTOCAST)
+        contexts.add(AUTOCAST)
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        found.add(SAVED)
-    return frozenset(found)
+        contexts.add(SAVED)
+    return frozenset(contexts)
 
 
 def _kind(node: fx.Node) -> str:
     """What a value is, for a message: known from the shape of the input, or only from its numbers."""
-    if _is_number(node):
+    if is_number(node):
         return "a tensor's shape or type, which the graph leaves open"
     return "data that is known only when the model runs"
 
 
-def _is_number(node: fx.Node, asked: frozenset[str] = METADATA_METHODS) -> bool:
+def is_number(node: fx.Node, asked: frozenset[str] = METADATA_METHODS) -> bool:
     """Whether a value is a number or a type: what one of these methods returns, or an attribute, or made of such."""
     if node.op == "call_method":
         return node.target in asked
@@ -163,8 +164,9 @@ def _is_number(node: fx.Node, asked: frozenset[str] = METADATA_METHODS) -> bool:
         return False
     if node.target is getattr:
         return node.args[1] in METADATA
-    library = getattr(node.target, "__module__", None)
-    return library in ("_operator", "builtins", "math") and all(_is_number(one, asked) for one in node.all_input_nodes)
+    if getattr(node.target, "__module__", None) not in ("_operator", "builtins", "math"):
+        return False
+    return all(is_number(source, asked) for source in node.all_input_nodes)
 
 
 @contextmanager
@@ -188,10 +190,10 @@ def _functions_as_nodes(tracer: ModelTracer) -> Iterator[None]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    one: type
-    for one in type.__subclasses__(kind):
-        yield one
-        yield from _subclasses(one)
+    subclass: type
+    for subclass in type.__subclasses__(kind):
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _recording(tracer: ModelTracer, function: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

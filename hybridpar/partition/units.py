@@ -28,17 +28,6 @@ from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_a
 from hybridpar.partition.trace import TracedModel
 
 
-def pinned_groups(traced: TracedModel, facts: GraphFacts, evaluate: GraphFacts | None) -> list[list[fx.Node]]:
-    """Groups of nodes that must share a unit; they may overlap."""
-    return [
-        *_unpackers(facts),
-        *state_users(traced, facts, evaluate).values(),
-        *aliases_under_change(facts),
-        *_checks(facts),
-        *_rememberers(traced, facts),
-    ]
-
-
 def _rememberers(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:
     """Modules that hand on values through a Python object that both can reach: a list, or a module's attribute."""
     reached = [reachable(traced.model.get_submodule(path)) for path in sorted(traced.changes.remembering)]
@@ -78,7 +67,7 @@ def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
     Those who read before the change as well: in another stage they would need the memory as it was, while the ones
     after it need it as it is now.
     """
-    place = facts.place
+    position = facts.position
     by_storage: dict[int, list[fx.Node]] = defaultdict(list)
     for node in facts.graph.nodes:
         if node.op not in ("output", "get_attr"):
@@ -88,9 +77,9 @@ def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
     for node in facts.compute:
         for target in facts.facts[node].changes:
             aliases = {alias for number in facts.facts[target].storages for alias in by_storage[number]}
-            earlier = {alias for alias in aliases if place[alias] < place[node]}
+            earlier = {alias for alias in aliases if position[alias] < position[node]}
             users = {user for alias in earlier for user in alias.users}
-            if not any(place[user] > place[node] for user in users):  # the output counts, though it is in no unit
+            if not any(position[user] > position[node] for user in users):  # the output counts, though it is in no unit
                 continue
             given = next((alias for alias in earlier if alias.op == "placeholder"), None)
             if given is not None:
@@ -100,7 +89,7 @@ def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
                     "A stage does not change what it was given, which other stages may hold as well.",
                     "Work on a copy: begin forward with x = x.clone().",
                 )
-            yield [node, *sorted((earlier | users) & members, key=place.__getitem__)]
+            yield [node, *sorted((earlier | users) & members, key=position.__getitem__)]
 
 
 def _checks(facts: GraphFacts) -> Iterable[list[fx.Node]]:
@@ -167,7 +156,14 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
             "A model that is cut into stages has at least one operation on a tensor.",
             "Give a model that does.",
         )
-    groups = _ordered_groups(train, pinned_groups(traced, train, evaluate))
+    pinned = [  # groups that must share a unit; they may overlap
+        *_unpackers(train),
+        *state_users(traced, train, evaluate).values(),
+        *aliases_under_change(train),
+        *_checks(train),
+        *_rememberers(traced, train),
+    ]
+    groups = _ordered_groups(train, pinned)
     return ModelUnits(traced, train, evaluate, groups, _unit_graph(traced, train, groups))
 
 
@@ -230,7 +226,8 @@ def _saved(facts: GraphFacts, unit_of: Mapping[fx.Node, int]) -> tuple[Saved, ..
 
 
 def _parameter_bytes(traced: TracedModel, nodes: tuple[fx.Node, ...]) -> int:
-    held = {id(one): one for node in nodes for one in state_of(traced, node) if isinstance(one, nn.Parameter)}
+    state = [tensor for node in nodes for tensor in state_of(traced, node)]
+    held = {id(tensor): tensor for tensor in state if isinstance(tensor, nn.Parameter)}
     return sum(parameter.numel() * parameter.element_size() for parameter in held.values())
 
 

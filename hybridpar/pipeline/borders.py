@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from hybridpar.models.deferred import imagined, storage_of
 from hybridpar.models.state import same_attributes
 from hybridpar.pipeline.stage_module import StageModule, consumers_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
+from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.schedule.layout import Edge
 from hybridpar.sync.batchnorm import BufferRollback, without_replicas
 
@@ -58,21 +59,15 @@ class BorderTable:
         self,
         stages: Sequence[StageModule],
         forwards: Sequence[Callable[..., Any]],
-        recomputed: Sequence[int] = (),
-        offloaded: Sequence[int] = (),
-        loss: Callable[[Any, Any], Tensor] | None = None,
-        compiled: bool = False,
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        *,
-        own_only: bool = False,
+        options: PipelineOptions,
+        loss: Callable[[Any, Any], Tensor],
+        context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.stages = stages
-        self._own_only = own_only
+        self._options = options
         self._context = context
-        self._compiled = compiled
-        self._forwards = [module_of(stage) for stage in stages] if own_only else forwards
+        self._forwards = [module_of(stage) for stage in stages] if options.own_only else forwards
         self._loss = loss
-        self._recomputed, self._offloaded = set(recomputed), set(offloaded)
         #: Facts of the first micro-batch.
         self.first: BorderFacts | None = None
         self._known: dict[tuple[Any, ...], BorderFacts] = {}
@@ -127,7 +122,7 @@ class BorderTable:
         return tuple(edges)
 
     def _run(self, inputs: Mapping[str, Tensor], target: Any) -> BorderFacts:
-        if self._own_only:
+        if self._options.own_only:
             device = next(iter(inputs.values())).device
             with imagined(nn.ModuleList(map(module_of, self.stages)), device) as mode:
                 imagine = partial(tree_map_only, Tensor, mode.from_tensor)
@@ -140,7 +135,7 @@ class BorderTable:
         used: set[str] = set()
         values: dict[str, Tensor] = dict(inputs)
         device = next(iter(inputs.values())).device
-        with numbers_of_its_own(device, self._compiled), self._context():
+        with numbers_of_its_own(device, self._options.compile), self._context():
             for stage, forward in zip(self.stages, self._forwards, strict=True):
                 module = module_of(stage)
                 rollback = BufferRollback(module)
@@ -161,15 +156,15 @@ class BorderTable:
                     ) from error
                 finally:
                     rollback.restore()
-                if stage.index in self._recomputed | self._offloaded:
-                    stays = leaves if stage.index in self._recomputed or not stage.outputs else [*leaves, *result]
+                recomputed = stage.index in self._options.recompute
+                if recomputed or stage.index in self._options.offload:
+                    stays = leaves if recomputed or not stage.outputs else [*leaves, *result]
                     storages = {storage_of(tensor): tensor.untyped_storage() for tensor in stays}
                     saved = sum(storage.nbytes() for storage in storages.values())
                 facts.saved_bytes.append(saved)
                 named = dict(zip((border.name for border in stage.inputs), leaves, strict=True))
                 if stage is self.stages[-1]:
-                    result = result if self._loss is None else self._loss(result, target)
-                    used = _leaves_behind(tree_leaves(result), named)
+                    used = _leaves_behind(tree_leaves(self._loss(result, target)), named)
                     break
                 reached.append({})
                 for border, tensor in zip(stage.outputs, result, strict=True):

@@ -20,7 +20,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +50,9 @@ MicroBatches = Sequence[tuple[Tensor, Tensor]]
 class _Shape:
     """What is equal in all steps that one graph can stand for."""
 
-    tensors: tuple[Any, ...]
+    tensors: list[Any]
     samples: int
     global_samples: float
-
-    @classmethod
-    def of(cls, micro_batches: MicroBatches, samples: int, global_samples: float) -> _Shape:
-        facts = ((tuple(tensor.shape), tensor.stride(), tensor.dtype) for pair in micro_batches for tensor in pair)
-        return cls(tuple(facts), samples, global_samples)
 
 
 class StepGraph:
@@ -108,8 +103,10 @@ class StepGraph:
             self._stop_trying("the samples of the other workers are not known; give batches with `global_samples`")
         if self.reason is not None or global_samples is None:
             return None
-        shape = _Shape.of(micro_batches, request.samples, global_samples)
-        flags_of_model = [one.requires_grad for one in self._parameters] + [one.training for one in self._modules]
+        tensors = [(tensor.shape, tensor.stride(), tensor.dtype) for pair in micro_batches for tensor in pair]
+        shape = _Shape(tensors, request.samples, global_samples)
+        flags_of_model = [parameter.requires_grad for parameter in self._parameters]
+        flags_of_model += [module.training for module in self._modules]
         # The largest step is the usual one. All workers see the same sizes, so all begin anew in the same step.
         if self._shape is None or flags_of_model != self._flags_of_model or global_samples > self._shape.global_samples:
             self._begin(shape, flags_of_model, micro_batches)
@@ -180,17 +177,14 @@ class StepGraph:
         self._left -= 1
         current = cuda.current_stream(self._lanes.device)
         self._stream.wait_stream(current)
-        with cuda.stream(self._stream), self._rehearsal(last=self._left == 0):
+        with cuda.stream(self._stream), self._rehearsal() if self._left == 0 else nullcontext():
             issued = self._issue()
         current.wait_stream(self._stream)
         return issued
 
     @contextmanager
-    def _rehearsal(self, *, last: bool) -> Iterator[None]:
+    def _rehearsal(self) -> Iterator[None]:
         """In the last step before the capture, look for what would break it: whatever makes the host wait."""
-        if not last:
-            yield
-            return
         before = cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -314,15 +308,12 @@ def check_capturable(
             "In a pipeline the host seeds them in every step; a graph would repeat the masks of one step for ever.",
             "Leave out --cuda-graph, or --stages.",
         )
-    if compiled and _compiles_to_graphs():
-        raise UsageError(
-            "--cuda-graph with --compile, which was told to make CUDA graphs of its own",
-            "A graph cannot be replayed while another one is captured.",
-            "Set torch._inductor.config.triton.cudagraphs = False, or leave out --cuda-graph.",
-        )
+    if compiled:
+        from torch._inductor import config
 
-
-def _compiles_to_graphs() -> bool:
-    from torch._inductor import config
-
-    return bool(config.triton.cudagraphs)
+        if config.triton.cudagraphs:
+            raise UsageError(
+                "--cuda-graph with --compile, which was told to make CUDA graphs of its own",
+                "A graph cannot be replayed while another one is captured.",
+                "Set torch._inductor.config.triton.cudagraphs = False, or leave out --cuda-graph.",
+            )

@@ -92,12 +92,9 @@ class PipelineEngine:
         pairs: set[tuple[int, int]] = set()
         for mode in (False, True) if options.own_only else (True,):
             self.use_graphs(training=mode)  # with `own_only` evaluation, too, goes through the pipeline
-            pairs |= {
-                pair
-                for index in range(len(stages))
-                for target in consumers_of(stages, index)
-                for pair in ((index, target), (target, index))
-            }
+            for stage in stages:
+                for target in consumers_of(stages, stage.index):
+                    pairs |= {(stage.index, target), (target, stage.index)}
         names = dict(model.named_parameters())
         policy = agree_on_policy(options.sync.codec, names, world.gather)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
@@ -154,11 +151,7 @@ class PipelineEngine:
         if options.sync.uses_nodes and self.world.size == self.world.job_size > 1:
             self._nodes = NodeWorlds.open(self.world, options.layout.columns, sum_lanes)
         self.forwards = [self._forward(stage, stage.index in local) for stage in self._all_stages]
-        self.borders = BorderTable(
-            *(self._all_stages, self.forwards, options.recompute, options.offload),
-            *(loss, options.compile, self._context),
-            own_only=options.own_only,
-        )
+        self.borders = BorderTable(self._all_stages, self.forwards, options, loss, self._context)
         compute: dict[int, Lane] = {
             lane: lanes.caller if self.is_whole else lanes.open(f"compute {lane}", threads=options.threads)
             for lane in sorted({layout.lane_of[index] for index in local})
@@ -274,7 +267,7 @@ class PipelineEngine:
         """Put what only other workers train on the meta device: the values that it has here are old ones."""
         if not self.is_spread:
             return
-        own, others = (
+        local, others = (
             {
                 id(tensor)
                 for stage in self._all_stages
@@ -285,7 +278,7 @@ class PipelineEngine:
         )
         made: dict[int, Tensor] = {}
         for _, held, key in places(self.model):
-            if id(value := held[key]) in others - own:
+            if id(value := held[key]) in others - local:
                 held[key] = made.setdefault(id(value), like_tensor(value, value.detach().to("meta")))
 
     def gather_on_main(self, value: Any) -> list[Any] | None:

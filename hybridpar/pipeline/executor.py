@@ -77,11 +77,10 @@ _Work = Callable[[StepState], None]
 
 
 class _Part(NamedTuple):
-    """This worker's part of a program: its actions in the order of issue, of each stage the sums, and the decision."""
+    """This worker's part of a program: its actions in the order of issue, and of each stage the sums."""
 
     items: list[_Item]
     sums: dict[int, dict[int, _Item]]
-    decision: Action
 
 
 class Executor:
@@ -105,7 +104,6 @@ class Executor:
         self.stages = stages
         self.borders = borders
         self._options = options
-        self._input_names = tuple(borders.stages[0].model_inputs)
         self._position, self._ranks = (0, (0,)) if grid is None else (grid.position, grid.ranks)
         self._replica = options.layout.replica_of(world.rank)
         self._world = world
@@ -120,17 +118,16 @@ class Executor:
                 self._senders[peer] = sender, lanes.open(f"send to {peer}", priority=-1)
             for peer, receiver in grid.receivers.items():
                 self._receivers[peer] = receiver, lanes.open(f"receive from {peer}", priority=-1)
-        self._whole = whole = isinstance(borders.stages[0], WholeModel)
-        self._offload = () if whole else options.offload
+        self._is_whole = is_whole = isinstance(borders.stages[0], WholeModel)
+        self._offload = () if is_whole else options.offload
         moved = {stages[index].lane: None for index in sorted(stages.keys() & set(self._offload))}
         self._copiers = {lane: lanes.open(f"copy of {lane.name}") for lane in moved}
-        self._agreement = Agreement(stages, world, lanes, whole=whole)
-        self._inline = whole and lanes.device.type == "cpu"
+        self._agreement = Agreement(stages, world, lanes, is_whole=is_whole)
+        self._inline = is_whole and lanes.device.type == "cpu"
         self._sync_lanes = sync_lanes
         self._sums_losses = sums_losses
         # The decision then stays on the device, where the optimizers read it.
         self._on_device = options.sync.guard and (lanes.device.type == "cuda" or options.capture)
-        self._record = options.record or None  # None leaves it to the kind of device
         self._programs: dict[tuple[Any, ...], tuple[Program, _Part, _Part]] = {}
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
@@ -155,17 +152,21 @@ class Executor:
         """Issue the work of a step, without counting it as done."""
         self._rebuild_buckets()
         inputs = [self.name_inputs(given) for given, _ in request.micro_batches]
-        facts = [] if self._whole else self._facts(request, inputs)
+        facts: list[BorderFacts] = []
+        if not self._is_whole:
+            self.borders.follow_trainable()
+            for given, (_, target) in zip(inputs, request.micro_batches, strict=True):
+                # An example run uses the buffers that the step before still writes to.
+                facts.append(self.borders.at(given, target, wait=self.wait))
         self.program, part = self._program(len(inputs), facts[0] if facts else None)
-        # What is captured runs many times, so it has no times to be recorded.
+        # What is captured runs many times, so it has no times to be recorded. None leaves it to the kind of device.
         captured = request.flags is not None
-        spans = SpanRecorder(self._lanes.device, enabled=False if captured else self._record)
-        rate, waited_ms = None if captured else request.rate_factor, 0.0 if self._whole else None
+        spans = SpanRecorder(self._lanes.device, enabled=False if captured else self._options.record or None)
+        rate, waited_ms = None if captured else request.rate_factor, 0.0 if self._is_whole else None
         step = StepState(self.steps + 1, request, total, rate, inputs, facts, spans, waited_ms)
         self._begin(step, part)
         for item in part.items:
             self._issue(step, item)
-        step.decided = step.events.get(part.decision)
         self._ends = [lane.record() for lane in self._last_lanes]
         # A send whose bytes have left may still be at work when the step that it belongs to is decided.
         step.ends = self._ends + [lane.record() for _, lane in self._senders.values()]
@@ -192,16 +193,8 @@ class Executor:
 
     def name_inputs(self, given: Any) -> dict[str, Tensor]:
         """The model's inputs by name."""
-        return dict(zip(self._input_names, given if isinstance(given, (tuple, list)) else (given,), strict=True))
-
-    def _facts(self, request: StepRequest, inputs: Sequence[Mapping[str, Tensor]]) -> list[BorderFacts]:
-        """What crosses the borders between stages in each micro-batch."""
-        self.borders.follow_trainable()
-        # An example run uses the buffers that the step before still writes to.
-        return [
-            self.borders.at(given, target, wait=self.wait)
-            for given, (_, target) in zip(inputs, request.micro_batches, strict=True)
-        ]
+        values = given if isinstance(given, (tuple, list)) else (given,)
+        return dict(zip(self.borders.stages[0].model_inputs, values, strict=True))
 
     def count_samples(self, samples: float, *, refusing: bool = False) -> Callable[[], float]:
         """Start to sum the samples of the next step over the replicas, where only each knows its own."""
@@ -290,7 +283,7 @@ class Executor:
         key = (count, tuple(buckets.items()), self.borders.trainable, apart)
         if key not in self._programs:
             edges = () if facts is None else self.borders.edges(facts)
-            if not self._whole and self._replicas is not None and self._replicas.size > 1:
+            if not self._is_whole and self._replicas is not None and self._replicas.size > 1:
                 # Micro-batches of replicas may differ in size, and the order of their sums must not.
                 self.wait()
                 answers = cast("list[tuple[Edge, ...]]", self._replicas.gather(edges))
@@ -336,9 +329,8 @@ class Executor:
                 if need in ways and (need.kind is Kind.SYNC or ways[need][0] not in behind)
             )
         needed = {need for before in needs.values() for need in before}
-        decision = next(action for action in actions if action.kind is Kind.DECIDE)
-        if not (self._inline and ways[decision][0] is self._lanes.caller):
-            needed.add(decision)  # the host asks for it
+        if not (self._inline and self._agreement.lane is self._lanes.caller):
+            needed |= {action for action in actions if action.kind is Kind.DECIDE}  # the host asks for it
         items = [
             _Item(
                 action,
@@ -356,7 +348,7 @@ class Executor:
         for item in items:
             if item.action.kind is Kind.SYNC:
                 sums[item.action.stage][item.action.index or 0] = item
-        return _Part(items, sums, decision)
+        return _Part(items, sums)
 
     def _way_of(self, program: Program, action: Action, *, is_last: bool) -> tuple[Lane, _Work, _Work | None]:
         """The lane of an action, what does it, and what prepares that on the lane of its stage."""
@@ -419,7 +411,9 @@ class Executor:
         else:
             lane.submit(work, marks=stage.gradients.marks(flight) if item.is_last else ())
         if item.is_needed:
-            step.events[action] = lane.record()
+            event = step.events[action] = lane.record()
+            if action.kind is Kind.DECIDE:
+                step.decided = event
         if action.kind is Kind.REPORT and action.index == 0 and lane is not stage.lane:
             flight.reported = lane.record()
 
@@ -457,11 +451,11 @@ class Executor:
             stage.run.forward(index, inputs, target, share, stage.lane.keep, parks=parks)
         except RuntimeError as error:
             no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-            if self._whole or not no_memory:
+            if self._is_whole or not no_memory:
                 raise
             raise TrainingError(
                 f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}",
-                f"{stage.run.in_flight} micro-batch(es) in flight keep activations for their backward passes.",
+                f"{len(stage.run.flights)} micro-batch(es) in flight keep activations for their backward passes.",
                 f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}"
                 + (f" or --offload {action.stage}." if stage.lane.device.type == "cuda" else "."),
             ) from error
@@ -484,7 +478,6 @@ class Executor:
         names = [name for name in self.borders.names(producer, user) if forward or name in facts.gradients]
         return _Crossing(
             {(name, action.index, user): facts.parts[name] for name in names},
-            sum(facts.bytes_of(name) for name in names),
             self._mailbox.values if forward else self._mailbox.gradients,
             f"{'activations' if forward else 'gradients'} of micro-batch {action.index}",
         )
@@ -501,7 +494,7 @@ class Executor:
         doing = f"sending {crossing.what} from stage {action.stage} to stage {action.peer}"
         with self._world.named_errors(doing, transfer=(self._world.job_rank, self._ranks[other])):
             channel.send(tensors, list(crossing.parts.values()))
-        step.sent.append(crossing.size)
+        step.sent.append(sum(tensor.nbytes for tensor in tensors))
 
     def _receive(self, action: Action, other: int, step: StepState) -> None:
         crossing = self._crossing(action, step)
@@ -512,10 +505,9 @@ class Executor:
 
 
 class _Crossing(NamedTuple):
-    """What crosses a border: its parts by their addresses in the mailbox, their bytes, and what messages call it."""
+    """What crosses a border: its parts by their addresses in a side of the mailbox, and what messages call it."""
 
     parts: dict[tuple[str, int, int], MessagePart]
-    size: int
     box: dict[tuple[str, int, int], Tensor]
     what: str
 

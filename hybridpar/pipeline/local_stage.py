@@ -14,7 +14,7 @@ read the same sum, so all decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
-from hybridpar.sync.compression import Compression, Decision
+from hybridpar.sync.compression import Decision
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
 from hybridpar.sync.reducer import Reducer, StepGradients, SyncLanes
@@ -70,24 +70,29 @@ class LocalStage:
         self.lane = lane
         self.module = run.module
         self.options = options
-        self._lanes = lanes
         self.replicas = replicas
-        self._sync_lanes = sync_lanes
-        self._nodes = nodes
         self._step_optimizer = step_optimizer
         self._after_step = after_step
-        self._make_reducer = make_reducer
         self._step = 0
         self.is_open = False  # a step has begun, and is neither committed nor rolled back
         self.guarded = options.guard
         self._global_norm = options.global_norm
         self.measured = options.guard or self._global_norm is not None
-        self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
-        self._norm_group = norm_group
         self._shards = None if shard_group is None else ParameterShards(self.module, replicas, shard_group)
-        self.gradients: Reducer
-        self.batch_norm: BatchNormPool | None = None
-        self.attach()
+        if options.delayed and replicas.size > 1:
+            from hybridpar.sync.delayed_reducer import DelayedReducer
+
+            make_reducer = DelayedReducer
+        # Stages know the norm of all of them only once they have added theirs up.
+        exact = self._global_norm is not None or lane is not lanes.caller
+        self.gradients = make_reducer(
+            *(dict(self.module.named_parameters()), replicas, lanes, lane, sync_lanes, options),
+            measure=self.measured,
+            exact=exact or self._shards is not None,  # each steps, and would measure, a part of them
+            nodes=nodes,
+        )
+        pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
+        self.batch_norm = run.batch_norm = BatchNormPool(self.module, norm_group, lane.device) if pooled else None
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(self.module, spared) if options.guard else None
         #: Buffers that are no statistics of BatchNorm, which replicas have in common.
@@ -96,33 +101,11 @@ class LocalStage:
 
     # ---------------------------------------------------------------- the host
 
-    def attach(self) -> None:
-        """Install hooks and take over BatchNorm layers, at first and again after `detach`."""
-        self.gradients = self._make_gradients()
-        self.batch_norm = BatchNormPool(self.module, self._norm_group, self.lane.device) if self._pooled else None
-        self.run.batch_norm = self.batch_norm
-
     def detach(self) -> None:
         """Remove hooks and give BatchNorm layers their class back. Safe to call twice."""
         self.gradients.close()
         if self.batch_norm is not None:
             self.batch_norm.release()
-
-    def _make_gradients(self) -> Reducer:
-        options = self.options
-        # Stages know the norm of all of them only once they have added theirs up.
-        exact = self._global_norm is not None or self.lane is not self._lanes.caller
-        make = self._make_reducer
-        if options.delayed and self.replicas.size > 1:
-            from hybridpar.sync.delayed_reducer import DelayedReducer
-
-            make = DelayedReducer
-        return make(
-            *(dict(self.module.named_parameters()), self.replicas, self._lanes, self.lane, self._sync_lanes, options),
-            measure=self.measured,
-            exact=exact or self._shards is not None,  # each steps, and would measure, a part of them
-            nodes=self._nodes,
-        )
 
     @property
     def reducer(self) -> Reducer | None:
@@ -133,11 +116,6 @@ class LocalStage:
     def steps_done(self) -> int:
         """Number of the last step that is over."""
         return self._step - self.is_open
-
-    @property
-    def compression(self) -> Compression | None:
-        """What compresses gradients here, if anything does."""
-        return self.gradients.compression
 
     # ---------------------------------------------------------------- the lane
 
@@ -197,11 +175,12 @@ class LocalStage:
             if self.batch_norm is not None:
                 sums = self.batch_norm.sums if users is None else step.reports[index][HEAD:]
                 self.batch_norm.commit(sums, where=where)
-        if users is not None and self.compression is not None:
+        compression = self.gradients.compression
+        if users is not None and compression is not None:
             if isinstance(commit, Tensor):
-                self.compression.settle_later(Decision(commit), unused, costs)
+                compression.settle_later(Decision(commit), unused, costs)
             else:
-                self.compression.settle(commit, unused, costs)
+                compression.settle(commit, unused, costs)
         if self._after_step is not None:
             self._after_step(self._step, commit)
         self.gradients.close_step()
@@ -236,16 +215,14 @@ LOSS, _SAMPLES, _STOP, SAVE, LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 class Agreement:
     """Sums the control messages of a worker's stages; but for two methods its work is that of its lane."""
 
-    def __init__(self, stages: Mapping[int, LocalStage], world: World, lanes: Lanes, *, whole: bool = False) -> None:
+    def __init__(self, stages: Mapping[int, LocalStage], world: World, lanes: Lanes, *, is_whole: bool) -> None:
         # One worker alone waits for no other.
-        self.lane = lanes.caller if whole and world.size == 1 else lanes.open("control", priority=-1)
+        self.lane = lanes.caller if is_whole and world.size == 1 else lanes.open("control", priority=-1)
         self._stages = stages
         self._world = world
         self._lanes = lanes
         self._device = lanes.device
         self._constants = Constants(lanes.device)
-        self._guard = any(stage.guarded for stage in stages.values())
-        self._measured = any(stage.measured for stage in stages.values())
         self._is_cut = any(world.size > stage.replicas.size for stage in stages.values())
 
     def count_samples(self, samples: float, *, refusing: bool = False) -> Callable[[], float]:
@@ -265,7 +242,13 @@ class Agreement:
             self._lanes.caller.wait(known)
             total, refused = map(float, counts[-1].tolist())
             if refused:
-                raise refused_by_others(round(refused))
+                raise RefusedStepError(
+                    f"{round(refused)} of the other workers got a batch that cannot be divided into the micro-batches "
+                    "asked for",
+                    "All workers do a step, or none.",
+                    "Give every worker at least one sample for each micro-batch (micro_batches), or none of them a "
+                    "batch.",
+                )
             return total
 
         return read
@@ -308,7 +291,7 @@ class Agreement:
         """Sum the backward report of a stage over its replicas: the squares of its gradients and who used what."""
         flight, stage = step.flights[index], self._stages[index]
         self.lane.keep(flight.squares)
-        message = backward_report(stage.gradients.squares(flight), step.used[index], self._constants)
+        message = torch.cat((stage.gradients.squares(flight).reshape(1), self._constants.of(*step.used[index])))
         self._sum(message, f"exchanging who used the parameters of stage {index}", stage.replicas, step)
         step.squares[index], step.users[index] = message[0], message[1:]
 
@@ -325,7 +308,9 @@ class Agreement:
             total += torch.cat((report[: SAVE + 1], squares.reshape(1))).to(total.device, non_blocking=True)
         if self._is_cut:
             self._sum(total, "agreeing on the step", self._world, step)
-        step.values = decide(total, total[SAVE + 1], guard=self._guard, measured=self._measured)
+        guard = any(stage.guarded for stage in self._stages.values())
+        measured = any(stage.measured for stage in self._stages.values())
+        step.values = decide(total, total[SAVE + 1], guard=guard, measured=measured)
         if step.request.flags is None:
             step.host_values = start_copy(step.values)
 
@@ -340,15 +325,6 @@ class Agreement:
 
 class RefusedStepError(UsageError):
     """The error of a worker that could do the step, where others cannot; all of them may go on with the next one."""
-
-
-def refused_by_others(count: int) -> UsageError:
-    """The error of a step that others refuse."""
-    return RefusedStepError(
-        f"{count} of the other workers got a batch that cannot be divided into the micro-batches asked for",
-        "All workers do a step, or none.",
-        "Give every worker at least one sample for each micro-batch (micro_batches), or none of them a batch.",
-    )
 
 
 def forward_report(
@@ -381,11 +357,6 @@ def check_layout(layouts: Tensor, workers: int) -> None:
             "Names, shapes, memory formats and requires_grad of all parameters must be equal on all workers.",
             "Build and freeze the model in the same way on every worker.",
         )
-
-
-def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants) -> Tensor:
-    """The message of a stage after its last bucket, 1-D float64."""
-    return torch.cat((squares.reshape(1), constants.of(*used)))
 
 
 def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> Tensor:

@@ -12,9 +12,9 @@ What moves comes back bit for bit. Parameters, buffers, what enters and leaves t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Parked:
         if block is None:
             block = self._blocks[key] = _Block(tensor)
         block.saved.append((tensor.detach(), tensor._version))
-        return _View(block, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return partial(block.view, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 class _Block:
@@ -98,23 +98,12 @@ class _Block:
         self.host = torch.empty(self.size, dtype=torch.uint8, pin_memory=self.device.is_cuda)
         self.host.copy_(self.device, non_blocking=True)
 
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What autograd holds of a tensor that was saved."""
-
-    block: _Block
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    def view(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        """A tensor that was saved, once the block is on the device again."""
+        assert self.device is not None
+        empty = torch.empty(0, dtype=dtype, device=self.device.device)
+        return empty.set_(self.device.untyped_storage(), offset, size, stride)
 
 
-def _unpack(saved: Any) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    view: _View = saved
-    device = view.block.device
-    assert device is not None
-    empty = torch.empty(0, dtype=view.dtype, device=device.device)
-    return empty.set_(device.untyped_storage(), view.offset, view.size, view.stride)
+def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()

@@ -253,7 +253,6 @@ class StageRun:
         keys: RandomKeys | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.stage = stage
         self.module = module_of(stage)
         self.index = stage.index
         self._inputs, self._output_names = stage.inputs, [border.name for border in stage.outputs]
@@ -266,7 +265,8 @@ class StageRun:
         self._context = context
         #: What pools the statistics of BatchNorm, where something does.
         self.batch_norm: BatchNormPool | None = None
-        self._flights: dict[int, _Flight] = {}
+        #: Micro-batches whose activations are kept now.
+        self.flights: dict[int, _Flight] = {}
         norms = {module for module in self.module.modules() if isinstance(module, _BatchNorm)}
         statistics = {id(buffer) for norm in norms for buffer in norm._buffers.values() if buffer is not None}
         others = [module._buffers for module in self.module.modules() if module not in norms]
@@ -286,17 +286,15 @@ class StageRun:
         self.loss_sum: Tensor | None = None
         #: What the loss is multiplied with for the backward pass alone, 0-d float32; None does not scale it.
         self.loss_scale: Tensor | None = None
-        #: Micro-batches whose activations are kept now, and the most there ever were.
-        self.in_flight = 0
+        #: The most micro-batches whose activations were ever kept at a time.
         self.peak_in_flight = 0
 
     def start_step(self, step: int) -> None:
         """Forget the losses of the step before, and whatever a step that was given up has left."""
         self._step = step
         self.loss_sum = None
-        self._flights.clear()
+        self.flights.clear()
         self.seen.clear()
-        self.in_flight = 0
 
     # ---------------------------------------------------------------- forward
 
@@ -320,11 +318,10 @@ class StageRun:
             leaf = value.detach()
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
         keep(*taken, *leaves.values())
-        flight = self._flights[index] = _Flight(leaves, share=share, target=target)
         if not self._recompute and any(self.buffers):
             self._protect_buffers()
-        self.in_flight += 1
-        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        flight = self.flights[index] = _Flight(leaves, share=share, target=target)
+        self.peak_in_flight = max(self.peak_in_flight, len(self.flights))
         if parks:
             from hybridpar.pipeline.offload import Parked
 
@@ -358,7 +355,7 @@ class StageRun:
                     _, first, last, *facts = self.seen.get((id(held), name), (held, buffer, None))
                     first = first if last is buffer else buffer
                     same = last is buffer and facts == [buffer._version, buffer.data_ptr()]
-                    if self.in_flight and (not same or (id(held), name) in self._written):
+                    if self.flights and (not same or (id(held), name) in self._written):
                         held[name] = buffer = copies.setdefault(id(buffer), buffer.detach().clone())
                     self.seen[id(held), name] = held, first, buffer, buffer._version, buffer.data_ptr()
 
@@ -382,11 +379,11 @@ class StageRun:
 
     def park(self, index: int) -> None:
         """Start to copy what a forward pass has saved to the host; on a copy lane."""
-        self.parked(index).park(self._flights[index].outputs.values())
+        self.parked(index).park(self.flights[index].outputs.values())
 
     def parked(self, index: int) -> Parked:
         """What a forward pass has saved, of a micro-batch that moves."""
-        parked = self._flights[index].parked
+        parked = self.flights[index].parked
         assert parked is not None
         return parked
 
@@ -407,13 +404,16 @@ class StageRun:
         """Run the backward pass of a micro-batch: gradients of parameters are accumulated, those of
         inputs handed on.
         """
-        flight = self._flights.pop(index)
+        flight = self.flights[index]
         roots = self._roots(flight, index, keep)
         if roots:
             outputs, gradients = zip(*roots, strict=True)
             torch.autograd.backward(outputs, gradients)
-        self._hand_back(flight, index)
-        self.in_flight -= 1
+        for name, leaf in flight.leaves.items():
+            if leaf.grad is not None:
+                self._mailbox.gradients[name, index, self.index] = leaf.grad
+                leaf.grad = None
+        del self.flights[index]
 
     def _roots(self, flight: _Flight, index: int, keep: Keep) -> list[tuple[Tensor, Tensor | None]]:
         """Where the backward pass starts, with the gradients it starts from."""
@@ -440,9 +440,3 @@ class StageRun:
             for name, output in flight.outputs.items()
             if output.requires_grad and name in gradients
         ]
-
-    def _hand_back(self, flight: _Flight, index: int) -> None:
-        for name, leaf in flight.leaves.items():
-            if leaf.grad is not None:
-                self._mailbox.gradients[name, index, self.index] = leaf.grad
-                leaf.grad = None

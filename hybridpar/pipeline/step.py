@@ -15,14 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.lanes import Event
-from hybridpar.pipeline.borders import BorderFacts
 from hybridpar.schedule.actions import Action, Schedule
 from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.layout import Layout
@@ -32,6 +32,9 @@ from hybridpar.schedule.spans import StepSpans as StepSpans
 from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.reducer import StepGradients
+
+if TYPE_CHECKING:
+    from hybridpar.pipeline.borders import BorderFacts
 
 #: One name for it, so that tests can put a stand-in here.
 cuda: Any = torch.cuda
@@ -279,7 +282,6 @@ class LateOutcome(StepOutcome):
         self._recorder = step.spans
         self._bad = step.bad
         self._values: StepValues | None = None
-        self._spans: StepSpans | None = None
         self._waited_ms = step.waited_ms
         self._bytes_sent = 0
         self._costs: list[SyncCosts] = []
@@ -299,13 +301,11 @@ class LateOutcome(StepOutcome):
         self._bytes_sent = sum(step.sent)
         self._step = None
 
-    @property
-    def spans(self) -> StepSpans:
+    @cached_property
+    def spans(self) -> StepSpans:  # type: ignore[override]
         """When everything on this worker really ran."""
-        if self._spans is None:
-            self.wait()
-            self._spans = self._recorder.collect()
-        return self._spans
+        self.wait()
+        return self._recorder.collect()
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]

@@ -391,7 +391,8 @@ class Engine:
     @property
     def codecs(self) -> list[Compression]:
         """What compresses gradients here, for each of this worker's stages that has replicas."""
-        return [stage.compression for stage in self.pipeline.stages.values() if stage.compression is not None]
+        reducers = [stage.gradients for stage in self.pipeline.stages.values()]
+        return [reducer.compression for reducer in reducers if reducer.compression is not None]
 
     def wire_format(self) -> WireFormat:
         """What gradients are sent as; a collective."""

@@ -17,7 +17,6 @@ from hybridpar.pipeline.local_stage import (
     HEAD,
     LAYOUT,
     Agreement,
-    backward_report,
     check_layout,
     decide,
     forward_report,
@@ -85,13 +84,6 @@ def test_batchnorm_sums_follow_the_head():
     assert len(report()) == HEAD
 
 
-def test_a_backward_report_is_the_norm_and_who_used_what():
-    message = backward_report(
-        torch.tensor(3.0, dtype=torch.float64), [True, False, True], Constants(torch.device("cpu"))
-    )
-    assert message.tolist() == [3.0, 1.0, 0.0, 1.0]
-
-
 @pytest.mark.parametrize("layouts", [(1, 2), (65535, 65534), (5, 5, 6), (0, 65535), (1, 2, 3)])
 def test_different_layouts_are_refused(layouts):
     with pytest.raises(SyncError, match="do not train the same parameters"):
@@ -99,7 +91,7 @@ def test_different_layouts_are_refused(layouts):
 
 
 def agree(world, lanes, whole=True):
-    return Agreement({0: SimpleNamespace(replicas=world, guarded=True, measured=True)}, world, lanes, whole=whole)
+    return Agreement({0: SimpleNamespace(replicas=world, guarded=True, measured=True)}, world, lanes, is_whole=whole)
 
 
 def test_one_worker_alone_counts_its_own_samples():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,15 @@ from tests.pipeline.oracle import (
     cut,
     first_output,
     images,
+    options_of,
+    places,
     seeded,
 )
 
 
 def table_of(model: nn.Module, stages: int = 3, loss: Any = F.cross_entropy, **options: Any) -> BorderTable:
     parts: list[Stage] = cut(model, images(2)[0], stages)
-    return BorderTable(parts, parts, loss=loss, **options)
+    return BorderTable(parts, parts, options_of(places(stages), 2, **options), loss, nullcontext)
 
 
 def facts_of(table: BorderTable, samples: int = 2) -> Any:
@@ -106,7 +109,7 @@ def test_what_is_thawed_after_the_cut_is_refused() -> None:
 def test_saved_bytes_grow_with_the_samples_and_recomputing_keeps_inputs_only() -> None:
     small, large = (facts_of(table_of(seeded(Residuals)), samples).saved_bytes for samples in (2, 4))
     assert all(0 < one < two < 2.5 * one for one, two in zip(small, large, strict=True))
-    table = table_of(seeded(Residuals), recomputed=(1,))
+    table = table_of(seeded(Residuals), recompute=(1,))
     again = facts_of(table).saved_bytes
     assert again[0] == small[0]
     facts = facts_of(table)
@@ -122,7 +125,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
 def test_the_memory_format_travels_along() -> None:
     model = seeded(lambda: Residuals(norm=False)).to(memory_format=torch.channels_last)
     parts = cut(model, images(2)[0].to(memory_format=torch.channels_last), 2)
-    table = BorderTable(parts, parts, loss=F.cross_entropy)
+    table = BorderTable(parts, parts, options_of(places(2), 2), F.cross_entropy, nullcontext)
     x, y = images(2)
     last: Tensor = x.to(memory_format=torch.channels_last)
     assert all(part.channels_last for part in table.at({"x": last}, y).parts.values() if len(part.shape) == 4)

@@ -425,7 +425,7 @@ def test_an_activation_that_is_missing_is_no_zero(kind: Kind) -> None:
     sent: list[list[Tensor]] = []
     sender = SimpleNamespace(send=lambda tensors, parts: sent.append(tensors))
     part = SimpleNamespace(empty=lambda device: torch.ones(2, device=device))
-    facts = SimpleNamespace(parts={"x": part}, gradients=("x",), bytes_of=lambda name: 8)
+    facts = SimpleNamespace(parts={"x": part}, gradients=("x",))
     lanes = Lanes("cpu")
     executor: Any = SimpleNamespace(
         borders=SimpleNamespace(names=lambda producer, user: ["x"]),
