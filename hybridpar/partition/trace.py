@@ -85,17 +85,16 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel
     _require_constant(model, check.changes.written)
     whole |= _counting(model, check.changes.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
-    reasons: dict[str, str] = {}
     while (difference := _difference(check, traced)) is not None:
         found = {path for path in traced.suspects if path} or _differing(model, inputs, check, whole)
         if not found:
             raise _unlike(model, traced, difference)
-        reasons.update(traced.suspects)
-        whole |= found
+        # A checkpoint is the reason only where what else may differ is kept whole.
+        others = {path for path in found if traced.suspects.get(path) != SAVED}
+        if not others:
+            raise _checkpointed(model, min(found))
+        whole |= others
         traced = _trace_both_modes(model, inputs, frozenset(whole))
-    for path in sorted(whole):
-        if reasons.get(path) == SAVED:
-            raise _checkpointed(model, path)
     if is_deferred(model):
         _require_values(traced, inputs[0].device)
     return replace(traced, changes=check.changes)
@@ -189,9 +188,11 @@ def _require_constant(model: nn.Module, written: Collection[str]) -> None:
 
 
 def _checkpointed(model: nn.Module, path: str) -> TraceError:
+    what = "computes something else without torch.utils.checkpoint than with it"
+    if is_deferred(model):
+        what = "uses torch.utils.checkpoint, and without values it cannot be compared with what it is without"
     return TraceError(
-        f"module {path!r} ({type(model.get_submodule(path)).__name__}) computes something else without "
-        "torch.utils.checkpoint than with it",
+        f"module {path!r} ({type(model.get_submodule(path)).__name__}) {what}",
         "A graph has no checkpoint, whose second pass moves a buffer, or draws a mask, once more.",
         "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
     )
