@@ -5,7 +5,7 @@
     0.9998,warmup                     Average(decay=0.9998, warmup=True)
 
 The keys are the fields of the dataclass, and pydantic reads their values as their types say; a tuple is written with
-`/` between its parts. A field with `UNNAMED` beside its type may be given without its key, in order; a key alone means
+`/` between its parts. A field with `Unnamed` beside its type may be given without its key, in order; a key alone means
 `on`; `auto` is None, where the type allows it. What a number must be stands beside its type, as in
 `Annotated[float, POSITIVE]`.
 """

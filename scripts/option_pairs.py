@@ -52,7 +52,7 @@ placement loop --stages 4, plan auto --epochs 9999 --checkpoints stop=1,
 recompute 0 --stages 2, recompute all, replicas 2, schedule gpipe --stages 2,
 select-batch 1 --epochs 2 --data synthetic:samples=512, shares 2,1, shares auto, stages 2, checkpoints stop=1,
 sync allreduce:hierarchy=off, sync allreduce:late=delay, sync allreduce:late=half, sync allreduce:lanes=1,
-sync local:2, sync onebit-sgd, sync outer:2, sync outer:1,warm=1, sync ps, sync ps-async, test-every 2,
+sync local:2, sync onebit-sgd, sync outer:2, sync outer:2,fragments=2, sync ps, sync ps-async, test-every 2,
 timeline t.json, weights none, resume --epochs 3""",
 )
 

@@ -288,8 +288,9 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers, said)
     """The launching process has said it, and loaded no torch, when it starts the workers or becomes the only one."""
     program = (
         "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
+        "from hybridpar.machine import supervise\n"
         "def started(*more, **options):\n    print('torch' in sys.modules, file=sys.stderr)\n    sys.exit(7)\n"
-        "train.launch_workers = train.prepare_worker = started\n"
+        "supervise.launch_workers = train.prepare_worker = started\n"
         f"cli.main(['train', 'resnet18', '--nproc', '{workers}'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -310,10 +311,8 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers, said)
     ],
 )
 def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, monkeypatch, options, said):
-    for name in ("launch_workers", "prepare_worker", "_announce"):
-        monkeypatch.setattr(
-            f"hybridpar.commands.train.{name}", lambda *more, **given: pytest.fail("something was started")
-        )
+    for name in ("machine.supervise.launch_workers", "commands.train.prepare_worker", "commands.train._announce"):
+        monkeypatch.setattr(f"hybridpar.{name}", lambda *more, **given: pytest.fail("something was started"))
     code, error = call("train", "resnet18", *options)
     assert code == 2
     assert_one_error(error, said)
@@ -329,7 +328,8 @@ def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, 
 def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):
     program = (
         "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
-        "train.launch_workers = train.prepare_worker = train._announce = None\n"
+        "from hybridpar.machine import supervise\n"
+        "supervise.launch_workers = train.prepare_worker = train._announce = None\n"
         f"code = cli.main({['train', *arguments, '--nproc', '2']})\n"
         "heavy = {'torch', 'torchvision', 'tvm', 'matplotlib', 'sklearn', 'networkx'}\n"
         "print(code, heavy & set(sys.modules))"

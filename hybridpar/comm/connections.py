@@ -231,7 +231,7 @@ def connect(
                 for index, rank in ranks.items() if memory_bytes else ():
                     memory[index] = _share_memory(memory_bytes * len(parties[index]), sockets[index], rank)
             except (OSError, queue.Empty) as error:
-                problem = f"worker {mine} cannot reach all others: {error or 'not all have called in time'}"
+                problem = f"worker {mine} cannot reach all others: {str(error) or 'not all have called in time'}"
                 _close(sockets)  # so that nobody waits for this worker
         problems = [answer for answer in gather(problem) if answer is not None]
     if problems:

@@ -44,8 +44,18 @@ def job_token() -> str:
     return token
 
 
-def let_in(connection: socket.socket, token: str, address: str, seconds: float, more: int = 0) -> bytes:
-    """The server's side, in so many seconds; returns the bytes, so many, that the worker says behind its reply."""
+def let_in(
+    connection: socket.socket,
+    token: str,
+    address: str,
+    seconds: float,
+    more: int = 0,
+    admit: Callable[[], bool] = lambda: True,
+) -> bytes:
+    """The server's side, in so many seconds; returns the bytes, so many, that the worker says behind its reply.
+
+    `admit` is asked last, before the worker is shown that it is let in.
+    """
     deadline = time.monotonic() + seconds
     random = secrets.token_bytes(_RANDOM)
     connection.settimeout(seconds)
@@ -55,6 +65,8 @@ def let_in(connection: socket.socket, token: str, address: str, seconds: float, 
     if not hmac.compare_digest(reply[_RANDOM:], _code(token, "worker", address, both)):
         raise HandshakeError("it does not know the job's token")
     said = _receive(connection, more, deadline)
+    if not admit():
+        raise HandshakeError("too many came at the same time")
     connection.sendall(_code(token, "server", address, both))
     return said
 
@@ -67,7 +79,12 @@ def knock(connection: socket.socket, token: str, address: str, more: bytes = b""
     random = secrets.token_bytes(_RANDOM)
     both = greeting[len(_MAGIC) :] + random
     connection.sendall(random + _code(token, "worker", address, both) + more)
-    if not hmac.compare_digest(_receive(connection, _CODE), _code(token, "server", address, both)):
+    try:
+        answer = _receive(connection, _CODE)
+    except ConnectionError as error:
+        text = f"it did not let this worker in; {TOKEN_VARIABLE} must be equal everywhere"
+        raise ConnectionResetError(text) from error
+    if not hmac.compare_digest(answer, _code(token, "server", address, both)):
         raise HandshakeError("no server of this job")
 
 
@@ -102,14 +119,15 @@ class Door:
         """
 
         def greet(stranger: socket.socket, source: str) -> None:
+            def admit() -> bool:
+                return self._strangers.pop(stranger, False)
+
             try:
-                said = let_in(stranger, self._token, self._address, self._seconds, more)
-                if not self._strangers.pop(stranger, False):
-                    raise HandshakeError("too many came at the same time")
+                said = let_in(stranger, self._token, self._address, self._seconds, more, admit)
             except (OSError, HandshakeError) as error:
-                self._strangers.pop(stranger, None)
+                was_waiting = self._strangers.pop(stranger, False)
                 end(stranger)
-                refused(source, str(error))
+                refused(source, str(error) if was_waiting else "it left, or too many came at the same time")
             else:
                 welcome(stranger, said)
 
@@ -126,7 +144,13 @@ class Door:
                 for oldest in list(self._strangers)[: -self._most]:
                     if self._strangers.pop(oldest, False):
                         end(oldest)
-                threading.Thread(target=greet, args=(stranger, address[0] if address else ""), daemon=True).start()
+                source = address[0] if address else ""
+                try:
+                    threading.Thread(target=greet, args=(stranger, source), daemon=True).start()
+                except RuntimeError as error:  # no thread is left
+                    self._strangers.pop(stranger, None)
+                    end(stranger)
+                    refused(source, str(error))
 
         threading.Thread(target=attend, daemon=True).start()
 
@@ -144,7 +168,7 @@ def _receive(connection: socket.socket, count: int, deadline: float | None = Non
             connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         more = connection.recv(count - len(data))
         if not more:
-            raise ConnectionResetError(f"it did not let this worker in; {TOKEN_VARIABLE} must be equal everywhere")
+            raise ConnectionResetError("the connection was closed during the handshake")
         data += more
     return data
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.comm.world import World
@@ -84,18 +83,3 @@ def broadcast_state(module: nn.Module, source: int, world: World) -> None:
 
 def _fact(buffer: Tensor | None) -> list[Any] | None:
     return None if buffer is None else [str(buffer.dtype).removeprefix("torch."), *buffer.shape]
-
-
-def average_buffers(model: nn.Module, world: World) -> None:
-    """Average the running statistics of BatchNorm over the workers, in place; a collective.
-
-    For `local` mode, where they differ between replicas, before anybody evaluates or saves.
-    """
-    if world.size == 1:
-        return
-    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    with world.named_errors("averaging buffers"), torch.no_grad():
-        for buffer in [buffer for layer in layers for buffer in layer.buffers()]:
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer, group=world.control)
-                buffer.div_(world.size)

@@ -192,7 +192,8 @@ def check_directories() -> Iterator[Finding]:
             # Asking for permission is not enough: a full or read-only disk grants it too.
             with tempfile.TemporaryFile(dir=path) as file:
                 file.write(b"x" * 4096)
-            yield Finding(name, "ok", f"{path}, {shutil.disk_usage(path).free / 2**30:,.1f} GiB free")
+            free = shutil.disk_usage(path).free
+            yield Finding(name, "ok" if free >= LOW_SPACE else "warning", f"{path}, {free / 2**30:,.1f} GiB free")
         except OSError as error:
             status: Literal["FAILED", "warning"] = "FAILED" if name == "here" else "warning"
             yield Finding(name, status, f"{path} cannot be written ({error.strerror})", fix)

@@ -50,15 +50,18 @@ class FeedbackCoder(WarmUpCoder):
     def state_dict(self) -> dict[str, Any]:
         """Residuals by key, how many steps counted, and the inner coder's state."""
         residuals = {key: residual.left.clone() for key, residual in self.unsent.items()}
-        return {"steps": self.steps, "residuals": residuals, "inner": self._later.state_dict()}
+        shape = list(self.spec.shape)
+        return {"shape": shape, "steps": self.steps, "residuals": residuals, "inner": self._later.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved: Mapping[str, Tensor] = state["residuals"]
         sizes = {key: residual.numel() for key, residual in saved.items()}
         needed = {key: len(part) for key, part in self.lasting.residuals.items()}
-        if sizes != needed:
+        shape = list(self.spec.shape)
+        if sizes != needed or state["shape"] != shape:
             raise CheckpointError(
-                f"the residuals of {self.spec.name!r} have sizes {sizes}, and {needed} are needed",
+                f"the residuals of {self.spec.name!r} have sizes {sizes} for the shape {state['shape']}, and {needed} "
+                f"for {shape} are needed",
                 "They depend on the codec, its options, the number of workers and the worker's rank.",
                 "Resume with the same of these, or without residuals.",
             )

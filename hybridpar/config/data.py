@@ -236,7 +236,8 @@ def data_set_kind(data: str) -> str:
     if name == "hf" or name.startswith("hf/"):
         return "hf/NAME"
     is_named = name in TORCHVISION_SETS or name in OTHER_SETS
-    return USERS if not is_named and re.match(r"[\w.]+:[A-Za-z_]\w*\s*(,|$)", data.strip()) else name
+    is_factory = re.match(r"[\w.]+:(?!download\s*(,|$))[A-Za-z_]\w*\s*(,|$)", data.strip())
+    return USERS if is_factory and not is_named else name
 
 
 def with_download(data: str) -> str:

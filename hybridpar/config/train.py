@@ -343,10 +343,12 @@ class TrainConfig(
         self.check_gradients()
         if self.layout is not None:
             self.check_unequal()
-        workers = self.nproc if self.stages == 1 and not self.searches and self.plan_file is None else None
+        # With hosts, `nproc` is the workers of each.
+        nproc = self.nproc if getattr(self, "hosts", None) is None else None
+        workers = nproc if self.stages == 1 and not self.searches and self.plan_file is None else None
         self.check_shares(self.layout.replicas if self.layout else self.replicas or workers)
-        if (servers := self.parameter_servers) is not None and self.nproc is not None:
-            servers.split_count(self.nproc)
+        if (servers := self.parameter_servers) is not None and nproc is not None:
+            servers.split_count(nproc)
 
     @property
     def needs_whole(self) -> str | None:

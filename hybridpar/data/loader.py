@@ -235,6 +235,7 @@ class TrainBatches(_Batches):
             ValueError: The epoch does not have so many steps.
             DataError: Many images cannot be read. A single one is replaced by another, with a warning.
             LaunchError: A loader process died.
+            RuntimeError: Another epoch was begun meanwhile, and loader processes read for that one.
         """
         if not 0 <= start_step <= len(self._steps):
             raise ValueError(f"start_step is {start_step}, but an epoch has {len(self._steps)} steps")

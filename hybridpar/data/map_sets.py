@@ -35,7 +35,7 @@ from hybridpar.errors import DataError, HybridparError, UsageError, user_error
 from hybridpar.formats.cache import locked
 from hybridpar.registry import find_factory
 
-#: Training images that mean and standard deviation of a set of arrays are taken from.
+#: Images that mean and standard deviation of a set of arrays are taken from: of the training part, where it has one.
 _MEASURED = 10_000
 
 #: Those that are published.
@@ -57,6 +57,9 @@ def _load(name: str, config: DataConfig) -> ImageData:
     if by_path:
         # torchvision lists some folders in the order of the file system, which differs between machines.
         items = [sorted(part[index] for index in range(len(part))) for part in parts]
+        if name == "clevr":  # labels are counts
+            names = [f"{count} objects" for count in range(3, 11)]
+            items = [[(path, count - 3) for path, count in files] for files in items]
         parts = [ImageFiles(Path("/"), *zip(*files, strict=True)) for files in items]
     elif isinstance(getattr(parts[0], "data", None), (np.ndarray, Tensor)):
         # Of QMNIST: the class, and more on each digit.
@@ -128,7 +131,8 @@ def _user(config: DataConfig) -> ImageData:
     try:
         result = factory(root=config.data_root) if takes_root else factory()
         parts = list(result) if isinstance(result, (tuple, list)) else [result]
-        if not 1 <= len(parts) <= 2 or not all(hasattr(part, "__getitem__") for part in parts):
+        needed = ("__getitem__", "__len__")
+        if not 1 <= len(parts) <= 2 or not all(hasattr(part, name) for part in parts for name in needed):
             raise UsageError(
                 f"{name} returned no data sets",
                 "A factory returns one or two map-style data sets, whose items are (image, label).",

@@ -163,6 +163,8 @@ def image_data(
         for given, usual in zip((images.mean, images.std), statistics, strict=True)
     )
     labels = [labels_of(part) for part in parts]
+    if not all(map(len, labels)):
+        raise DataError(f"a part of the data set {config.data} has no images")
     flipped = config.augmentation.hflip
     flipped = (0.5 if flip else 0.0) if flipped is None else flipped
 
@@ -235,7 +237,7 @@ def listed_names(dataset: Any) -> list[str] | None:
     names = next((names for names in listed if names is not None and len(names)), None)
     if isinstance(names, Mapping):  # of class_to_idx
         names = sorted(names, key=names.__getitem__)
-    return names and [", ".join(name) if isinstance(name, tuple) else str(name) for name in names]
+    return None if names is None else [", ".join(name) if isinstance(name, tuple) else str(name) for name in names]
 
 
 def _class_names(dataset: Any, labels: Sequence[Tensor], names: Sequence[str] | None) -> tuple[str, ...]:
@@ -283,7 +285,7 @@ def number_labels(
             for row, labels in enumerate(rows):
                 target[row, [numbers[label] for label in labels]] = True
         else:
-            target = torch.tensor([numbers[label] for (label,) in rows])
+            target = torch.tensor([numbers[label] for (label,) in rows], dtype=torch.int64)
         targets.append(target)
     return words, targets
 

@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,11 +45,11 @@ def cache_directory() -> Path:
 def locked(path: Path) -> Iterator[None]:
     """Inside, no other process is inside with the same file, as far as its file system has locks.
 
-    The lock belongs to the open file, so it cannot outlive its process.
+    The lock belongs to the open file, so it cannot outlive its process. Where the file cannot be opened there is none.
     """
-    with path.open("a") as file:
+    with ExitStack() as opened:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(opened.enter_context(path.open("a")), fcntl.LOCK_EX)
         yield
 
 

@@ -52,6 +52,12 @@ def parse_arguments(texts: Sequence[str]) -> dict[str, object]:
         arguments[key] = value
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             arguments[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+        check(
+            value[:1] not in ("[", "(", "{") or not isinstance(arguments[key], str),
+            f"--model-arg {shortened(text)}",
+            "A list, tuple or dict is written as in Python.",
+            "Write for example --model-arg flags=[True,False].",
+        )
     return arguments
 
 

@@ -145,10 +145,11 @@ def _write_onnx(model: nn.Module, images: Tensor, file: Path, facts: str) -> Cal
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the advice of torch's exporters to those who develop them."""
-    logging.disable(logging.WARNING)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)

@@ -148,7 +148,8 @@ def head_parameters(model: nn.Module) -> list[str]:
     """
     heads = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
     if not heads:
-        matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
+        named = model.named_parameters(remove_duplicate=False)  # the head may share its matrix with another layer
+        matrices = [name for name, parameter in named if parameter.ndim > 1]
         heads = [name.rpartition(".")[0] for name in matrices[-1:]]
     owners = tuple(f"{head}." if head else "" for head in ([heads] if isinstance(heads, str) else heads))
     return [name for name, _ in model.named_parameters() if name.startswith(owners)]

@@ -98,7 +98,19 @@ class OutputLoss:
                 "It takes scores, and in a tuple auxiliary scores of the same shape.",
                 "Return the scores alone, or a dict that calls them logits, or use Trainer with your own loss.",
             )
-        total = self.loss(main, targets)
+        try:
+            total = self.loss(main, targets)
+        except (IndexError, RuntimeError) as error:
+            if targets.is_floating_point() or main.ndim < 2 or not targets.numel():
+                raise
+            low, high, classes = int(targets.min()), int(targets.max()), main.shape[1]
+            if 0 <= low <= high < classes:
+                raise
+            raise UsageError(
+                f"targets go from {low} to {high}, and the model has {classes} outputs: {error}",
+                "A target is the number of a class, from 0 on.",
+                "Number the classes so, or make the model with an output for each (num_classes).",
+            ) from error
         usual = ONE if len(auxiliary) == 1 else EACH_OF_SEVERAL
         for scores in auxiliary:
             total = total + (usual if self.auxiliary is None else self.auxiliary) * self.loss(scores, targets)

@@ -59,7 +59,7 @@ def random_state(device: torch.device = _CPU) -> dict[str, Any]:
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": [name, torch.tensor(keys.tolist()), *rest],
+        "numpy": [name, torch.tensor(keys.tolist(), device="cpu"), *rest],
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

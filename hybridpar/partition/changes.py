@@ -29,8 +29,16 @@ from hybridpar.models.state import MODULE_ATTRIBUTES
 #: Modules do not hand on values in objects of these packages, nor of Python's library.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})
 
-#: What the attributes of a model's modules held, by path and name.
-Attributes = dict[str, dict[str, bytes]]
+
+@dataclass(frozen=True)
+class Attributes:
+    """What the attributes of a model's modules held, by path and name.
+
+    What they named by its id is kept alive, so that an id is of one object only while readings are compared.
+    """
+
+    values: dict[str, dict[str, bytes]]
+    seen: dict[int, object]
 
 
 class OutsideGraphError(Exception):
@@ -127,10 +135,11 @@ def traceable_only(model: nn.Module) -> Iterator[None]:
 def attributes_of(model: nn.Module) -> Attributes:
     """What the Python attributes of a model's modules hold, in a form that can be compared later."""
     reader = _Reader()
-    return {
+    values = {
         path: {name: reader.read(value) for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
         for path, module in model.named_modules()
     }
+    return Attributes(values, reader.seen)
 
 
 def changed(first: Attributes, second: Attributes, alone: Attributes | None = None) -> dict[str, str]:
@@ -139,9 +148,9 @@ def changed(first: Attributes, second: Attributes, alone: Attributes | None = No
     With `alone`, which is what the second pass leaves by itself, also not what depends on that pass only.
     """
     changes: dict[str, str] = {}
-    for path, after in second.items():
+    for path, after in second.values.items():
         for name, value in after.items():
-            before = [before.get(path, {}).get(name) for before in (first, alone) if before is not None]
+            before = [before.values.get(path, {}).get(name) for before in (first, alone) if before is not None]
             if all(other != value for other in before):
                 changes.setdefault(path, name)
     return changes

@@ -85,22 +85,16 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel
     _require_constant(model, check.changes.written)
     leaves |= _counting(model, check.changes.counters)
     traced = _trace_both_modes(model, inputs, frozenset(leaves))
-    reasons: dict[str, str] = {}
     while (difference := check.difference(traced)) is not None:
         differing = {path for path in traced.suspects if path} or _differing(model, inputs, check, leaves)
         if not differing:
             raise _unlike(model, traced, difference)
-        reasons.update(traced.suspects)
-        leaves |= differing
+        # A checkpoint is the reason only where everything else that may differ is a leaf.
+        others = {path for path in differing if traced.suspects.get(path) != SAVED}
+        if not others:
+            raise _checkpointed(model, min(differing))
+        leaves |= others
         traced = _trace_both_modes(model, inputs, frozenset(leaves))
-    for path in sorted(leaves):
-        if reasons.get(path) == SAVED:
-            raise TraceError(
-                f"module {path!r} ({type(model.get_submodule(path)).__name__}) computes something else without "
-                "torch.utils.checkpoint than with it",
-                "A graph has no checkpoint, whose second pass moves a buffer, or draws a mask, once more.",
-                "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
-            )
     if is_deferred(model):
         _require_values(traced, inputs[0].device)
     return replace(traced, changes=check.changes)
@@ -185,6 +179,17 @@ def _require_constant(model: nn.Module, written: Collection[str]) -> None:
         "Each micro-batch in flight has buffers of its own, which are put back where a pass is measured or runs again; "
         "parameters are not.",
         "Change the parameter in the training loop, or keep the model in one piece (--stages 1).",
+    )
+
+
+def _checkpointed(model: nn.Module, path: str) -> TraceError:
+    what = "computes something else without torch.utils.checkpoint than with it"
+    if is_deferred(model):
+        what = "uses torch.utils.checkpoint, and without values it cannot be compared with what it is without"
+    return TraceError(
+        f"module {path!r} ({type(model.get_submodule(path)).__name__}) {what}",
+        "A graph has no checkpoint, whose second pass moves a buffer, or draws a mask, once more.",
+        "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
     )
 
 

@@ -309,7 +309,7 @@ class PipelineEngine:
         Lanes are their owner's to close; where that was done before, nothing runs.
         """
         try:
-            if not self._lanes.closed:
+            if not self._lanes.closed and not self.executor.is_stopped:
                 self.wait()
         finally:
             self._release()

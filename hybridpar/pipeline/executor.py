@@ -214,13 +214,24 @@ class Executor:
         """Forget what a step that was captured, and never ran, has left."""
         self._mailbox.clear()
         for stage in self.stages.values():
-            stage.is_open = False
+            stage.is_open = stage.is_stepping = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether an error that the host has met has ended what this worker does with others."""
+        met = (lane.failure is not None and lane.failure.met for lane in self._lanes.others)
+        return self._world.job_size > 1 and any(met)
 
     def recover(self) -> None:
         """Go on after a step that an error has ended, once the host has met it: that step and those issued after it are
         given up, as if their batches had not been. Where other workers take part, the lanes stay stopped.
         """
-        if self._inline or self._world.job_size > 1 or self._lanes.closed:
+        if self._lanes.closed:
+            return
+        for stage in self.stages.values() if self._whole else ():  # on the caller's lane: nothing runs by now
+            if stage.is_open:
+                stage.undo()
+        if self._inline or self._world.job_size > 1:
             return
         lanes = self._lanes.others
         failed = [lane.failure.error for lane in lanes if lane.failure is not None and lane.failure.met]
@@ -230,13 +241,17 @@ class Executor:
             with suppress(Exception):
                 lane.synchronize()
         steps = {stage.steps_done for stage in self.stages.values()}
-        if len(steps) > 1:
+        if len(steps) > 1 or any(stage.is_stepping for stage in self.stages.values()):
             raise TrainingError(
                 f"training was ended by the error of step {max(steps)}: {first_line(failed[0])}",
-                "Some stages have done that step and others have not, as they may without guard and clipping.",
+                "Some stages have done that step, or a part of it, and others have not.",
                 "Go on from a checkpoint.",
             ) from failed[0]
         self._lanes.forgive()
+        for stage in self.stages.values():
+            stage.lane.submit(stage.undo)
+        for stage in self.stages.values():
+            stage.lane.synchronize()
         self.steps = steps.pop()
         self._mailbox.clear()
         self._running.clear()
@@ -257,10 +272,13 @@ class Executor:
         self.steps = steps
 
     def wait(self) -> None:
-        """Wait until everything that was issued is done."""
+        """Wait until everything that was issued is done; with other workers an error is raised again each time."""
         self.recover()
         while self._running:
             self._running.pop(0).wait()
+        for lane in self._lanes.others:
+            if lane.failure is not None:
+                lane.failure.throw()
 
     # --------------------------------------------------------------- preparing
 

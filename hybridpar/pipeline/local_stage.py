@@ -75,6 +75,7 @@ class LocalStage:
         self._after_step = after_step
         self._step = 0
         self.is_open = False  # a step has begun, and is neither committed nor rolled back
+        self.is_stepping = False  # its optimizer has begun
         self.guarded = options.guard
         self._global_norm = options.global_norm
         self.measured = options.guard or self._global_norm is not None
@@ -128,10 +129,7 @@ class LocalStage:
                 "Replicas have their buffers in common; after the first step they agree on whether there are any.",
                 "Register it when the model is made, or in its first forward pass.",
             )
-        if self.is_open:  # an error has ended the step before
-            self.run.put_back_buffers()
-            if self._rollback is not None:
-                self._rollback.restore()
+        self.undo()
         self._step, self.is_open = step, True
         self.run.start_step(step)
         self.gradients.start(gradients)
@@ -139,6 +137,14 @@ class LocalStage:
             self.batch_norm.discard()
         if self._rollback is not None:
             self._rollback.keep()
+
+    def undo(self) -> None:
+        """Put back the buffers that a step has changed which an error has ended; it has not been."""
+        if self.is_open:
+            self.run.put_back_buffers()
+            if self._rollback is not None:
+                self._rollback.restore()
+            self._step, self.is_open, self.is_stepping = self._step - 1, False, False
 
     def apply(self, step: StepState, *, on_device: bool) -> None:
         """Commit the step or roll it back; the decision may be only on the device."""
@@ -163,6 +169,7 @@ class LocalStage:
                 step.bad.append(bad)
         else:
             where = commit if isinstance(commit, Tensor) else None
+            self.is_stepping = True
             if self._step_optimizer is not None:
                 stepped = self._step_optimizer(step.rate, where, unwritten)
                 squares = stepped if squares is None else squares
@@ -184,7 +191,7 @@ class LocalStage:
         if self._after_step is not None:
             self._after_step(self._step, commit)
         self.gradients.close_step()
-        self.is_open = False
+        self.is_open = self.is_stepping = False
         # Only now, as the optimizer's pass writes to the decision as well.
         used = (decided, users, step.reports.get(index))
         self.lane.keep(*[tensor for tensor in used if tensor is not None])

@@ -264,9 +264,10 @@ def _directories(config: TrainConfig, model: str) -> Iterator[Path]:
     directories = [path for path in _RUNS.glob(f"{glob.escape(base.name)}*") if path.is_dir()]
     for directory in sorted(directories, key=lambda path: path.stat().st_mtime, reverse=True):
         number, facts = directory.name.removeprefix(base.name).removeprefix("-"), read_facts(directory)
-        # The first run with the data set hf/foo-2 has the name of the second with hf/foo.
-        data = str(_options_in(facts).get("data"))
-        alike = facts.get("model") == model and samples_of(data) == samples_of(config.data)
+        # The first run with the data set hf/foo-2 has the name of the second with hf/foo. Damaged facts tell nothing.
+        began = _options_in(facts)
+        data = str(began.get("data"))
+        alike = not began or (facts.get("model") == model and samples_of(data) == samples_of(config.data))
         if alike and (not number or number.isdigit()):
             yield directory
 
@@ -319,7 +320,6 @@ def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
             raise UsageError("it names no model and no options")
         known = {name: began[name] for name in _OPTIONS if name in began}
         config = TypeAdapter(TrainConfig).validate_python(known)
-        config.check()
     except (ValidationError, UsageError) as error:
         problem = error.what if isinstance(error, UsageError) else ": ".join(first_problem(error))
         raise CheckpointError(

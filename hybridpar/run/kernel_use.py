@@ -45,6 +45,8 @@ class KernelUse(Part):
 
     def notes(self) -> list[str]:
         """Lines for the start of the run."""
+        if not self.section.choices:
+            return ["kernels  the model has no depthwise convolution and no norm for which there are kernels"]
         lines = [f"kernels  {self.confirmed}"] if self.confirmed else []
         by_kernel = Counter(choice.kernel for choice in self.section.choices)
         lines.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
@@ -111,11 +112,10 @@ def find_folder_together(run: Run) -> None:
     # With a launcher on each host, only that of the worker that died counts the restart.
     restarted = any(world.gather(was_restarted()))
     run.folder = world.from_main(lambda: find_folder(run.config, run.model_name, restarted=restarted))
-    digests = world.gather(digest_of(run.folder.checkpoint))
-    if len(set(digests)) > 1:
-        worker = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    seen: list[Any] = world.gather((digest_of(run.folder.checkpoint), socket.gethostname()))
+    if (other := next((rank for rank, (digest, _) in enumerate(seen) if digest != seen[0][0]), None)) is not None:
         raise CheckpointError(
-            f"worker {worker} does not have the checkpoint {run.folder.checkpoint} of worker 0",
+            f"worker {other} on {seen[other][1]} does not have the checkpoint {run.folder.checkpoint} of worker 0",
             "Every worker reads the checkpoint from the run directory.",
             "Have the run directory on a disk that all machines see, or copy it to that one.",
         )

@@ -146,7 +146,7 @@ def prunable(run: PastRun, keep: int = 1) -> list[Path]:
 def size_of(path: Path) -> int:
     """Bytes of a checkpoint's files, as far as a run that still trains has not deleted them meanwhile."""
     size = 0
-    with contextlib.suppress(FileNotFoundError):
-        for file in path.rglob("*"):
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
             size += file.stat().st_size if file.is_file() else 0
     return size

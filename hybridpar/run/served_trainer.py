@@ -140,9 +140,11 @@ class ServedTrainer(RunTrainer):
     def summary(self) -> dict[str, Any]:
         """The staleness of all gradients."""
         ages: Counter[int] = Counter(self.servers.links[0].ask(AskState()).state["histogram"])
-        mean = round(sum(age * count for age, count in ages.items()) / ages.total(), 4) if ages else None
+        if not ages:  # no gradient has come
+            return {"staleness": None}
+        mean = round(sum(age * count for age, count in ages.items()) / ages.total(), 4)
         histogram = {str(age): ages[age] for age in sorted(ages)}
-        return {"staleness": {"mean": mean, "most": max(ages, default=None), "histogram": histogram}}
+        return {"staleness": {"mean": mean, "most": max(ages), "histogram": histogram}}
 
     def _end(self, error: BaseException | None) -> None:
         try:

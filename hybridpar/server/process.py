@@ -20,7 +20,7 @@ import hmac
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -223,13 +223,6 @@ class ServerWorld(World):
             self._say(f"{tag}/{self.rank}", pack(item))
             return [unpack(self._hear(f"{tag}/{rank}")) for rank in range(self.size)]
         return list(self._servers.gather(tag, item).values())
-
-    def from_main(self, decide: Callable[[], _T], *, long: bool = False) -> _T:
-        """What worker 0 decides, or decided before the worker died that this process replaces."""
-        # First all say whether they had a problem, then worker 0 what it decided; it may have died between the two.
-        if self._servers is None and self._is_said(f"{self._occasion}/{self._number + 2}/0"):
-            return super().from_main(lambda: None, long=long)  # type: ignore[return-value]
-        return super().from_main(decide, long=long)
 
     def _say(self, key: str, data: bytes) -> None:
         if not self._is_said(key):

@@ -139,9 +139,10 @@ class ShardServer:
                     peer.connection.send(wire.Refused(error=error))
             raise
         finally:
-            self._door.close()
             with self._changed:
                 self._ended = True
+            self._door.close()
+            with self._changed:
                 for peer in self._peers:
                     peer.connection.end()
 

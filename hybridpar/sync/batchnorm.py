@@ -9,12 +9,6 @@ workers with M micro-batches leaves the statistics of the whole batch, as one st
 What is not pooled, unless asked for (`group`), is the normalisation: each micro-batch is normalised by its own moments.
 Training with M micro-batches of b is the same function as data parallelism over M replicas with b samples each.
 
-With `batch_norm="sync"` a layer normalises each micro-batch by the moments over all replicas' micro-batches of the same
-number (Peng et al. 2018, "MegDet", section 3.3), for micro-batches whose own moments are too noisy. It costs one small
-message per layer in each direction, which cannot overlap with the computation around it. Torch's own `SyncBatchNorm`
-needs a GPU; this one runs wherever gradients can be summed. Every compute lane needs a group of its own to add on,
-because lanes run beside each other and the sums of one group must come in one order on all replicas.
-
 A module gets another class with the same parameters, buffers and names, so `state_dict`, pickling and `isinstance` go
 on working; `release` gives it its class back.
 
@@ -25,10 +19,11 @@ says in `reduce_state(state)` what copies and pickles are made of.
 
 from __future__ import annotations
 
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -40,6 +35,7 @@ from hybridpar.comm.group import Group, split
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import Constants
+from hybridpar.sync.sync_batchnorm import normalise_over_replicas
 
 
 class BatchNormPool:
@@ -213,49 +209,83 @@ class BufferRollback:
     def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
         ignored = set(spared)  # but not what is in them, as observers are
         self._held = [module._buffers for module in model.modules() if module not in ignored]
-        self._before: list[dict[str, Any]] = []  # the tensors of each module, and None
-        self._tensors: list[Tensor] = []
+        self._names: list[tuple[dict[str, Any], str]] = []
+        self._before: list[Any] = []  # tensors, and None
         self._forms: list[Any] = []
-        self._saved: list[Tensor] = []
+        self._copies: list[_Copies] = []
         self.keep()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers; called before the first forward pass of a step."""
-        self._before = list(map(dict, self._held))
-        tensors = list(filter(torch.is_tensor, chain.from_iterable(map(dict.values, self._before))))
-        forms = _forms(tensors)
-        if forms != self._forms:
-            self._saved = [torch.empty_like(tensor) for tensor in tensors]
-        self._tensors, self._forms = tensors, forms
-        if tensors:
-            torch._foreach_copy_(self._saved, tensors)
+        self._names, present = [], []
+        for held in self._held:
+            for name, buffer in held.items():
+                self._names.append((held, name))
+                present.append(buffer)
+        forms = _forms(present)
+        if forms != self._forms or not all(map(operator.is_, present, self._before)):
+            self._before, self._forms = present, forms
+            kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+            for index, buffer in enumerate(present):
+                if buffer is not None:
+                    kinds[buffer.device, buffer.dtype].append(index)
+            self._copies = [_Copies(indices, present) for indices in kinds.values()]
+        for copies in self._copies:
+            torch._foreach_copy_(copies.parts, copies.buffers)
 
     @torch.no_grad()
     def restore(self, unless: Tensor | None = None) -> None:
         """Put back what `keep` saw, the tensors and their values; where `unless` is not 0, the tensors only."""
-        tensors, values = self._tensors, self._saved
-        pairs = list(zip(self._held, self._before, strict=True))
-        now: list[Any] = [
-            held.get(name) for held, before in pairs for name, buffer in before.items() if buffer is not None
-        ]
-        resized = [index for index, form in enumerate(_forms(tensors)) if form != self._forms[index]]
-        if unless is not None:
-            # What was assigned is written into the tensors from before; one with two names may now be two tensors.
-            alike = all(held.keys() == before.keys() for held, before in pairs) and _forms(now) == self._forms
-            if alike and not resized and len(set(map(id, tensors))) == len(tensors):
-                values = [torch.where(unless != 0, new, old) for new, old in zip(now, values, strict=True)]
-            elif bool(unless):
+        present, before = self._present(), self._before
+        assigned = [index for index, buffer in enumerate(present) if buffer is not before[index]]
+        resized = [index for index, form in enumerate(_forms(before)) if form != self._forms[index]]
+        made = sum(map(len, self._held)) != len(self._names)  # by `register_buffer` in forward
+        if unless is not None and (made or resized or not self._can_choose(present, assigned)):
+            if bool(unless):
                 return
+            unless = None
         for index in resized:
-            tensors[index].data = torch.empty_like(values[index])
-        # `.data`: another stage may have saved a constant of both for a backward pass of the next step.
-        if tensors:
-            torch._foreach_copy_([tensor.data for tensor in tensors], values)
-        for held, before in pairs:
-            if [*map(id, held.values())] != [*map(id, before.values())]:
+            shape, dtype, device = self._forms[index]
+            before[index].data = torch.empty(shape, dtype=dtype, device=device)
+        for copies in self._copies:
+            parts = copies.parts
+            if unless is not None:
+                # A few kernels for all buffers: to launch some for each takes a GPU's host longer than they run.
+                now = torch.cat([present[index].flatten() for index in copies.indices])
+                parts = _parts(torch.where(unless != 0, now, copies.saved), copies.buffers)
+            # `.data`: another stage may have saved a constant of both for a backward pass of the next step.
+            torch._foreach_copy_([buffer.data for buffer in copies.buffers], parts)
+        if assigned or made:
+            for held in self._held:
                 held.clear()
-                held.update(before)
+            for (held, name), buffer in zip(self._names, before, strict=True):
+                held[name] = buffer
+
+    def _present(self) -> list[Any]:
+        return [held.get(name) for held, name in self._names]
+
+    def _can_choose(self, present: Sequence[Any], assigned: Sequence[int]) -> bool:
+        """Whether what was assigned can be written into the tensors from before."""
+        names = Counter(map(id, self._before))  # a tensor with two names may now be two tensors
+        forms = _forms(present)
+        return all(forms[index] == self._forms[index] and names[id(self._before[index])] == 1 for index in assigned)
+
+
+class _Copies:
+    """Buffers of one device and dtype, with copies of them in one piece of memory."""
+
+    def __init__(self, indices: Sequence[int], present: Sequence[Any]) -> None:
+        self.indices = indices
+        self.buffers: list[Tensor] = [present[index] for index in indices]
+        self.saved = torch.cat([buffer.flatten() for buffer in self.buffers])
+        self.parts = _parts(self.saved, self.buffers)
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """A flat tensor as tensors of other sizes, one after the other."""
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def _forms(tensors: Sequence[Any]) -> list[Any]:
@@ -339,48 +369,3 @@ class ReplicaBuffers:
 
     def _present(self) -> list[Tensor]:
         return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
-
-
-def normalise_over_replicas(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch normalisation in training, by the moments over all replicas; a collective in both directions.
-
-    Beside the output it gives this replica's own means and unbiased variances. Gradients of weight and bias stay local:
-    they are summed over the replicas with all others.
-    """
-    dims, shape = [0, *range(2, input.ndim)], [1, -1, *[1] * (input.ndim - 2)]
-    exact = input if input.dtype == torch.float64 else input.float()
-    channels, count = input.shape[1], input.numel() // input.shape[1]
-    # First about the own mean, which loses nothing in float32; sums over replicas are float64.
-    own_mean = exact.detach().mean(dims)
-    centred = exact - own_mean.view(shape)
-    deviations = centred.square().sum(dims)
-    about, rest, number = own_mean.double(), centred.sum(dims).double(), own_mean.new_full((1,), count).double()
-    sums = torch.cat((rest + count * about, deviations.double() + about * (2 * rest + count * about), number))
-    total = _SumOverReplicas.apply(sums, group)
-    mean = total[:channels] / total[-1:]
-    variance = (total[channels:-1] / total[-1:] - mean.square()).clamp(min=0)
-    scale = (variance + eps).rsqrt().to(exact.dtype)
-    output = (centred - (mean - about).to(exact.dtype).view(shape)) * scale.view(shape)
-    if weight is not None:
-        output = output * weight.to(exact.dtype).view(shape)
-    if bias is not None:
-        output = output + bias.to(exact.dtype).view(shape)
-    return output.to(input.dtype), own_mean, deviations.detach() / max(1, count - 1)
-
-
-class _SumOverReplicas(torch.autograd.Function):
-    """A sum that all replicas use, so that its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
-        ctx.group, total = group, values.clone()
-        group.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone()
-        ctx.group.all_reduce(total)
-        return total, None

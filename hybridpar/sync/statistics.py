@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.world import World
 from hybridpar.models.state_dicts import copy_of, is_extra
@@ -88,10 +89,22 @@ def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
                 flat = tensor.flatten().div_(world.size)
                 world.control_group.all_reduce(flat)
                 tensor.copy_(flat.view(tensor.shape))
-        held = {name: state[name] for name in state if name in buffers}
-        statistics = Statistics(lambda: held, world.rank, world.size)
-        message = statistics.message(1.0)
-        if message.numel():
-            world.control_group.all_reduce(message)
-            statistics.load(message, world.size)
+        _average({name: state[name] for name in state if name in buffers}, world)
     return state
+
+
+def average_statistics(model: nn.Module, world: World) -> None:
+    """Make the running statistics of BatchNorm those of all workers' data; a collective. Every worker counts alike."""
+    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    held = {f"{path}.{name}": buffer for path, layer in layers for name, buffer in layer.named_buffers()}
+    with world.named_errors("averaging buffers"):
+        _average(held, world)
+
+
+@torch.no_grad()
+def _average(buffers: Mapping[str, Tensor], world: World) -> None:
+    statistics = Statistics(lambda: buffers, world.rank, world.size)
+    message = statistics.message(1.0)
+    if world.control_group is not None and message.numel():
+        world.control_group.all_reduce(message)
+        statistics.load(message, world.size)

@@ -278,9 +278,9 @@ def usable(path: Path) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        kind = "" if isinstance(error, (OSError, Unreadable)) else f"{type(error).__name__} "
         raise CheckpointError(
-            f"{shortened(path)} is damaged, or does not hold what is needed here: {type(error).__name__} "
-            f"{shortened(_reason(error))}",
+            f"{shortened(path)} is damaged, or does not hold what is needed here: {kind}{shortened(_reason(error))}",
             "Every file of a checkpoint must have the SHA-256 that manifest.json records, and be of this version.",
             "Resume from another checkpoint with --resume-from, or load its weights in a script.",
         ) from error

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hybridpar.comm.replicate import average_buffers
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import check_compression
 from hybridpar.config import TrainConfig
@@ -48,6 +47,7 @@ from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients, can_step, step_in_pieces
 from hybridpar.sync.reducer import Reducer
+from hybridpar.sync.statistics import average_statistics
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ class Engine:
         for stage in self.pipeline.stages.values():
             stage.replica_buffers.share()
             if self.plan.sync.batch_norm == "local":
-                average_buffers(stage.module, stage.replicas)
+                average_statistics(stage.module, stage.replicas)
         self.pipeline.collect()
 
     def collect(self) -> None:
@@ -505,7 +505,9 @@ class Engine:
         self.pipeline.leave_out()
 
     def close(self) -> None:
-        """Remove all hooks and leave the grid. The model stays as trained."""
+        """Remove all hooks and leave the grid. The model stays as trained, and the optimizer's options as given."""
+        for rates in self._rates:
+            rates.scale(1.0, 1.0)
         for hook in self._hooks:
             hook.remove()
         self.pipeline.close()

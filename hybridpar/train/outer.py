@@ -28,6 +28,7 @@ from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import Policy, agree_on_policy
 from hybridpar.config.sync import Outer
+from hybridpar.errors import TrainingError, check
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.batchnorm import ReplicaBuffers
@@ -94,6 +95,12 @@ class OuterEngine(Engine):
         config, world = parts.config, parts.world
         loop = config.outer
         assert loop is not None
+        check(
+            total_steps is None or loop.every <= total_steps,
+            f"--sync {config.sync} in a run of {total_steps} steps",
+            "Workers would exchange once, at the very end.",
+            "Use a smaller H, or a longer run.",
+        )
         self._delay = loop.delay
         self._job = world
         self._steps = 0
@@ -115,6 +122,17 @@ class OuterEngine(Engine):
         if self._team.size == 1 and self.outer.is_mean:
             who = "worker" if world.size == 1 else "replica"
             _log.warning("--sync %s changes nothing: there is one %s, and no other to exchange with", config.sync, who)
+
+    def recover(self, steps: int) -> int:
+        """As of `Engine`; refuses to go on, as what was exchanged may hold steps that have not been."""
+        done = super().recover(steps)
+        if done < steps:
+            raise TrainingError(
+                f"an error has ended step {done + 1} of an outer loop",
+                "What the workers exchange would count it.",
+                "Go on from a checkpoint.",
+            )
+        return done
 
     def _open(self, parts: EngineParts, loop: Outer) -> None:
         model, plan, config, world = parts.model, parts.plan, parts.config, parts.world

@@ -33,7 +33,7 @@ from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.state import random_state, restore_random_state
-from hybridpar.models.state_dicts import load_values
+from hybridpar.models.state_dicts import is_extra, load_values
 from hybridpar.optim.build import expand, make_optimizer
 from hybridpar.optim.losses import as_sum, ignored_label, make_loss, soft_targets
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
@@ -424,8 +424,9 @@ class Trainer:
         """
         self.engine.wire_format()
         before = copy.deepcopy(self._state())
-        tensors = [*before.model.values(), *(before.average or {}).values()]
-        copied = {id(value): value for value in tensors if isinstance(value, Tensor)}
+        named = [*before.model.items(), *(before.average or {}).items()]
+        # What a module is given as its extra state it may keep, and change.
+        copied = {id(value): value for name, value in named if isinstance(value, Tensor) and not is_extra(name)}
 
         def undo() -> None:
             self.engine.wait()

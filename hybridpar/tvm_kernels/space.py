@@ -29,6 +29,8 @@ def why_none(key: KernelKey) -> str:
         return cuda.why_none(key.shape, key.direction, key.dtype)
     if key.layout is not Layout.CHANNELS_LAST:
         return "there are kernels for channels_last alone"
+    if key.dtype != "float32":
+        return "there are kernels for float32 alone"
     return outside(key.shape, key.direction)
 
 

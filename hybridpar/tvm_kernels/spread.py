@@ -90,7 +90,8 @@ def run_ranges(run: Range, rows: int, threads: int) -> None:
     if (openmp := torchs_openmp()) is not None:
         _run_on_team(openmp, run, ranges)
         return
-    with ThreadPoolExecutor(parts) as pool:  # its end waits for all: they write to memory that the caller would free
-        results = [pool.submit(run, *each) for each in ranges]
+    with ThreadPoolExecutor(parts - 1) as pool:  # its end waits for all: they write to memory of the caller
+        results = [pool.submit(run, *each) for each in ranges[1:]]
+        run(*ranges[0])
     for result in results:
         result.result()
