@@ -228,7 +228,7 @@ class Executor:
         """
         if self._lanes.closed:
             return
-        for stage in self.stages.values() if self._whole else ():  # on the caller's lane: nothing runs by now
+        for stage in self.stages.values() if self._is_whole else ():  # on the caller's lane: nothing runs by now
             if stage.is_open:
                 stage.undo()
         if self._inline or self._world.job_size > 1:

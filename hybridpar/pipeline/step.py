@@ -302,7 +302,7 @@ class LateOutcome(StepOutcome):
         self._step = None
 
     @cached_property
-    def spans(self) -> StepSpans:  # type: ignore[override]
+    def spans(self) -> StepSpans:
         """When everything on this worker really ran."""
         self.wait()
         return self._recorder.collect()
