@@ -94,7 +94,8 @@ def test_what_is_no_greeting_is_said_so(pair, greeting):
 
 
 def test_a_connection_that_is_closed_says_what_to_look_at(pair):
-    pair[0].close()
+    pair[0].sendall(b"hyp2" + bytes(32))
+    pair[0].shutdown(socket.SHUT_WR)
     with pytest.raises(ConnectionResetError, match="HYBRIDPAR_TOKEN must be equal everywhere"):
         knock(pair[1], "token", HERE)
 

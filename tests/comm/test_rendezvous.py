@@ -84,7 +84,7 @@ def several_trainers() -> list[str]:
 def expected(rank: int) -> list[str]:
     stopped = ", so worker 0 of 2 stopped while"
     counting = f"{stopped} exchanging sample counts"
-    bad = "left step 2 with IndexError: Target 4 is out of bounds"
+    bad = "left step 2 with UsageError: targets go from 1 to 4, and the model has 4 outputs: Target 4 is out of bounds"
     failing = [
         "failing: " + (f"worker 1 left after step 1 with KeyError: 'failing'{counting}" if rank == 0 else "'failing'")
     ]
