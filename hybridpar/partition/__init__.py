@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hybridpar.partition.split import split_model as split_model
     from hybridpar.partition.stage import Stage as Stage
     from hybridpar.partition.stage import run_stages as run_stages
-    from hybridpar.partition.trace import TracedModel as TracedModel
     from hybridpar.partition.trace import trace_model as trace_model
+    from hybridpar.partition.tracer import TracedModel as TracedModel
     from hybridpar.partition.units import ModelUnits as ModelUnits
     from hybridpar.partition.units import find_units as find_units
 
@@ -28,7 +28,8 @@ _MODULES = {
     "profile_cache": "memory_format_name",
     "split": "split_model",
     "stage": "Stage run_stages",
-    "trace": "TracedModel trace_model",
+    "trace": "trace_model",
+    "tracer": "TracedModel",
     "units": "ModelUnits find_units",
 }
 

@@ -19,8 +19,7 @@ from torch import fx, nn
 
 from hybridpar.models.deferred import storage_of
 from hybridpar.partition.example import NodeFacts, run_example
-from hybridpar.partition.trace import TracedModel
-from hybridpar.partition.tracer import METADATA_METHODS, is_number, stop_gradient
+from hybridpar.partition.tracer import METADATA_METHODS, TracedModel, is_number, stop_gradient
 
 #: Functions of shapes and numbers that are free to compute twice. Methods of tensors are listed by name.
 _PURE = {

@@ -24,7 +24,7 @@ from hybridpar.errors import PartitionError
 from hybridpar.partition.graph_facts import GraphFacts, memory_of, resolve_attribute, state_users, tensors_of
 from hybridpar.partition.nest import TensorFacts, rebuild
 from hybridpar.partition.stage import Stage, StageGraph, targets_of
-from hybridpar.partition.trace import TracedModel
+from hybridpar.partition.tracer import TracedModel
 from hybridpar.partition.units import ModelUnits, aliases_under_change
 
 

@@ -19,7 +19,7 @@ import linecache
 import os
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,34 +31,11 @@ from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state import same_attributes, same_modes, untouched
 from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
-from hybridpar.partition.changes import Changes, OutsideGraphError, traceable_only
+from hybridpar.partition.changes import OutsideGraphError, traceable_only
 from hybridpar.partition.trace_check import TraceCheck
-from hybridpar.partition.tracer import SAVED, ModelTracer
+from hybridpar.partition.tracer import SAVED, ModelTracer, TracedModel
 
 _META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class TracedModel:
-    """A model and its graphs.
-
-    Attributes:
-        model: The model itself; stages are made of its modules and parameters.
-        graph: The graph of a training step's forward pass.
-        eval_graph: The graph of evaluation where the modes of modules make a difference to it, else None.
-        constants: Tensors that the model made while it was traced, by the attribute name the graph uses for them.
-        leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
-        suspects: What the graphs may lack, by the name of the module whose code does it.
-        changes: What forward changes beside its output.
-    """
-
-    model: nn.Module
-    graph: fx.Graph
-    eval_graph: fx.Graph | None = None
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    leaves: tuple[str, ...] = ()
-    suspects: Mapping[str, str] = field(default_factory=dict)
-    changes: Changes = field(default_factory=Changes)
 
 
 def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel:

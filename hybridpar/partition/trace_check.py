@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,7 @@ from hybridpar.models.state import held_state, put_state, untouched
 from hybridpar.partition.changes import Changes, Writes, attributes_of, changed, python_random_state
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
-from hybridpar.partition.tracer import AUTOCAST
-
-if TYPE_CHECKING:
-    from hybridpar.partition.trace import TracedModel
+from hybridpar.partition.tracer import AUTOCAST, TracedModel
 
 #: Samples of a micro-batch that is compared. BatchNorm over less of them has hardly any gradient.
 SAMPLES = 4

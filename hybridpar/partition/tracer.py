@@ -1,4 +1,4 @@
-"""The tracer: `torch.fx` with checks for what it does not record.
+"""The tracer, and what it makes: `torch.fx` with checks for what it does not record.
 
 Kept in the graph, as nodes of their own: calls of custom `autograd.Function`s, whose backward pass fx would replace by
 that of their forward pass, and `no_grad` blocks, whose results are detached.
@@ -12,8 +12,9 @@ computed anew in each pass. The graph would have what the trace had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from hybridpar.partition.changes import OutsideGraphError, python_random_state
+from hybridpar.partition.changes import Changes, OutsideGraphError, python_random_state
 
 #: What the code of a module may do that a graph does not have.
 AUTOCAST = "runs under autocast"
@@ -35,6 +36,29 @@ METADATA_METHODS = frozenset(
 )
 METADATA = frozenset({"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes"})
 _NUMBERS = METADATA_METHODS | {"item", "tolist"}
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model and its graphs.
+
+    Attributes:
+        model: The model itself; stages are made of its modules and parameters.
+        graph: The graph of a training step's forward pass.
+        eval_graph: The graph of evaluation where the modes of modules make a difference to it, else None.
+        constants: Tensors that the model made while it was traced, by the attribute name the graph uses for them.
+        leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
+        suspects: What the graphs may lack, by the name of the module whose code does it.
+        changes: What forward changes beside its output.
+    """
+
+    model: nn.Module
+    graph: fx.Graph
+    eval_graph: fx.Graph | None = None
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    leaves: tuple[str, ...] = ()
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    changes: Changes = field(default_factory=Changes)
 
 
 def stop_gradient(value: Any) -> Any:

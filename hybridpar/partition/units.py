@@ -25,7 +25,7 @@ from hybridpar.partition.changes import reachable
 from hybridpar.partition.example import describe_target, module_path
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
 from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_attribute, state_of, state_users
-from hybridpar.partition.trace import TracedModel
+from hybridpar.partition.tracer import TracedModel
 
 
 def _rememberers(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:

@@ -8,10 +8,8 @@ back.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,33 +21,11 @@ from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.models.deferred import imagined, storage_of
 from hybridpar.models.state import same_attributes
-from hybridpar.pipeline.stage_module import StageModule, consumers_of, module_of
+from hybridpar.pipeline.stage_module import BorderFacts, StageModule, consumers_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.schedule.layout import Edge
 from hybridpar.sync.batchnorm import BufferRollback, without_replicas
-
-
-@dataclass
-class BorderFacts:
-    """What is known about micro-batches of one size.
-
-    Attributes:
-        parts: Every tensor that crosses a border, by name.
-        gradients: Names of those that a gradient comes back for. One that later stages use only without a gradient, or
-            for an output that the loss ignores, is not among them.
-        saved_bytes: For every stage the bytes that its forward pass keeps for its backward pass; distinct storages,
-            without parameters, buffers.
-    """
-
-    parts: dict[str, MessagePart] = field(default_factory=dict)
-    gradients: set[str] = field(default_factory=set)
-    saved_bytes: list[int] = field(default_factory=list)
-
-    def bytes_of(self, name: str) -> int:
-        """Size of a tensor that crosses a border."""
-        part = self.parts[name]
-        return math.prod(part.shape) * part.dtype.itemsize
 
 
 class BorderTable:

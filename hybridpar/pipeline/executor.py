@@ -28,9 +28,9 @@ from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
-from hybridpar.pipeline.borders import BorderFacts, BorderTable
+from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.local_stage import Agreement, LocalStage
-from hybridpar.pipeline.stage_module import WholeModel
+from hybridpar.pipeline.stage_module import BorderFacts, WholeModel
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import Action, Kind, Schedule

@@ -1,13 +1,15 @@
-"""What the pipeline needs to know of a stage, a whole model as its only stage, and functions over a list of stages."""
+"""What the pipeline needs to know of a stage and its borders, and a whole model as its only stage."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
 
+from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError
 
 
@@ -61,6 +63,28 @@ class WholeModel:
 
     def use_graph(self, training: bool) -> None:
         """Nothing: the model's own forward asks its modules."""
+
+
+@dataclass
+class BorderFacts:
+    """What is known about micro-batches of one size.
+
+    Attributes:
+        parts: Every tensor that crosses a border, by name.
+        gradients: Names of those that a gradient comes back for. One that later stages use only without a gradient, or
+            for an output that the loss ignores, is not among them.
+        saved_bytes: For every stage the bytes that its forward pass keeps for its backward pass; distinct storages,
+            without parameters, buffers.
+    """
+
+    parts: dict[str, MessagePart] = field(default_factory=dict)
+    gradients: set[str] = field(default_factory=set)
+    saved_bytes: list[int] = field(default_factory=list)
+
+    def bytes_of(self, name: str) -> int:
+        """Size of a tensor that crosses a border."""
+        part = self.parts[name]
+        return math.prod(part.shape) * part.dtype.itemsize
 
 
 def module_of(stage: StageModule) -> nn.Module:

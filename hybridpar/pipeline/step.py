@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.lanes import Event
+from hybridpar.pipeline.stage_module import BorderFacts
 from hybridpar.schedule.actions import Action, Schedule
 from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.layout import Layout
@@ -32,9 +33,6 @@ from hybridpar.schedule.spans import StepSpans as StepSpans
 from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.reducer import StepGradients
-
-if TYPE_CHECKING:
-    from hybridpar.pipeline.borders import BorderFacts
 
 #: One name for it, so that tests can put a stand-in here.
 cuda: Any = torch.cuda

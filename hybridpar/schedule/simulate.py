@@ -196,7 +196,7 @@ def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:
     return Simulation(
         step_ms=max(span.end_ms for span in run.spans),
         compute_ms=compute_ms,
-        bubble=1 - sum(busy) / (layout.lanes * compute_ms) if compute_ms else 0.0,
+        bubble=max(0.0, 1 - sum(busy) / (layout.lanes * compute_ms)) if compute_ms else 0.0,
         busy_ms=tuple(busy),
         exposed_sync_ms=tuple(exposed),
         peak_saved_bytes=most_held(program.schedule, layout, costs.saved_bytes).worker_bytes,
