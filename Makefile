@@ -38,6 +38,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## Train ResNet-18 on real images; minutes on a laptop, no download
 	$(BIN)/hybridpar train $(DEMO_ARGS)
+	@$(BIN)/python scripts/beside_ddp.py $(DEMO_DIR)
 
 test: $(READY) ## Run the tests; PYTEST_ARGS="-k sync" chooses
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)

@@ -276,7 +276,7 @@ class Executor:
         self.recover()
         while self._running:
             self._running.pop(0).wait()
-        for lane in self._lanes.others:
+        for lane in self._lanes.others if self._world.job_size > 1 else ():
             if lane.failure is not None:
                 lane.failure.throw()
 

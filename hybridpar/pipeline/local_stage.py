@@ -231,6 +231,8 @@ class Agreement:
         self._device = lanes.device
         self._constants = Constants(lanes.device)
         self._is_cut = any(world.size > stage.replicas.size for stage in stages.values())
+        self._guarded = any(stage.guarded for stage in stages.values())
+        self._measured = any(stage.measured for stage in stages.values())
 
     def count_samples(self, samples: float, *, refusing: bool = False) -> Callable[[], float]:
         """Start to sum the samples of a step over the replicas."""
@@ -315,9 +317,7 @@ class Agreement:
             total += torch.cat((report[: SAVE + 1], squares.reshape(1))).to(total.device, non_blocking=True)
         if self._is_cut:
             self._sum(total, "agreeing on the step", self._world, step)
-        guard = any(stage.guarded for stage in self._stages.values())
-        measured = any(stage.measured for stage in self._stages.values())
-        step.values = decide(total, total[SAVE + 1], guard=guard, measured=measured)
+        step.values = decide(total, total[SAVE + 1], guard=self._guarded, measured=self._measured)
         if step.request.flags is None:
             step.host_values = start_copy(step.values)
 
