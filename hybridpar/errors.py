@@ -176,3 +176,9 @@ def _is_users(file: str, packages: bool) -> bool:
     if any(file.startswith(f"{paths[kind]}{os.sep}") for kind in ("purelib", "platlib")):
         return packages
     return not any(file.startswith(f"{paths[kind]}{os.sep}") for kind in ("stdlib", "platstdlib"))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something, or the error's name."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -124,9 +124,15 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of a package, from the names that each of its modules defines.
 
+    A module of another package has its full name.
+
     For type checkers the package imports the same names under `if TYPE_CHECKING:`.
     """
-    module_of = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
+    module_of = {
+        name: module if module.startswith("hybridpar.") else f"{package}.{module}"
+        for module, names in modules.items()
+        for name in names.split()
+    }
     names = sorted(module_of)
 
     def load(name: str) -> Any:

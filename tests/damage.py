@@ -50,6 +50,9 @@ from tests.observe.timelines import a_timeline
 from tests.planner import small
 from tests.tvm_kernels.standin import record_of
 
+#: The passes of a schedule, as a plan holds them.
+ROWS = b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
 #: Characters of the longest message.
 LONGEST_MESSAGE = 1_500
 
@@ -126,7 +129,7 @@ def kinds() -> list[Kind]:
         Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline),
         Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent)),
         Kind("kernels.jsonl", _database(), read_database),
-        Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
+        Kind("schedule.csv", ROWS, lambda path: read_schedule(path.read_text(encoding="utf-8", errors="replace"))),
         Kind("units-1.json", profile, _read_times),
     ]
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hybridpar.errors import first_line
 from hybridpar.formats.cache import cache_directory
 
 _log = logging.getLogger(__name__)
@@ -51,11 +52,6 @@ def load_or_warn(what: str, load: Callable[[], _Loaded]) -> _Loaded | None:
     except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
         _log.warning("%s cannot be had, slower torch code is used: %s", what, first_line(error))
         return None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def cache_path(name: str, made_from: dict[str, Any], suffix: str) -> Path:

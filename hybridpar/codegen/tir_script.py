@@ -18,7 +18,8 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from hybridpar.codegen.tir_writer import HELPERS, LANES, Writer
+from hybridpar.codegen import LANES
+from hybridpar.codegen.tir_writer import HELPERS, Writer
 
 #: Words that kernels have in common.
 w = Writer(tvm)

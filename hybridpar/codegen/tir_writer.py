@@ -14,8 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: Values that are worked on at a time: one register of AVX-512, two of AVX2, four of NEON.
-LANES = 16
+from hybridpar.codegen import LANES
 
 #: Infinity as an integer. So read, magnitudes are in the same order, with infinity and NaN above all numbers.
 INFINITE = 0x7F800000

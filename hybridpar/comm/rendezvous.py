@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybridpar.comm.flight import FLIGHT
-from hybridpar.errors import LaunchError, UsageError
+from hybridpar.errors import LaunchError, UsageError, first_line
 from hybridpar.machine.addresses import address_towards, gloo_address, interface_of, is_loopback
 from hybridpar.machine.launch import DOOR_VARIABLE
 from hybridpar.machine.process import host_identity
@@ -156,12 +156,6 @@ def _require_agent_store(limit: datetime.timedelta) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(address, timeout=min(10.0, limit.total_seconds())).close()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 # ------------------------------------------------------------------------------------------------- network interfaces

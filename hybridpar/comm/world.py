@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from hybridpar.comm.flight import FLIGHT, noted
 from hybridpar.comm.group import Group, TorchGroup, gather_items, gather_on_first, open_group
-from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
-from hybridpar.errors import HybridparError, LaunchError, SyncError, shortened
+from hybridpar.comm.rendezvous import RollCall, enter_group, leave_group, open_roll_call
+from hybridpar.errors import HybridparError, LaunchError, SyncError, first_line, shortened
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)

@@ -9,31 +9,40 @@ A step of it::
     exchange.commit()                                  # only where the step counts
 """
 
-from hybridpar.comm.group import Group, TorchGroup
-from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
-from hybridpar.compress.codecs.none import Cast
-from hybridpar.compress.exchange import Exchange, PhaseTimer, Traffic
-from hybridpar.compress.feedback import ErrorFeedback
-from hybridpar.compress.policy import Policy, bind, check_optimizer, format_codec, parse_codec, read_policy
+from __future__ import annotations
 
-__all__ = [
-    "CODECS",
-    "Cast",
-    "Codec",
-    "Coder",
-    "Collective",
-    "ErrorFeedback",
-    "Exchange",
-    "Group",
-    "PhaseTimer",
-    "Policy",
-    "Round",
-    "TensorSpec",
-    "TorchGroup",
-    "Traffic",
-    "bind",
-    "check_optimizer",
-    "format_codec",
-    "parse_codec",
-    "read_policy",
-]
+from typing import TYPE_CHECKING
+
+from hybridpar.registry import lazy_names
+
+if TYPE_CHECKING:
+    from hybridpar.comm.group import Group as Group
+    from hybridpar.comm.group import TorchGroup as TorchGroup
+    from hybridpar.compress.codec import CODECS as CODECS
+    from hybridpar.compress.codec import Codec as Codec
+    from hybridpar.compress.codec import Coder as Coder
+    from hybridpar.compress.codec import Collective as Collective
+    from hybridpar.compress.codec import Round as Round
+    from hybridpar.compress.codec import TensorSpec as TensorSpec
+    from hybridpar.compress.codecs.none import Cast as Cast
+    from hybridpar.compress.exchange import Exchange as Exchange
+    from hybridpar.compress.exchange import PhaseTimer as PhaseTimer
+    from hybridpar.compress.exchange import Traffic as Traffic
+    from hybridpar.compress.feedback import ErrorFeedback as ErrorFeedback
+    from hybridpar.compress.policy import Policy as Policy
+    from hybridpar.compress.policy import bind as bind
+    from hybridpar.compress.policy import check_optimizer as check_optimizer
+    from hybridpar.compress.policy import format_codec as format_codec
+    from hybridpar.compress.policy import parse_codec as parse_codec
+    from hybridpar.compress.policy import read_policy as read_policy
+
+_MODULES = {
+    "hybridpar.comm.group": "Group TorchGroup",
+    "codec": "CODECS Codec Coder Collective Round TensorSpec",
+    "codecs.none": "Cast",
+    "exchange": "Exchange PhaseTimer Traffic",
+    "feedback": "ErrorFeedback",
+    "policy": "Policy bind check_optimizer format_codec parse_codec read_policy",
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _MODULES)

@@ -12,13 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.codegen.tir_writer import LANES
+from hybridpar.codegen import LANES
 from hybridpar.comm.transport import flat_view
+
+if TYPE_CHECKING:
+    from hybridpar.codegen.build import Function
 
 #: From so many values on, what is written is not read again before it would have left the caches.
 _STREAM = 1 << 16
@@ -240,4 +243,6 @@ def hand_over(source: Tensor, target: Tensor, squares: Tensor) -> None:
 @functools.cache
 def functions() -> dict[str, Function]:
     """The kernels of this processor by name, compiled where needed; none where that is not possible."""
+    from hybridpar.codegen.build import load_kernels
+
     return load_kernels("step", [Path(__file__).parent / "kernels" / "step_source.py"]) or {}

@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.replicate import broadcast_state, replicate
-from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
-from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import agree_on_policy
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
@@ -29,7 +26,7 @@ from hybridpar.models.state import like_tensor
 from hybridpar.models.state_dicts import extra_states, load_values
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
-from hybridpar.pipeline.local_stage import AfterStep, LocalStage, MakeReducer, OptimizerStep
+from hybridpar.pipeline.local_stage import AfterStep, LocalStage, MakeGradients, OptimizerStep
 from hybridpar.pipeline.stage_module import (
     StageModule,
     WholeModel,
@@ -39,11 +36,13 @@ from hybridpar.pipeline.stage_module import (
 )
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
-from hybridpar.sync.compression_table import LayerBytes, layer_bytes
-from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
+from hybridpar.sync.stage_gradients import StageGradients, SyncLanes, open_sync_lanes
 
 if TYPE_CHECKING:
     from hybridpar.comm.grid import Grid
+    from hybridpar.comm.transport import MessagePart
+    from hybridpar.compress.nodes import NodeWorlds
+    from hybridpar.sync.compression_table import LayerBytes
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -67,12 +66,12 @@ class PipelineEngine:
         *,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_step: Callable[[nn.Module], AfterStep] | None = None,
-        make_reducer: MakeReducer = Reducer,
+        make_gradients: MakeGradients = StageGradients,
     ) -> None:
         check_stages(stages)
         self.is_whole = isinstance(stages[0], WholeModel)
         self._context = context
-        self._make_reducer = make_reducer
+        self._make_gradients = make_gradients
         self.model = model
         self.options = options
         self.micro_batches = micro_batches
@@ -101,7 +100,10 @@ class PipelineEngine:
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
         names_of_all = [_names(stage) for stage in stages]
-        replicate(model, world, agree=(shared, micro_batches, names_of_all), compare_only=options.own_only)
+        if world.size > 1:
+            from hybridpar.comm.replicate import replicate
+
+            replicate(model, world, agree=(shared, micro_batches, names_of_all), compare_only=options.own_only)
         self._share_extra_states([model] if world.is_main else [])
         # Beside those of the gradients, what each lane sums and hands round has a group of its own.
         groups = options.sync_lanes + layout.lanes_each * (options.sync.sync_batch_norm + options.sync.shard_optimizer)
@@ -133,6 +135,8 @@ class PipelineEngine:
         replicas = self.world if self.grid is None else self.grid.replica_world
         local = [index for index in range(layout.stages) if layout.home(index) == self.position]
         if options.own_only and replicas.size > 1:
+            from hybridpar.comm.replicate import broadcast_state
+
             with replicas.named_errors("broadcasting the initial stages"):
                 for index in local:
                     broadcast_state(module_of(self._all_stages[index]), 0, replicas)
@@ -149,6 +153,8 @@ class PipelineEngine:
             )
         # A part of a job cannot be divided further.
         if options.sync.uses_nodes and self.world.size == self.world.job_size > 1:
+            from hybridpar.compress.nodes import NodeWorlds
+
             self._nodes = NodeWorlds.open(self.world, options.layout.columns, sum_lanes)
         self.forwards = [self._forward(stage, stage.index in local) for stage in self._all_stages]
         self.borders = BorderTable(self._all_stages, self.forwards, options, loss, self._context)
@@ -196,7 +202,7 @@ class PipelineEngine:
                 shards.get(layout.lane_of[index]),
                 self._nodes,
                 after_step(module_of(stage)) if after_step is not None else None,
-                self._make_reducer,
+                self._make_gradients,
             )
         #: Runs the steps, and knows how many there were.
         self.executor = Executor(
@@ -229,6 +235,8 @@ class PipelineEngine:
 
     def layer_bytes(self) -> list[LayerBytes]:
         """What each parameter is sent as, of all stages; empty where gradients are added as they are. A collective."""
+        from hybridpar.sync.compression_table import layer_bytes
+
         self.wait()  # the step under way uses the same process group
         reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
         sent = ChainMap(*(reducer.bytes_by_parameter() for reducer in reducers))
@@ -246,6 +254,8 @@ class PipelineEngine:
         self._share_extra_states(module for module, source in sources if source == self.world.rank)
         if not self.is_spread:
             return
+        from hybridpar.comm.replicate import broadcast_state
+
         with self.world.named_errors("collecting the model"):
             for module, source in sources:
                 broadcast_state(module, source, self.world)

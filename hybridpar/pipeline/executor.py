@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.flight import noted
-from hybridpar.comm.rendezvous import first_line
-from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
-from hybridpar.errors import ScheduleError, TrainingError
+from hybridpar.errors import ScheduleError, TrainingError, first_line
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
 from hybridpar.pipeline.borders import BorderTable
@@ -37,10 +35,11 @@ from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.layout import Edge
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
-from hybridpar.sync.reducer import StepGradients
+from hybridpar.sync.stage_gradients import StepGradients
 
 if TYPE_CHECKING:
     from hybridpar.comm.grid import Grid
+    from hybridpar.comm.transport import Channel, MessagePart
 
 #: What a worker does in a step also where it has no sample: its gradients are zero, and added to those of the others.
 _WITHOUT_SAMPLES = frozenset({Kind.SYNC, Kind.REPORT, Kind.DECIDE, Kind.STEP})

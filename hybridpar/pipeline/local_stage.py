@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm.group import Group
 from hybridpar.comm.world import World, all_reduce_bytes
-from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
@@ -30,18 +29,22 @@ from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
-from hybridpar.sync.compression import Decision
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.pieces import Gradients
-from hybridpar.sync.reducer import Reducer, StepGradients, SyncLanes
-from hybridpar.sync.shards import ParameterShards
+from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncLanes
+
+if TYPE_CHECKING:
+    from hybridpar.comm.group import Group
+    from hybridpar.compress.nodes import NodeWorlds
+    from hybridpar.sync.pieces import Gradients
+    from hybridpar.sync.reducer import Reducer
+    from hybridpar.sync.shards import ParameterShards
 
 #: Steps an optimizer. It takes the rate factor (None where rates have been set), the commit flag where the decision is
 #: on the device, and the gradients where they are not in `.grad`. It returns their squared norm where it took that.
-OptimizerStep = Callable[[float | None, Tensor | None, Gradients | None], Tensor | None]
+OptimizerStep: TypeAlias = "Callable[[float | None, Tensor | None, Gradients | None], Tensor | None]"
 
-#: Makes what brings the gradients of a stage together, from what `Reducer` is made from.
-MakeReducer = Callable[..., Reducer]
+#: Makes what is done with the gradients of a stage without replicas, from what `StageGradients` is made from.
+MakeGradients = Callable[..., StageGradients]
 
 #: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
 AfterStep = Callable[[int, bool | Tensor], None]
@@ -64,7 +67,7 @@ class LocalStage:
         shard_group: Group | None = None,
         nodes: NodeWorlds | None = None,
         after_step: AfterStep | None = None,
-        make_reducer: MakeReducer = Reducer,
+        make_gradients: MakeGradients = StageGradients,
     ) -> None:
         self.run = run
         self.lane = lane
@@ -79,19 +82,21 @@ class LocalStage:
         self.guarded = options.guard
         self._global_norm = options.global_norm
         self.measured = options.guard or self._global_norm is not None
-        self._shards = None if shard_group is None else ParameterShards(self.module, replicas, shard_group)
-        if options.delayed and replicas.size > 1:
-            from hybridpar.sync.delayed_reducer import DelayedReducer
+        self._shards: ParameterShards | None = None
+        if shard_group is not None:
+            from hybridpar.sync.shards import ParameterShards
 
-            make_reducer = DelayedReducer
-        # Stages know the norm of all of them only once they have added theirs up.
-        exact = self._global_norm is not None or lane is not lanes.caller
-        self.gradients = make_reducer(
-            *(dict(self.module.named_parameters()), replicas, lanes, lane, sync_lanes, options),
-            measure=self.measured,
-            exact=exact or self._shards is not None,  # each steps, and would measure, a part of them
-            nodes=nodes,
-        )
+            self._shards = ParameterShards(self.module, replicas, shard_group)
+        named = dict(self.module.named_parameters())
+        #: `gradients`, where there are replicas.
+        self.reducer: Reducer | None = None
+        if replicas.size > 1:
+            # Stages know the norm of all of them only once they have added theirs up, and each shard steps a part.
+            exact = self._global_norm is not None or lane is not lanes.caller or self._shards is not None
+            kind = reducer_kind(delayed=options.delayed)
+            given = (named, replicas, lanes, lane, sync_lanes, options)
+            self.reducer = kind(*given, measure=self.measured, exact=exact, nodes=nodes)
+        self.gradients: StageGradients = self.reducer or make_gradients(named, lane, measure=self.measured)
         pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
         self.batch_norm = run.batch_norm = BatchNormPool(self.module, norm_group, lane.device) if pooled else None
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
@@ -107,11 +112,6 @@ class LocalStage:
         self.gradients.close()
         if self.batch_norm is not None:
             self.batch_norm.release()
-
-    @property
-    def reducer(self) -> Reducer | None:
-        """`gradients`, where there are replicas."""
-        return self.gradients if self.replicas.size > 1 else None
 
     @property
     def steps_done(self) -> int:
@@ -185,7 +185,7 @@ class LocalStage:
         compression = self.gradients.compression
         if users is not None and compression is not None:
             if isinstance(commit, Tensor):
-                compression.settle_later(Decision(commit), unused, costs)
+                compression.settle_later(commit, unused, costs)
             else:
                 compression.settle(commit, unused, costs)
         if self._after_step is not None:
@@ -213,6 +213,17 @@ class LocalStage:
                 options.clip_norm,
             )
         return unwritten, squares
+
+
+def reducer_kind(*, delayed: bool) -> type[Reducer]:
+    """What sums gradients over replicas, loaded only where there are some."""
+    if delayed:
+        from hybridpar.sync.delayed_reducer import DelayedReducer
+
+        return DelayedReducer
+    from hybridpar.sync.reducer import Reducer
+
+    return Reducer
 
 
 # Layout of a forward report; BatchNorm sums follow.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from hybridpar.comm.transport import MessagePart
 
 
 class StageModule(Protocol):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import without_download
@@ -144,6 +143,8 @@ def read_weights(run: Run, model: Model) -> list[str]:
     with world.patient():
         lines = world.from_main(lambda: start_from_weights(config, run.model_name, model))
     if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
+        from hybridpar.comm.replicate import broadcast_state
+
         broadcast_state(model, 0, world)
     return lines
 

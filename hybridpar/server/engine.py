@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.lanes import Lane
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepValues
 from hybridpar.server.link import Servers
@@ -26,11 +27,11 @@ from hybridpar.server.wire import Gradient, Weights
 from hybridpar.sync.figures import SyncFigures
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
-from hybridpar.sync.reducer import Reducer, StepGradients
+from hybridpar.sync.stage_gradients import StageGradients, StepGradients
 from hybridpar.train.engine import Engine, EngineParts
 
 
-class ServerGradients(Reducer):
+class ServerGradients(StageGradients):
     """Pushes the gradients of a step, and instead of an optimizer's pass puts the weights that come into the model."""
 
     #: What the step under way is to do.
@@ -39,11 +40,11 @@ class ServerGradients(Reducer):
     answer: Weights
 
     def __init__(
-        self, *given: Any, measure: bool, model: nn.Module, servers: Servers, loss: Callable[[], float], **options: Any
+        self, *given: Any, measure: bool, model: nn.Module, servers: Servers, loss: Callable[[], float]
     ) -> None:
         # Without a barrier each gradient is clipped by its norm; else servers clip the sum.
         self._clips = servers.clipping.by_norm and not servers.barrier
-        super().__init__(*given, measure=measure or self._clips, **options)
+        super().__init__(*given, measure=measure or self._clips)
         self._model, self._servers, self._loss, self._guard = model, servers, loss, measure
         self._trained = trained_parameters(model)
         #: Time from the last backward pass to the weights.
@@ -196,12 +197,15 @@ class ServedEngine(Engine):
     def _sync_options(self) -> SyncOptions:
         return replace(super()._sync_options(), clip_norm=None, pool_batch_norm=False)
 
-    def _make_reducer(self, *given: Any, **options: Any) -> Reducer:
+    def _make_gradients(
+        self, parameters: Mapping[str, nn.Parameter], compute: Lane, *, measure: bool
+    ) -> StageGradients:
         def loss() -> float:
             total = self.pipeline.stages[0].run.loss_sum
             return 0.0 if total is None else float(total) / self._share
 
-        return ServerGradients(*given, **options, model=self.model, servers=self._servers, loss=loss)
+        servers = self._servers
+        return ServerGradients(parameters, compute, measure=measure, model=self.model, servers=servers, loss=loss)
 
     def _step_of(self, module: nn.Module) -> Callable[[float | None, Tensor | None, Gradients | None], None]:
         return lambda factor, commit, unwritten: None

@@ -24,18 +24,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.comm.group import Group, split
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import Constants
-from hybridpar.sync.sync_batchnorm import normalise_over_replicas
+
+if TYPE_CHECKING:
+    from hybridpar.comm.group import Group
 
 
 class BatchNormPool:
@@ -156,6 +157,8 @@ class _Pooled:
         self._check_input_dim(input)
         pool, index = self._pool
         if pool.group is not None:
+            from hybridpar.sync.sync_batchnorm import normalise_over_replicas
+
             output, *each = normalise_over_replicas(input, self.weight, self.bias, self.eps, pool.group)
             output = self.activate(output) if hasattr(self, "activate") else output
             moments = torch.stack(each).to(self.running_mean.dtype)
@@ -361,6 +364,8 @@ class ReplicaBuffers:
         latest, self._latest = self._latest, None
         if latest is None or not self._replicas.rank:
             return
+        from hybridpar.comm.group import split
+
         buffers = self._present()
         sizes = [buffer.nbytes for buffer in buffers]
         for part, buffer in zip(split(latest.view(torch.uint8), sizes), buffers, strict=True):

@@ -130,13 +130,13 @@ class Compression(ParameterCoders):
                     costs.residuals[name] = coder.residual_squares()
         self._steps += 1
 
-    def settle_later(self, decision: Decision, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
-        """As `settle`, for a step whose decision the host has not read.
+    def settle_later(self, commit: Tensor, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
+        """As `settle`, for a step whose decision, 0-d, the host has not read; by work on a lane.
 
         What a codec keeps is the host's to swap. It does so when the next step's first bucket is full: then the device
         has that step's forward pass to do, so that it does not wait for the host, which waits for it.
         """
-        self._undecided = (decision, list(unused), costs)
+        self._undecided = (Decision(commit), list(unused), costs)
 
     def catch_up(self) -> None:
         """Settle the step that `settle_later` was told of, if there is one."""

@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from hybridpar.lanes import Event, Lane
-from hybridpar.sync.reducer import Reducer, StepGradients, sparse_gradient
+from hybridpar.sync.reducer import Reducer, sparse_gradient
+from hybridpar.sync.stage_gradients import StepGradients
 
 
 class DelayedReducer(Reducer):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hybridpar.compress import PhaseTimer
+if TYPE_CHECKING:
+    from hybridpar.compress import PhaseTimer
 
 
 @dataclass(frozen=True)

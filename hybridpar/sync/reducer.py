@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hybridpar.comm.group import Group
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.comm.world import World
 from hybridpar.compress.coders import has_rows
@@ -34,51 +32,18 @@ from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.received import functions
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
-from hybridpar.lanes.base import Work
-from hybridpar.sync.buckets import Bucket, Slot, as_real, layout_fingerprint, make_buckets
+from hybridpar.sync.buckets import Bucket, Slot, layout_fingerprint, make_buckets
 from hybridpar.sync.compression import Compression, add_plainly
-from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.meetings import EncodedMeeting, FlatMeeting, Meeting, SharedGradients, SharedMeeting
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
+from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncLanes
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class StepGradients:
-    """What is known about the gradients of one step."""
-
-    number: int  # of the step, from 1
-    squares: Tensor  # float64, per bucket: only the share of this worker is filled in; or 0-d, of all gradients
-    releasing: bool = False  # the last backward pass runs, so full buckets may leave
-    landed: list[Event] = field(default_factory=list)  # passed when a bucket is summed
-    next_bucket: int = 0  # the first one that has not left
-    costs: SyncCosts = field(default_factory=SyncCosts)  # by bucket, written by the sync lanes
-    loss: Tensor | None = None  # mean loss of all replicas, 0-d; see `reported`
-    reported: Event | None = None  # passed when `loss` is there; on a CPU also: all workers cut the same buckets
-    marks: list[Event] = field(default_factory=list)  # where another lane gathers buckets: passed when each is gathered
-    on_ready: Callable[[int], None] | None = None  # called when a bucket is gathered, with its number
-    run_sum: Callable[[int, Work], None] | None = None  # does the work that sums a bucket
-
-
-SyncLanes = Sequence[tuple[Lane, Group]]
-
-
-def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0, name: str = "sync") -> SyncLanes:
-    """One lane for each of the world's groups that add gradients."""
-    groups = world.lane_groups[: len(world.lane_groups) - spared]
-    return [(lanes.open(f"{name}-{index}", priority=-1), group) for index, group in enumerate(groups)]
-
-
-class Reducer:
+class Reducer(StageGradients):
     """Sums the gradients of a stage over its replicas, bucket by bucket, as they become ready.
-
-    The calls of a step. The host: `rebuild_buckets` where `is_due`, `new_step`; when it issues the last backward pass,
-    `marks`; then `issue` for each bucket. The stage's lane: `start`; around the last backward pass `begin_last` and
-    `flush`; then `measure`; and when the step has been decided `finish`, `unwritten`, `scale` and `close_step`.
-
-    A stage without replicas has no buckets and no hooks: only the norm of its gradients is taken.
 
     `measure` says whether the norm of the sums is wanted, `exact` whether it is wanted before the optimizer steps; else
     it is enough to know that the sums are finite.
@@ -97,42 +62,30 @@ class Reducer:
         exact: bool = True,
         nodes: NodeWorlds | None = None,
     ) -> None:
-        self._parameters = parameters
+        super().__init__(parameters, compute, measure=measure)
         self._world = replicas
         self._lanes = lanes
-        self._compute = compute
         self._inline = compute is lanes.caller  # the host runs the passes, and hooks send the buckets
         self._sync_lanes = sync_lanes
         self._options = options
-        self._measure = measure
-        self._complex = any(parameter.is_complex() for parameter in parameters.values())
-        self._steps = 0
-        #: What compresses gradients here, if anything does.
-        self.compression: Compression | None = None
         self._shared: SharedGradients | None = None
         self._encodes = False
-        if replicas.size > 1:
-            self._choose_meetings(nodes)
+        self._choose_meetings(nodes)
         #: Whether gradients are taken in the hook, and stay unwritten until the optimizer reads them.
         self.takes = self._shared is not None or self._encodes
         if self.takes:
             functions()  # so that no step waits for a compiler
         self._exact = exact or not self.takes
-        #: After `finish`: the gradients, where they are not in `.grad`.
-        self.unwritten: Gradients | None = None
         self._order: list[str] = list(parameters)[::-1]
         # With all gradients in shared memory, their order makes no difference.
-        self._observed: list[str] | None = [] if replicas.size > 1 and self._shared is None else None
+        self._observed: list[str] | None = [] if self._shared is None else None
         self._loaded_at = 0  # the step after which a state was loaded
         self._trainable: list[bool] = []
-        self.buckets: list[Bucket] = []
         self._meetings: list[Meeting] = []
-        self.layout = 0
         self._slots: dict[str, tuple[Meeting, int, Slot]] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         # Hooks must not keep the reducer alive, nor outlive it.
         weakref.finalize(self, _remove, self._hooks)
-        self._step: StepGradients | None = None
         self.follow_trainable()
 
     def _choose_meetings(self, nodes: NodeWorlds | None) -> None:
@@ -165,22 +118,11 @@ class Reducer:
 
     # ------------------------------------------------------------------ a step
 
-    def new_step(self) -> StepGradients:
-        """What will be known about the gradients of the next step."""
-        self._steps += 1
-        squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=self._compute.device)
-        return StepGradients(self._steps, squares)
-
     def start(self, step: StepGradients) -> None:
         """Forget the gradients of the step before, and expect those of the next in every bucket."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        super().start(step)
         for bucket, meeting in zip(self.buckets, self._meetings, strict=True):
             bucket.pending, meeting.memory = len(bucket.slots), ()
-        self.unwritten, self._step = None, step
-
-    def begin(self, step: StepGradients) -> None:
-        """On the host, when `start` has been issued: send what waits from the step before; nothing, in most cases."""
 
     def marks(self, step: StepGradients) -> list[Event]:
         """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets."""
@@ -213,24 +155,7 @@ class Reducer:
         return used
 
     def measure(self, step: StepGradients) -> None:
-        """On the stage's lane, after `flush`: take the norm of gradients that no bucket measures.
-
-        It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
-        """
-        if self._world.size > 1 or not self._measure:
-            return
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        if not gradients:
-            return
-        if self._complex:
-            gradients = list(map(as_real, gradients))
-        step.squares = _sum_of_all_squares(gradients, None, self._compute.device)
-        if step.squares.device.type == "cpu" and not bool(torch.isfinite(step.squares)):
-            step.squares = _sum_of_all_squares(gradients, torch.float64, self._compute.device)
-
-    def squares(self, step: StepGradients) -> Tensor:
-        """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there."""
-        return step.squares.sum()
+        """Nothing: the lanes that sum the buckets have taken their norms."""
 
     def finish(self, users: Tensor | None, used: Sequence[bool] | None) -> list[str]:
         """When a step has been decided: leave out parameters used on no worker, which are named."""
@@ -257,10 +182,8 @@ class Reducer:
         """Multiply all reduced gradients by a 0-d factor."""
         if self.unwritten is not None:
             self.unwritten.factor = factor
-            return
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        else:
+            super().scale(factor)
 
     def first_bad(self) -> str | None:
         """Name of the first parameter, in the model's order, whose gradient is not finite."""
@@ -276,7 +199,7 @@ class Reducer:
 
     def close_step(self) -> None:
         """After the step was applied or rolled back: backward passes until the next step are not the reducer's."""
-        self._step = None
+        super().close_step()
         if self._shared is not None:
             self._shared.end_step()
 
@@ -379,9 +302,7 @@ class Reducer:
 
     def is_cut(self) -> bool:
         """Whether the buckets still fit: no parameter was frozen or thawed since they were cut."""
-        return self._world.size == 1 or self._trainable == [
-            parameter.requires_grad for parameter in self._parameters.values()
-        ]
+        return self._trainable == [parameter.requires_grad for parameter in self._parameters.values()]
 
     def follow_trainable(self) -> None:
         """Cut the buckets anew where parameters were frozen or thawed since the last step."""
@@ -442,7 +363,7 @@ class Reducer:
             return
         fits = sorted(state.get("order", ())) == sorted(self._parameters)
         self._order = list(state["order"]) if fits else list(self._parameters)[::-1]
-        self._observed = None if self._world.size == 1 or (fits and state["settled"]) else []
+        self._observed = None if fits and state["settled"] else []
         self._trainable, self._loaded_at = [], self._steps
         if self.compression is not None:
             self.compression.load_state_dict(state.get("codec", {}) if fits else {})
@@ -468,9 +389,3 @@ def _remove(hooks: dict[str, RemovableHandle]) -> None:
     for hook in hooks.values():
         hook.remove()
     hooks.clear()
-
-
-@torch.no_grad()
-def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    norms = [norm.to(device) for norm in torch._foreach_norm(gradients, 2, dtype)]
-    return torch.stack(norms).double().square().sum()

@@ -26,7 +26,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress.policy import check_compression
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, refuse, shortened
-from hybridpar.lanes import Lanes
+from hybridpar.lanes import Lane, Lanes
 from hybridpar.models import autocast
 from hybridpar.models.state import same_modes
 from hybridpar.models.state_dicts import copy_of, is_extra, load_values
@@ -42,12 +42,8 @@ from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import StepOutcome, StepRequest, whole_options
 from hybridpar.plan import ResolvedPlan
-from hybridpar.sync.compression import Compression
-from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.pieces import Gradients, can_step, step_in_pieces
-from hybridpar.sync.reducer import Reducer
-from hybridpar.sync.statistics import average_statistics
+from hybridpar.sync.stage_gradients import StageGradients
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
 if TYPE_CHECKING:
@@ -55,6 +51,9 @@ if TYPE_CHECKING:
     from hybridpar.optim.loss_scale import LossScale
     from hybridpar.partition.stage import Stage
     from hybridpar.pipeline.cuda_graph import StepGraph
+    from hybridpar.sync.compression import Compression
+    from hybridpar.sync.compression_table import WireFormat
+    from hybridpar.sync.pieces import Gradients
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -148,12 +147,14 @@ class Engine:
             *(parts.model, stages, world, self._lanes, parts.loss, self._step_of, options, micro_batches),
             context=nullcontext if config.amp == "none" else self.autocast,
             after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
-            make_reducer=self._make_reducer,
+            make_gradients=self._make_gradients,
         )
 
-    def _make_reducer(self, *given: Any, **options: Any) -> Reducer:
-        """What brings the gradients of a stage together."""
-        return Reducer(*given, **options)
+    def _make_gradients(
+        self, parameters: Mapping[str, nn.Parameter], compute: Lane, *, measure: bool
+    ) -> StageGradients:
+        """What is done with the gradients of a stage without replicas."""
+        return StageGradients(parameters, compute, measure=measure)
 
     def _sync_options(self) -> SyncOptions:
         """How gradients are synchronised."""
@@ -202,11 +203,14 @@ class Engine:
             if factor is not None:
                 rates.set(factor)
             squares = None
-            if unwritten is not None and not can_step(optimizer):
-                squares, unwritten = unwritten.materialise(), None
-            fill_momentum(optimizer)
             if unwritten is not None:
-                return step_in_pieces(optimizer, unwritten)
+                from hybridpar.sync.pieces import can_step, step_in_pieces
+
+                if can_step(optimizer):
+                    fill_momentum(optimizer)
+                    return step_in_pieces(optimizer, unwritten)
+                squares = unwritten.materialise()
+            fill_momentum(optimizer)
             if commit is None:
                 optimizer.step()
             elif getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -369,6 +373,8 @@ class Engine:
         for stage in self.pipeline.stages.values():
             stage.replica_buffers.share()
             if self.plan.sync.batch_norm == "local":
+                from hybridpar.sync.statistics import average_statistics
+
                 average_statistics(stage.module, stage.replicas)
         self.pipeline.collect()
 
@@ -396,6 +402,8 @@ class Engine:
 
     def wire_format(self) -> WireFormat:
         """What gradients are sent as; a collective."""
+        from hybridpar.sync.compression_table import WireFormat
+
         return WireFormat(self.pipeline.options.sync.policy, self.pipeline.layer_bytes())
 
     # ------------------------------------------------------------------- state

@@ -13,7 +13,6 @@ from torch import Tensor
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError, UsageError
 from hybridpar.models.outputs import main_output
-from hybridpar.optim.loss_scale import FALLS
 from hybridpar.pipeline.step import StepOutcome
 
 if TYPE_CHECKING:
@@ -77,7 +76,11 @@ class BadSteps:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._most = MAX_BAD_STEPS + (FALLS if engine.loss_scales else 0)
+        self._most = MAX_BAD_STEPS
+        if engine.loss_scales:
+            from hybridpar.optim.loss_scale import FALLS
+
+            self._most += FALLS
         self._pending: StepResult | None = None
         self._count = 0
         self._first_bad: str | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,10 +21,12 @@ from hybridpar.formats.cache import measurements_directory
 from hybridpar.models import autocast
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, places
 from hybridpar.models.state import same_modes
-from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
+
+if TYPE_CHECKING:
+    from hybridpar.partition.stage import Stage
 
 _log = logging.getLogger(__name__)
 

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.world import GOOD_ORDER, World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import Automatic, OnPlateau
-from hybridpar.errors import SyncError, TrainingError, UsageError, refuse
+from hybridpar.errors import SyncError, TrainingError, UsageError, first_line, refuse
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, model_fingerprint
 from hybridpar.models.build import article
@@ -43,7 +42,6 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.spec import check_rules
-from hybridpar.sync.compression import settle_codecs
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint, usable
 from hybridpar.train.checkpoint_files import resolve_checkpoint
 from hybridpar.train.engine import Engine, EngineParts
@@ -533,6 +531,8 @@ class Trainer:
 
     def _restore(self, data: CheckpointData) -> None:
         """Go on from what `_state` returned; a collective."""
+        from hybridpar.sync.compression import settle_codecs
+
         load_values(self.model, data.model)
         if not self.engine.own_only:
             self.model.load_state_dict(data.model)  # which modules may have hooks for

@@ -19,9 +19,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridpar.codegen.cache import KernelsUnavailable, first_line, wanted
+from hybridpar.codegen.cache import KernelsUnavailable, wanted
 from hybridpar.codegen.compile_pool import child_environment
-from hybridpar.errors import HybridparError, cannot_write
+from hybridpar.errors import HybridparError, cannot_write, first_line
 from hybridpar.formats.messages import pack, unpack
 from hybridpar.tvm_kernels.database import Database, default_database, user_database, versions
 from hybridpar.tvm_kernels.machine import is_gpu

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Session, contents_of, kernel_path, session
-from hybridpar.codegen.cache import KernelsUnavailable, first_line
+from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Built, Request
-from hybridpar.errors import KernelError
+from hybridpar.errors import KernelError, first_line
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels import shapes
 from hybridpar.tvm_kernels.cuda_kernel import CudaVariant

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridpar.codegen import LANES
 from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.codegen.tir_writer import LANES
 from hybridpar.tvm_kernels.schedules import FAR, norm_rows
 from hybridpar.tvm_kernels.spread import run_ranges
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hybridpar.codegen import LANES
 from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.codegen.tir_writer import LANES
 from hybridpar.compress.codec import CHUNK
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import CudaKernels

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridpar.codegen import LANES
 from hybridpar.codegen.tir_script import T, fence, floats, kernels, magnitude_bits, past_caches, put, total, w
-from hybridpar.codegen.tir_writer import INFINITE, LANES
+from hybridpar.codegen.tir_writer import INFINITE
 
 
 def define(_: Any) -> dict[str, Any]:

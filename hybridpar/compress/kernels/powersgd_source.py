@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridpar.codegen import LANES
 from hybridpar.codegen.tir_script import T, fence, floats, in_groups, kernels, muladd, past_caches, put, total, w
-from hybridpar.codegen.tir_writer import LANES
 
 #: Rows of factors that there are kernels for; with more of them BLAS is fast enough.
 RANKS = (1, 2, 3, 4)

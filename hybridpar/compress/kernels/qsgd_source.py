@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridpar.codegen import LANES
 from hybridpar.codegen.tir_script import T, cast, floats, kernels, like, magnitude_bits, total, w
-from hybridpar.codegen.tir_writer import INFINITE, LANES
+from hybridpar.codegen.tir_writer import INFINITE
 
 #: Words that stay in the cache while all their fields are filled or read; a chunk is a multiple of it.
 BLOCK = 512

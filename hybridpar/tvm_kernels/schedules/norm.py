@@ -26,8 +26,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hybridpar.codegen import LANES
 from hybridpar.codegen.tir_script import T, floats, kernels, magnitude_bits, w
-from hybridpar.codegen.tir_writer import INFINITE, LANES
+from hybridpar.codegen.tir_writer import INFINITE
 from hybridpar.tvm_kernels.schedules import norm_rows
 from hybridpar.tvm_kernels.schedules.norm_rows import CHUNK, FIXED, MEAN, ROWS, SCALE, SEGMENT, SHIFT
 
