@@ -72,8 +72,9 @@ $(DOCS_READY): $(READY)
 docs: $(DOCS_READY) ## Build the site of docs/ in build/site; fails on a warning
 	$(BIN)/python -m mkdocs build --strict
 
-images: $(READY) ## Make docs/images again from a real run of the demo
+images: $(READY) ## Make docs/images again: the demo, and figures from committed rows and real runs
 	$(BIN)/python docs/make_images.py "make demo" $(BIN)/hybridpar train $(DEMO_ARGS)
+	$(BIN)/python docs/draw_figures.py
 
 clean: ## Remove what was built; runs/ and data/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

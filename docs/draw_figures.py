@@ -27,6 +27,8 @@ from hybridpar.partition import partition_model
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
+#: Colours of forward passes, backward passes, and sums of gradients in a timeline.
+KINDS = {"F": "#4c72b0", "B": "#55a868", "sync": "#dd8452"}
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3")
 
 #: Methods of `links.csv`, and what they are called here.
@@ -92,8 +94,34 @@ def timeline() -> None:
         layout = "--nproc 4 --stages 2 --replicas 2 --micro-batches 4 --schedule 1f1b"
         command = [sys.executable, "-m", "hybridpar", "train", "resnet18", *options.split(), *layout.split()]
         subprocess.run([*command, "--run-dir", f"{folder}/run", "--timeline", str(trace)], check=True, cwd=ROOT)
-        events = json.loads(trace.read_text())
-    print(json.dumps(events)[:3000])
+        events = json.loads(trace.read_text())["traceEvents"]
+    step = next(event for event in events if event["name"] == "step 5")
+    begin, length = step["ts"] / 1e3, step["dur"] / 1e3
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    workers = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    workers = {pid: name for pid, name in workers.items() if not name.startswith("predicted")}
+    rows = [lane for lane in sorted(lanes) if lane[0] in workers and lanes[lane].startswith(("compute", "sync"))]
+    with figure("timeline", 8.0, 3.2) as axes:
+        for event in events:
+            row = (event["pid"], event["tid"])
+            if row not in rows or event["ph"] != "X" or event["args"].get("step") != 5:
+                continue
+            kind = event["name"][0] if event["cat"] == "compute" and event["name"][0] in "FB" else event["cat"]
+            at, height = rows.index(row), 0.8
+            axes.broken_barh(
+                [(event["ts"] / 1e3 - begin, event["dur"] / 1e3)],
+                (at - height / 2, height),
+                color=KINDS.get(kind, "#999999"),
+                edgecolor="white",
+                linewidth=0.5,
+            )
+            if kind in "FB" and event["dur"] / 1e3 > length / 30:
+                middle = (event["ts"] + event["dur"] / 2) / 1e3 - begin
+                axes.text(middle, at, event["name"].split()[0], ha="center", va="center", color="white", fontsize=7)
+        labels = [f"{workers[pid]}, {lanes[pid, tid].split()[0]}" for pid, tid in rows]
+        axes.set_yticks(range(len(rows)), labels)
+        axes.invert_yaxis()
+        axes.set(xlim=(0, length), xlabel="ms since the step began")
 
 
 def main() -> None:
