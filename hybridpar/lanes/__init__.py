@@ -14,6 +14,8 @@ Example:
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from types import TracebackType
 
@@ -25,7 +27,8 @@ from hybridpar.lanes.cpu import CpuCaller, CpuLane, Worker
 
 __all__ = ["Event", "Lane", "Lanes"]
 
-#: How long a program that ends by an exception waits for running work, which may hang, as a collective without peers.
+#: How long a program that ends by an exception waits for running work of all lanes, which may hang, as a collective
+#: without peers.
 _PATIENCE_SECONDS = 10.0
 
 
@@ -132,10 +135,11 @@ class Lanes(Family):
                 worker.skip_rest()
             self._end(_PATIENCE_SECONDS)
 
-    def _end(self, patience: float | None = None) -> None:
+    def _end(self, patience: float = math.inf) -> None:
         self.closed, self.issuer = True, 0
+        end = time.monotonic() + patience  # of all lanes together: they may wait for peers that are gone
         for lane in self._lanes.values():
-            lane.drain(patience)
+            lane.drain(None if patience == math.inf else max(0.0, end - time.monotonic()))
         self._finalizer.detach()
 
 
@@ -143,5 +147,6 @@ def _abandon(workers: list[Worker]) -> None:
     """End threads that were not closed."""
     for worker in workers:
         worker.skip_rest()
+    end = time.monotonic() + _PATIENCE_SECONDS
     for worker in workers:
-        worker.stop(_PATIENCE_SECONDS)
+        worker.stop(max(0.0, end - time.monotonic()))
