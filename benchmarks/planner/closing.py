@@ -59,7 +59,8 @@ def _run(link: str, number: int) -> Check:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
             _start([*_COMMAND, "--run-dir", str(directory)], link, environment, output)
             output.seek(0)
-            planned = re.search(r"plan +(.*?), about .*?planning took\s+([\d.]+) s", output.read(), re.DOTALL)
+            pattern = r"^plan +(.*?), about .*?planning took\s+([\d.]+) s"
+            planned = re.search(pattern, output.read(), re.DOTALL | re.MULTILINE)
         summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
         lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert planned is not None, "the run was not planned"
