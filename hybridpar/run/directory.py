@@ -366,4 +366,4 @@ def _text(value: object) -> str:
     """A value for a message."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))
-    return "the default" if value is None else str(value)
+    return "none" if value is None else str(value)

@@ -146,7 +146,7 @@ def test_a_longer_run_is_not_ended_by_the_limit_of_the_one_before():
     ("options", "said"),
     [
         ({"model_arg": ("stem=cifar",)}, "--model-arg is stem=cifar"),
-        ({"weights": "default"}, "--weights is default, and the run in mine began with the default"),
+        ({"weights": "default"}, "--weights is default, and the run in mine began with none"),
         ({"model": "resnet34"}, "is of resnet18, not of resnet34"),
     ],
 )
