@@ -182,6 +182,10 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
+    # To look each parameter up, torch hashes it in Python, so that is done only while some have no momentum.
+    having = [entry.get("momentum_buffer") is not None for entry in optimizer.state.values()]
+    if sum(having) == sum([len(group["params"]) for group in optimizer.param_groups]):
+        return
     for group in optimizer.param_groups:
         if not group.get("fused") or group["momentum"] == 0:
             continue

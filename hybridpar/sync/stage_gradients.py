@@ -150,7 +150,6 @@ class StageGradients:
         """Remove all hooks. Gradients stay as they are."""
 
 
-@torch.no_grad()
 def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
     norms = [norm.to(device) for norm in torch._foreach_norm(gradients, 2, dtype)]
     return torch.stack(norms).double().square().sum()
