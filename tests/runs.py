@@ -22,12 +22,12 @@ from torch import Tensor
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data.sources import ImageFacts
+from hybridpar.formats.checkpoint_files import latest_checkpoint
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.plan import read_plan
 from hybridpar.run.run import run_training
 from hybridpar.train.checkpoint import load_checkpoint
-from hybridpar.train.checkpoint_files import latest_checkpoint
 from tests.small_nets import FAULT_VARIABLE
 
 ROOT = Path(__file__).parents[1]

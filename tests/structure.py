@@ -18,7 +18,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "formats": {"errors"},
     "machine": {"errors", "formats"},
-    "codegen": {"formats"},
+    "codegen": {"errors", "formats"},
     "registry": {"errors"},
     "tvm_kernels": {"codegen", "errors", "formats", "machine", "registry"},
     "models": {"errors", "formats", "registry"},

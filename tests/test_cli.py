@@ -20,8 +20,8 @@ from hybridpar.commands import COMMANDS, HELP_ALL, find_command
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
+from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.train.checkpoint_files import list_checkpoints
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, faulty, restored_modes, small_arguments, train_rank

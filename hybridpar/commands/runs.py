@@ -81,9 +81,9 @@ def _compare(directories: Sequence[Path]) -> None:
 
 
 def _prune(folders: Sequence[Path], keep: int, *, delete: bool) -> None:
+    from hybridpar.formats.checkpoint_files import delete_checkpoint
     from hybridpar.observe.text import format_bytes
     from hybridpar.run.runs import find_runs, prunable, size_of
-    from hybridpar.train.checkpoint_files import delete_checkpoint
 
     sizes = {path: size_of(path) for run in find_runs(folders) for path in prunable(run, keep)}
     for path, size in sizes.items():

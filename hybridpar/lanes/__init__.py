@@ -14,7 +14,6 @@ Example:
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from types import TracebackType
@@ -135,11 +134,11 @@ class Lanes(Family):
                 worker.skip_rest()
             self._end(_PATIENCE_SECONDS)
 
-    def _end(self, patience: float = math.inf) -> None:
+    def _end(self, patience: float | None = None) -> None:
         self.closed, self.issuer = True, 0
-        end = time.monotonic() + patience  # of all lanes together: they may wait for peers that are gone
+        end = time.monotonic() + (patience or 0.0)  # of all lanes together: they may wait for peers that are gone
         for lane in self._lanes.values():
-            lane.drain(None if patience == math.inf else max(0.0, end - time.monotonic()))
+            lane.drain(None if patience is None else max(0.0, end - time.monotonic()))
         self._finalizer.detach()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 from collections import OrderedDict
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.formats.checkpoint_files import load_model_state, resolve_checkpoint
 from hybridpar.formats.file_reader import Unreadable, read_torch
-from hybridpar.formats.tensor_files import read_tensors, shards_of
+from hybridpar.formats.tensor_files import read_tensors
 from hybridpar.models.layers import head_parameters
 from hybridpar.models.pretrained import SUFFIXES, is_file, published_weights
 
@@ -39,12 +39,10 @@ _MAY_LACK = 0.1
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file of weights, or of a checkpoint."""
     check_file(path)
-    folder = _checkpoint_of(path) if path.is_dir() else path.parent
-    files = [folder / name for name in shards_of("model", os.listdir(folder))] if path.is_dir() else [path]
+    if path.is_dir():
+        return clean(load_model_state(resolve_checkpoint(path)), path)
     try:
-        if files[0].suffix != ".safetensors":
-            return clean(read_torch(path), path)
-        return clean({name: tensor for file in files for name, tensor in read_tensors(file).items()}, path)
+        return clean(read_tensors(path) if path.suffix == ".safetensors" else read_torch(path), path)
     except (Unreadable, OSError) as error:
         raise UsageError(
             f"--weights {shortened(path)} cannot be read: {shortened(error)}",
@@ -62,20 +60,6 @@ def check_file(path: Path) -> None:
             nearest(path.name, there) if there else f"No file of weights is in {shortened(path.parent.resolve())}.",
             "Name a .pt, .pth or .safetensors file, a checkpoint, a run directory, `default`, or weights by name.",
         )
-
-
-def _checkpoint_of(directory: Path) -> Path:
-    """A `step-N` directory, or the newest one of a run directory."""
-    steps = [step for step in directory.glob("checkpoints/step-*") if step.name.removeprefix("step-").isdigit()]
-    steps.sort(key=lambda step: int(step.name.removeprefix("step-")), reverse=True)
-    for folder in (directory, *steps):
-        if (folder / "manifest.json").is_file():  # else it is not whole
-            return folder
-    raise UsageError(
-        f"--weights {shortened(directory)}: the directory is no checkpoint and no run",
-        "A checkpoint is a directory step-N with a manifest.json, and a run has these under checkpoints/.",
-        "Name one of these, or a file.",
-    )
 
 
 def clean(loaded: Any, source: object) -> dict[str, Tensor]:

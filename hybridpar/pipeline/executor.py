@@ -283,12 +283,11 @@ class Executor:
 
     def _rebuild_buckets(self) -> None:
         """Rebuild buckets if needed; the lanes must be idle for that."""
-        for stage in self.stages.values():
-            if stage.replicas.size > 1 and stage.gradients.is_due():
-                self.wait()
-                for each in self.stages.values():
-                    each.gradients.rebuild_buckets()
-                return
+        reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
+        if any(reducer.is_due() for reducer in reducers):
+            self.wait()
+            for reducer in reducers:
+                reducer.rebuild_buckets()
 
     def _program(self, count: int, facts: BorderFacts | None) -> tuple[Program, _Part]:
         """The program of a step of so many micro-batches, and this worker's part of it."""

@@ -152,7 +152,9 @@ def choose_batch(parts: int, most: int, need: Callable[[int], Need], rate: Calla
     while not (end := _end_of(2 * batch, most, need)):
         batch *= 2
         rates[batch] = rate(batch)
-        if rates[batch] < (1 + GAIN) * rates[batch // 2]:
+        # A single measurement may be wrong, so two in a row must gain nothing.
+        before = rates.get(batch // 4, 0.0)
+        if before and max(rates[batch], rates[batch // 2]) < (1 + GAIN) * before:
             break
     chosen = min(batch for batch in rates if rates[batch] >= (1 - GAIN) * max(rates.values()))
     reasons = [

@@ -8,13 +8,12 @@ from typing import Any
 
 from hybridpar.comm.flight import outside
 from hybridpar.config import TrainConfig
+from hybridpar.formats.checkpoint_files import list_checkpoints, prune_checkpoints, usable
 from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.observe.summary import read_summary
 from hybridpar.run.part import Run, Saver
 from hybridpar.run.state import best_checkpoint, best_epochs, checkpoints_of_best
 from hybridpar.run.timings import Step
-from hybridpar.train.checkpoint import usable
-from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints
 
 
 class Checkpoints(Saver):

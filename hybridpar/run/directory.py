@@ -35,9 +35,9 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.data import data_name, images_over, read_images, samples_of
 from hybridpar.config.files import config_text
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
+from hybridpar.formats.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint, step_of
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.formats.output_files import replace_file, run_directory_error
-from hybridpar.train.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint, step_of
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"

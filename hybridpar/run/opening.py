@@ -23,6 +23,7 @@ from hybridpar.config.sync import Exchange
 from hybridpar.data import ImageData, describe_data
 from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import CheckpointError, HybridparError
+from hybridpar.formats.checkpoint_files import digest_of
 from hybridpar.machine.launch import in_job
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.observe.loggers import logger_names
@@ -38,7 +39,6 @@ from hybridpar.run.reporting import Recorder, describe
 from hybridpar.run.samples import Samples
 from hybridpar.run.worker import MemoryMeter
 from hybridpar.spec import with_options
-from hybridpar.train.checkpoint_files import digest_of
 from hybridpar.train.trainer import open_trial
 
 #: The model of a run, whole or to be divided between the workers.

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError, check
+from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.records import LISTED_FIGURES
 from hybridpar.observe.summary import read_summary, tests_of
@@ -25,7 +26,6 @@ from hybridpar.run.directory import (
     run_facts,
 )
 from hybridpar.run.state import checkpoints_of_best
-from hybridpar.train.checkpoint_files import list_checkpoints
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.data import samples_of
 from hybridpar.config.train import Checkpoints
 from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.formats.checkpoint_files import list_checkpoints, step_of
 from hybridpar.observe.records import EpochRecord
-from hybridpar.train.checkpoint_files import list_checkpoints, step_of
 
 
 @dataclass

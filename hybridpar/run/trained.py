@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
+from hybridpar.formats.checkpoint_files import load_model_state, read_manifest, resolve_checkpoint, step_of
 from hybridpar.formats.tensor_files import shards_of
 from hybridpar.models import parse_arguments
 from hybridpar.models.pretrained import is_file
@@ -18,7 +19,6 @@ from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import read_plan
 from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
 from hybridpar.run.state import best_checkpoint
-from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, step_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,7 +169,6 @@ def _as_planned(run: Path) -> dict[str, Any]:
 def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> tuple[Trained, nn.Module]:
     """Build the model with its weights; a checkpoint that was deleted meanwhile gives way to the newest one."""
     from hybridpar.models import load_weights
-    from hybridpar.train.checkpoint import load_model_state
 
     model = build_trained(trained, classes, channels_last=channels_last)
     if trained.checkpoint is None:
@@ -184,9 +183,9 @@ def load_trained(trained: Trained, classes: int, *, channels_last: bool = False)
     try:
         state = load_model_state(trained.checkpoint, average=trained.average)
     except CheckpointError:
-        newest = _checkpoint_of(Path(trained.source))
-        if newest == trained.checkpoint:
+        if (trained.checkpoint / "manifest.json").is_file():  # it is damaged, and what was asked for
             raise
+        newest = _checkpoint_of(Path(trained.source))
         trained = replace(trained, checkpoint=newest, why=", the last")
         state = load_model_state(newest, average=trained.average)
     try:

@@ -45,6 +45,8 @@ _log = logging.getLogger(__name__)
 class Reducer(StageGradients):
     """Sums the gradients of a stage over its replicas, bucket by bucket, as they become ready.
 
+    Before a step the host calls `rebuild_buckets` where it `is_due`.
+
     `measure` says whether the norm of the sums is wanted, `exact` whether it is wanted before the optimizer steps; else
     it is enough to know that the sums are finite.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +54,9 @@ def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0, name: str = "sy
 class StageGradients:
     """The gradients of a stage without replicas: no bucket, no hook, and only their norm is taken.
 
-    The calls of a step. The host: `rebuild_buckets` where `is_due`, `new_step`; when it issues the last backward pass,
-    `marks`; then `issue` for each bucket. The stage's lane: `start`; around the last backward pass `begin_last` and
-    `flush`; then `measure`; and when the step has been decided `finish`, `unwritten`, `scale` and `close_step`.
+    The calls of a step. The host: `new_step`; when it issues the last backward pass, `marks`; then `issue` for each
+    bucket. The stage's lane: `start`; around the last backward pass `begin_last` and `flush`; then `measure`; and when
+    the step has been decided `finish`, `unwritten`, `scale` and `close_step`.
 
     `measure` says whether the norm is wanted.
     """
@@ -145,29 +145,6 @@ class StageGradients:
     def close_step(self) -> None:
         """After the step was applied or rolled back: backward passes until the next step are none of a step's."""
         self._step = None
-
-    # ------------------------------------------------------- where there are replicas
-
-    def is_due(self) -> bool:
-        """Whether the buckets must be rebuilt before the next step."""
-        return False
-
-    def rebuild_buckets(self) -> None:
-        """With all lanes idle: rebuild the buckets for the parameters that are trained now."""
-
-    def follow_trainable(self) -> None:
-        """Cut the buckets anew where parameters were frozen or thawed since the last step."""
-
-    def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
-        """Codec, bytes as it is and bytes sent of each parameter's gradient; empty where no codec is used."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with; a collective, with all lanes idle."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, where names fit; otherwise begin anew."""
 
     def close(self) -> None:
         """Remove all hooks. Gradients stay as they are."""

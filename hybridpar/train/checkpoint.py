@@ -21,7 +21,6 @@ dropped, a new worker's start from the seed, and on another number of workers wh
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -37,17 +36,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hybridpar.comm.world import World
-from hybridpar.errors import CheckpointError, RunDirectoryError, shortened
-from hybridpar.formats.file_reader import Unreadable, read_torch
-from hybridpar.formats.tensor_files import (
-    can_hold,
-    index_of,
-    read_tensors,
-    shard_name,
-    shards_of,
-    write_tensors,
+from hybridpar.errors import CheckpointError, RunDirectoryError
+from hybridpar.formats.checkpoint_files import (
+    CHECKPOINT_VERSION,
+    latest_checkpoint,
+    load_model_state,
+    read_manifest,
+    read_part,
+    reason_of,
+    resolve_checkpoint,
+    sha256_of,
+    usable,
 )
-from hybridpar.train.checkpoint_files import CHECKPOINT_VERSION, latest_checkpoint, read_manifest, resolve_checkpoint
+from hybridpar.formats.tensor_files import can_hold, index_of, shard_name, shards_of, write_tensors
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _write(file: Path, content: Any) -> str:
         with file.open("wb") as stream:  # of a file torch would not say why it cannot be written
             torch.save(content, stream)
     _sync(file)
-    return _sha256(file)
+    return sha256_of(file)
 
 
 def _publish(aside: Path, final: Path, facts: Mapping[str, Any], digests: dict[str, str]) -> None:
@@ -174,11 +175,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 @contextlib.contextmanager
 def _explained(final: Path, rank: int) -> Iterator[None]:
     """Inside, what goes wrong with files is one error, so that all workers can fail together and none waits."""
@@ -190,17 +186,10 @@ def _explained(final: Path, rank: int) -> Iterator[None]:
         if newest is not None:
             way_on = f"go on with --resume: {newest.name}, the last whole checkpoint, is untouched"
         raise RunDirectoryError(
-            f"cannot write the checkpoint {final}: worker {rank}: {_reason(error)}",
+            f"cannot write the checkpoint {final}: worker {rank}: {reason_of(error)}",
             "A checkpoint needs about three times the model's size on a disk that all workers can write.",
             f"Free space or fix permissions, then {way_on}.",
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """What the system says, which torch has in the context of its own error."""
-    causes = (error, error.__cause__, error.__context__)
-    system = next((cause for cause in causes if isinstance(cause, OSError) and cause.strerror), None)
-    return str(error).partition("\n")[0] if system is None else str(system.strerror)
 
 
 # ---------------------------------------------------------------------------------------------------------------- load
@@ -222,28 +211,15 @@ def load_checkpoint(
     training: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     for name in sorted(name for name in digests if name.startswith("training-")):
-        part = _read(path, digests, name)
+        part = read_part(path, digests, name)
         with usable(path):
             _add_optimizer(optimizer, part.pop("optimizer", {}), stepped)
         training = part | training
     if optimizer:
         training["optimizer"] = optimizer
     name = f"rank-{rank}.pt"
-    local = _read(path, digests, name) if name in digests else None
+    local = read_part(path, digests, name) if name in digests else None
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
-
-
-def load_model_state(path: Path, *, average: bool = False, held: Collection[str] | None = None) -> dict[str, Any]:
-    """Read the weights of a checkpoint, or those that are `held`, and nothing else of it."""
-    digests, stem = read_manifest(path)["files"], "model_ema" if average else "model"
-    state: dict[str, Any] = {}
-    for name in shards_of(stem, digests):
-        with _checked(path, digests, name) as file:
-            state |= read_tensors(file, held)
-    for name in sorted(digests, reverse=True):  # worker 0, the last one here, has all extra states
-        if name.startswith("extra-"):
-            state |= _read(path, digests, name).get(stem, {})
-    return state
 
 
 def _add_optimizer(optimizer: dict[str, Any], part: Mapping[str, Any], stepped: Collection[str] | None) -> None:
@@ -256,34 +232,6 @@ def _add_optimizer(optimizer: dict[str, Any], part: Mapping[str, Any], stepped: 
     for name, values in part["state"].items():
         if stepped is None or name in stepped:
             state[name] = {key: item.clone() if isinstance(item, Tensor) else item for key, item in values.items()}
-
-
-def _read(path: Path, digests: Mapping[str, str], name: str) -> dict[str, Any]:
-    with _checked(path, digests, name) as file:
-        return read_torch(file)
-
-
-@contextlib.contextmanager
-def _checked(path: Path, digests: Mapping[str, str], name: str) -> Iterator[Path]:
-    """A file of a checkpoint whose content is what the manifest says; inside, what is wrong with it is one error."""
-    with usable(path / name):
-        if _sha256(path / name) != digests[name]:
-            raise Unreadable("its content is not what the manifest says")
-        yield path / name
-
-
-@contextlib.contextmanager
-def usable(path: Path) -> Iterator[None]:
-    """Inside, what is wrong with a checkpoint, or a file of one, or is not what was expected in it, is one error."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-        kind = "" if isinstance(error, (OSError, Unreadable)) else f"{type(error).__name__} "
-        raise CheckpointError(
-            f"{shortened(path)} is damaged, or does not hold what is needed here: {kind}{shortened(_reason(error))}",
-            "Every file of a checkpoint must have the SHA-256 that manifest.json records, and be of this version.",
-            "Resume from another checkpoint with --resume-from, or load its weights in a script.",
-        ) from error
 
 
 def require_model(path: Path, fingerprint: str) -> None:

@@ -25,6 +25,7 @@ from hybridpar.comm.world import GOOD_ORDER, World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import Automatic, OnPlateau
 from hybridpar.errors import SyncError, TrainingError, UsageError, first_line, refuse
+from hybridpar.formats.checkpoint_files import resolve_checkpoint, usable
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, model_fingerprint
 from hybridpar.models.build import article
@@ -42,8 +43,7 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.spec import check_rules
-from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint, usable
-from hybridpar.train.checkpoint_files import resolve_checkpoint
+from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint
 from hybridpar.train.engine import Engine, EngineParts
 from hybridpar.train.results import BadSteps, evaluate
 from hybridpar.train.results import Evaluation as Evaluation

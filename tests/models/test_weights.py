@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hybridpar.errors import UsageError
+from hybridpar.comm.world import World
+from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.models import build_model, load_weights
 from hybridpar.models.deferred import DeferredModel, is_deferred
+from hybridpar.train.checkpoint import CheckpointData, save_checkpoint
 from tests.small_nets import plain, wide
 
 
@@ -127,9 +129,26 @@ def test_files_that_cannot_be_used_are_one_error_each(tmp_path, source, capsys):
     (tmp_path / "cut.safetensors").write_bytes(b"\x10")
     (tmp_path / "empty").mkdir()
     for name in ("cut.pt", "code.pt", "numbers.pt", "cut.safetensors", "empty"):
-        with pytest.raises(UsageError, match=name):
+        with pytest.raises((UsageError, CheckpointError), match=name):
             load_weights(plain(), tmp_path / name)
     assert "run" not in capsys.readouterr().out
+
+
+def test_the_newest_checkpoint_of_a_run_is_read_as_its_manifest_says(tmp_path, source):
+    def save(step, state):
+        return save_checkpoint(tmp_path / "checkpoints", CheckpointData(step, "f" * 16, state, {}, None), World())
+
+    save(2, plain().state_dict())
+    newest = save(10, source)
+    newest = newest.rename(newest.with_name("step-10.replaced"))  # as a crash between two renames leaves it
+    model = plain()
+    load_weights(model, tmp_path)
+    assert equal(model, source)
+
+    file = newest / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(CheckpointError, match="its content is not what the manifest says"):
+        load_weights(plain(), tmp_path)
 
 
 def test_published_weights_of_torchvision_come_from_its_cache(tmp_path, monkeypatch):

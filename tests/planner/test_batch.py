@@ -70,7 +70,8 @@ def test_the_smallest_of_the_fast_batches_that_fit_is_chosen(seed: int) -> None:
     assert chosen.batch % parts == 0
     assert (chosen.batch // parts).bit_count() == 1
     largest = max(tried)
-    slow = len(tried) > 1 and tried[largest] < (1 + GAIN) * tried[largest // 2]
+    before = tried.get(largest // 4)
+    slow = before is not None and max(tried[largest], tried[largest // 2]) < (1 + GAIN) * before
     assert slow or 2 * largest > most or not need(2 * largest).fits
 
 

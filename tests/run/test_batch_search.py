@@ -10,11 +10,11 @@ import torch
 
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import UsageError
+from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.schedule import Leg, Pace, rate_factor
 from hybridpar.run import batch_search
 from hybridpar.run.batch_search import bounds, search_batch_size
-from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, saved_state, train, train_rank
 

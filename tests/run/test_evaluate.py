@@ -13,11 +13,11 @@ from PIL import Image
 
 from hybridpar.config.train import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
-from hybridpar.errors import UsageError
+from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.formats.checkpoint_files import latest_checkpoint
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
 from hybridpar.run.trained import find_trained, load_trained
-from hybridpar.train.checkpoint_files import latest_checkpoint
 from hybridpar.train.results import Evaluation
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, restored_modes, train, train_rank
@@ -73,6 +73,16 @@ def test_a_run_that_still_trains_is_tested_at_a_checkpoint_that_is_there(run_dir
     gone = dataclasses.replace(trained, checkpoint=run_dir / "checkpoints" / "step-1")  # deleted meanwhile
     found, _ = load_trained(gone, 10)
     assert found.checkpoint == latest_checkpoint(run_dir / "checkpoints")
+
+
+def test_a_damaged_checkpoint_does_not_give_way_to_another(run_dir, tmp_path):
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    trained = find_trained(str(run), TrainedOptions())
+    shutil.copytree(trained.checkpoint, trained.checkpoint.with_name("step-99"))
+    file = trained.checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(CheckpointError, match="its content is not what the manifest says"):
+        load_trained(trained, 10)
 
 
 def test_a_checkpoint_can_be_named_from_anywhere(run_dir, monkeypatch):

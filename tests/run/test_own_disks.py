@@ -11,8 +11,8 @@ import pytest
 
 from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError
+from hybridpar.formats.checkpoint_files import read_manifest
 from hybridpar.train.checkpoint import load_checkpoint
-from hybridpar.train.checkpoint_files import read_manifest
 from tests.ranks import RankError, run_ranks
 from tests.runs import assert_same_state, check_run, train, train_rank
 

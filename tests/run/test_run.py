@@ -15,11 +15,11 @@ import torch
 from hybridpar import Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
+from hybridpar.formats.checkpoint_files import latest_checkpoint, list_checkpoints
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.run import opening, served_trainer
 from hybridpar.run.part import Part
 from hybridpar.train.checkpoint import load_checkpoint
-from hybridpar.train.checkpoint_files import latest_checkpoint, list_checkpoints
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, saved_state, small_disk, train, train_rank
 from tests.small_nets import plain

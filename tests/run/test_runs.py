@@ -11,9 +11,9 @@ import pytest
 
 from hybridpar.cli import main
 from hybridpar.errors import UsageError
+from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.run.directory import RUN_FILE
 from hybridpar.run.runs import differing_options, find_runs, prunable, read_run, size_of
-from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.runs import train
 
 

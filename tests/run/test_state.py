@@ -14,12 +14,12 @@ from hybridpar import Evaluation, Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.config.train import Checkpoints, TrainedOptions
 from hybridpar.errors import UsageError
+from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import EpochRecord
 from hybridpar.run.state import RunningMean, RunState, best_epochs, why_over
 from hybridpar.run.trained import find_trained
 from hybridpar.train.checkpoint import load_checkpoint
-from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
 from tests.runs import check_run, train, train_rank
 

@@ -15,11 +15,11 @@ from hybridpar.comm.world import World
 from hybridpar.compress.policy import check_compression, read_policy
 from hybridpar.errors import HybridparError
 from hybridpar.lanes import Lanes
-from hybridpar.pipeline import local_stage
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.step import whole_options
 from hybridpar.run.wire_table import wire_format_lines
+from hybridpar.sync import compression
 from hybridpar.sync.compression import Decision
 from hybridpar.sync.compression_table import WireFormat, kind_of, layer_bytes
 from hybridpar.sync.options import SyncOptions
@@ -149,7 +149,7 @@ def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor]]:
     sync = SyncOptions(bucket_bytes=4096, codec="onebit")
     options = whole_options(world.size, sync=sync, capture=True)  # the host must not read decisions
     with Lanes(world.device) as lanes, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_stage, "Decision", Watched)
+        patch.setattr(compression, "Decision", Watched)
         engine = PipelineEngine(model, [WholeModel(model)], world, lanes, loss, lambda _: apply, options, 1)
         for step in range(3):
             doing = f"beginning of {step}"

@@ -18,6 +18,7 @@ from torch import nn
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError, RunDirectoryError
+from hybridpar.formats.checkpoint_files import list_checkpoints, prune_checkpoints
 from hybridpar.models.weights import read_weights as load_weights_of
 from hybridpar.train import checkpoint
 from hybridpar.train.checkpoint import (
@@ -25,7 +26,6 @@ from hybridpar.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from hybridpar.train.checkpoint_files import list_checkpoints, prune_checkpoints
 from tests.ranks import run_ranks
 from tests.runs import small_disk
 

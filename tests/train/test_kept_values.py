@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
+from hybridpar.formats.checkpoint_files import load_model_state
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.models.state_dicts import copy_of
 from hybridpar.optim.ema import ModelAverage
-from hybridpar.train.checkpoint import load_model_state
 from tests.ranks import run_ranks
 
 X, Y = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
+from hybridpar.formats.checkpoint_files import resolve_checkpoint
 from hybridpar.models import load_weights
 from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.train.checkpoint import load_checkpoint
-from hybridpar.train.checkpoint_files import resolve_checkpoint
 from tests.ranks import run_ranks
 
 

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
+from hybridpar.formats.checkpoint_files import load_model_state
 from hybridpar.models.deferred import DeferredModel
-from hybridpar.train.checkpoint import load_model_state
 from tests.ranks import run_ranks
 from tests.train.test_modes import part_in_evaluation
 from tests.train.training import plain_loop

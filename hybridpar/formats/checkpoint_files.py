@@ -1,16 +1,18 @@
-"""Finds and checks the checkpoints of a directory without importing torch."""
+"""Finds and checks the checkpoints of a directory, without importing torch, and reads weights from one, with it."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridpar.errors import CheckpointError
-from hybridpar.formats.file_reader import read_json
+from hybridpar.errors import CheckpointError, shortened
+from hybridpar.formats.file_reader import Unreadable, read_json, read_torch
+from hybridpar.formats.tensor_files import read_tensors, shards_of
 
 CHECKPOINT_VERSION = 4
 _WHOLE = re.compile(r"^step-(\d+)(\.replaced)?$")
@@ -101,3 +103,58 @@ def digest_of(checkpoint: Path | None) -> str:
         return "" if checkpoint is None else hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
     except OSError:
         return ""
+
+
+def load_model_state(path: Path, *, average: bool = False, held: Collection[str] | None = None) -> dict[str, Any]:
+    """Read the weights of a checkpoint, or those that are `held`, and nothing else of it."""
+    digests, stem = read_manifest(path)["files"], "model_ema" if average else "model"
+    state: dict[str, Any] = {}
+    for name in shards_of(stem, digests):
+        with _checked(path, digests, name) as file:
+            state |= read_tensors(file, held)
+    for name in sorted(digests, reverse=True):  # worker 0, the last one here, has all extra states
+        if name.startswith("extra-"):
+            state |= read_part(path, digests, name).get(stem, {})
+    return state
+
+
+def read_part(path: Path, digests: Mapping[str, str], name: str) -> dict[str, Any]:
+    """A file of a checkpoint that torch.save wrote."""
+    with _checked(path, digests, name) as file:
+        return read_torch(file)
+
+
+@contextlib.contextmanager
+def _checked(path: Path, digests: Mapping[str, str], name: str) -> Iterator[Path]:
+    """A file of a checkpoint whose content is what the manifest says; inside, what is wrong with it is one error."""
+    with usable(path / name):
+        if sha256_of(path / name) != digests[name]:
+            raise Unreadable("its content is not what the manifest says")
+        yield path / name
+
+
+@contextlib.contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Inside, what is wrong with a checkpoint, or a file of one, or is not what was expected in it, is one error."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        kind = "" if isinstance(error, (OSError, Unreadable)) else f"{type(error).__name__} "
+        raise CheckpointError(
+            f"{shortened(path)} is damaged, or does not hold what is needed here: {kind}{shortened(reason_of(error))}",
+            "Every file of a checkpoint must have the SHA-256 that manifest.json records, and be of this version.",
+            "Resume from another checkpoint with --resume-from, or load its weights in a script.",
+        ) from error
+
+
+def sha256_of(file: Path) -> str:
+    """The hash that a manifest records of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def reason_of(error: BaseException) -> str:
+    """What the system says, which torch has in the context of its own error."""
+    causes = (error, error.__cause__, error.__context__)
+    system = next((cause for cause in causes if isinstance(cause, OSError) and cause.strerror), None)
+    return str(error).partition("\n")[0] if system is None else str(system.strerror)
