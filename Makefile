@@ -73,7 +73,7 @@ docs: $(DOCS_READY) ## Build the site of docs/ in build/site; fails on a warning
 	$(BIN)/python -m mkdocs build --strict
 
 images: $(READY) ## Make docs/images again: the demo, and figures from committed rows and real runs
-	$(BIN)/python docs/make_images.py "make demo" $(BIN)/hybridpar train $(DEMO_ARGS)
+	$(BIN)/python docs/make_images.py "make demo" $(MAKE) --silent --no-print-directory demo
 	$(BIN)/python docs/draw_figures.py
 
 clean: ## Remove what was built; runs/ and data/ stay

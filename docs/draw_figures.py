@@ -1,8 +1,10 @@
-"""Draws the figures of the documents as SVG: time over link speed, the partition of a ResNet, and a step's timeline.
+"""Draws the figures of the documents as SVG: time over link speed, tiles of kernels, the partition of a ResNet, and a
+step's timeline.
 
-    python docs/draw_figures.py
+    python docs/draw_figures.py             all of them
+    python docs/draw_figures.py timeline    one
 
-The first is drawn from committed rows of `benchmarks/sync`. For the others a model is cut and trained here, for half a
+The first two are drawn from committed rows and records. For the others a model is cut and trained here, for half a
 minute.
 """
 
@@ -16,20 +18,21 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torchvision.models import resnet18
+from matplotlib.patches import Patch, Rectangle
 
-from hybridpar.partition import partition_model
+from hybridpar.tvm_kernels.cuda_space import bank_conflicts, lane_addresses
+from hybridpar.tvm_kernels.schedules import cpu_gather, cuda, geometry
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-#: Colours of forward passes, backward passes, and sums of gradients in a timeline.
-KINDS = {"F": "#4c72b0", "B": "#55a868", "sync": "#dd8452"}
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3")
+BLUE, ORANGE, GREEN, PURPLE = COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3")
+GREY, LIGHT = "#999999", "#dbe4f0"
 
 #: Methods of `links.csv`, and what they are called here.
 METHODS = {
@@ -42,15 +45,26 @@ LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "loopback": "one machine"
 #: The run that README's table is from.
 DAY, DEVICE = "2026-11-24T19", "AMD EPYC, 2 cores"
 
+#: A layer of MobileNetV2, and the CPU whose record of it is drawn.
+LAYER, CPU = ConvShape.parse("64x144x56x56 k3x3 s1x1 p1x1 d1x1"), "AMD EPYC 25fc08b1"
+#: Columns and virtual threads of a thread, of 32 side by side: the same tile with and without bank conflicts.
+SPLITS = ((2, 1), (1, 2))
+SPLIT_LAYER = ConvShape.parse("1x8x64x256 k3x3 s1x1 p1x1 d1x1")
+#: Threads that are drawn of these 32.
+DRAWN = 8
+
+#: What is drawn of a timeline: forward and backward passes, sums of gradients, and the optimizer's step.
+KINDS = {"F": ("forward", BLUE), "B": ("backward", GREEN), "s": ("sum of gradients", ORANGE), "o": ("optimizer", GREY)}
+TIMELINE_STEP = 5
+
 
 @contextmanager
-def figure(name: str, width: float, height: float) -> Iterator[Axes]:
-    """Axes to draw on, saved as `docs/images/NAME.svg`, equal for equal numbers."""
-    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}):
+def figure(name: str, width: float, height: float) -> Iterator[Figure]:
+    """A figure that is saved as `docs/images/NAME.svg`, equal for equal numbers."""
+    style = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
+    with mpl.rc_context(style | {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9}):
         drawn = Figure(figsize=(width, height), layout="constrained")
-        axes = drawn.add_subplot()
-        axes.spines[["top", "right"]].set_visible(False)
-        yield axes
+        yield drawn
         drawn.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
 
 
@@ -59,23 +73,116 @@ def link_speed() -> None:
     with (ROOT / "benchmarks/sync/results/links.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["date"].startswith(DAY) and row["device"] == DEVICE]
     times = {(row["method"], row["link"]): float(row["median_ms"]) for row in rows if row["ranks"] == "2"}
-    with figure("link-speed", 6.4, 3.2) as axes:
+    with figure("link-speed", 6.4, 3.2) as drawn:
+        axes = drawn.add_subplot()
         for colour, (method, label) in zip(COLOURS, METHODS.items(), strict=True):
             values = [times[method, link] for link in LINKS]
             style = ":" if method == "none" else "-"
             axes.plot(list(LINKS.values()), values, style, marker="o", color=colour, label=label)
             shift, side = {"ddp": ((-6, 2), "right"), "ddp-psgd4": ((0, 5), "center")}.get(method, ((0, -12), "center"))
-            for place, value in enumerate(values):
-                axes.annotate(f"{value:,.0f}", (place, value), shift, textcoords="offset points", ha=side)
+            for index, value in enumerate(values):
+                axes.annotate(f"{value:,.0f}", (index, value), shift, textcoords="offset points", ha=side)
         axes.set(yscale="log", ylim=(30, 8000), ylabel="ms a step", xlabel="link between two workers")
         axes.legend(frameon=False)
 
 
+def tiling() -> None:
+    """The two levels of tiles of a depthwise convolution on a GPU and a CPU, and what virtual threads do to banks."""
+    with figure("tiling", 8.0, 5.6) as drawn:
+        above, below = drawn.subfigures(2, 1, height_ratios=(3.5, 1))
+        block, strip = above.subplots(1, 2)
+        draw_block(block)
+        draw_strip(strip)
+        draw_banks(below.add_subplot())
+        for axes in (block, strip):
+            axes.set(xlim=(-2, LAYER.out_width + 1), ylim=(LAYER.out_height + 1, -2), aspect="equal")
+            axes.set(xlabel="columns of an image", ylabel="rows")
+
+
+def draw_box(axes: Axes, rows: range, columns: range, colour: str = "none", edge: str = GREY, line: str = "-") -> None:
+    """A tile of an image."""
+    at, size = (columns.start, rows.start), (len(columns), len(rows))
+    axes.add_patch(Rectangle(at, *size, facecolor=colour, edgecolor=edge, linestyle=line, linewidth=0.8))
+
+
+def draw_block(axes: Axes) -> None:
+    """A GPU's blocks of threads, and what a thread of the first one computes."""
+    tile = cuda.Tile(**cuda.default(LAYER, Direction.FORWARD, Layout.CONTIGUOUS))
+    sizes = cuda.Tiling(LAYER, Direction.FORWARD, Layout.CONTIGUOUS, "float32", tile)
+    (tall, wide), (high, across), (top, left) = sizes.block, sizes.shared, sizes.first
+    for row in range(0, LAYER.out_height, tall):
+        for column in range(0, LAYER.out_width, wide):
+            here = range(column, min(column + wide, LAYER.out_width))
+            draw_box(axes, range(row, row + tall), here, "none" if row or column else LIGHT)
+    draw_box(axes, range(top, top + high), range(left, left + across), edge="black", line="--")
+    thread_y, thread_x, step = 1, 2, tile.threads_x * tile.columns
+    for begin in range(thread_x * tile.columns, wide, step):
+        rows = range(thread_y * tile.rows, (thread_y + 1) * tile.rows)
+        draw_box(axes, rows, range(begin, begin + tile.columns), ORANGE, ORANGE)
+    axes.set_title(
+        f"GPU. Blue: {tall} x {wide} results of a block; dashed:\n"
+        f"its {high} x {across} inputs in shared memory.\n"
+        f"Orange: a thread of {tile.threads_y} x {tile.threads_x}, as {tile.virtual} virtual\n"
+        f"threads of {tile.rows} x {tile.columns} results in registers",
+        loc="left",
+    )
+
+
+def draw_strip(axes: Axes) -> None:
+    """A CPU's strips, and the tiles of the second one."""
+    lines = (ROOT / "hybridpar/tvm_kernels/kernels.jsonl").read_text(encoding="utf-8").splitlines()
+    wanted = {"shape": LAYER.text, "device": CPU, "direction": "forward", "threads": 1, "layout": "channels_last"}
+    record = next(record for record in map(json.loads, lines) if wanted.items() <= record.items())
+    tile = cpu_gather.Tile(**record["parameters"])
+    for row in range(0, LAYER.out_height, tile.strip):
+        draw_box(axes, range(row, row + tile.strip), range(LAYER.out_width), LIGHT if row == tile.strip else "none")
+    for row in range(tile.strip, 2 * tile.strip, tile.tile_rows):
+        for span in geometry.spans(geometry.axis(LAYER, Direction.FORWARD, 1), tile.tile_columns):
+            for begin in range(span.start, span.start + span.count * span.width, span.width):
+                is_first = row == tile.strip and begin == 0
+                columns = range(begin, begin + span.width)
+                draw_box(axes, range(row, row + tile.tile_rows), columns, ORANGE if is_first else "none", "white")
+    axes.set_title(
+        f"CPU. Blue: a strip of {tile.strip} rows,\n"
+        f"done before the next one.\n"
+        f"Orange: a tile of {tile.tile_rows} x {tile.tile_columns} results\n"
+        f"of {tile.lanes} channels in registers",
+        loc="left",
+    )
+
+
+def draw_banks(axes: Axes) -> None:
+    """Which threads compute which columns of a block, and which banks of shared memory they read at once."""
+    labels = []
+    for at, (columns, virtual) in enumerate(SPLITS):
+        tile = cuda.Tile(1, 1, 32, 8, virtual, columns, 2, 0)
+        sizes = cuda.Tiling(SPLIT_LAYER, Direction.FORWARD, Layout.CONTIGUOUS, "float32", tile)
+        draw_box(axes, range(2 * at, 2 * at + 1), range(sizes.block[1]), "#eeeeee", "none")
+        for column in range(sizes.block[1]):
+            if (thread := column // columns % tile.threads_x) < DRAWN:
+                draw_box(axes, range(2 * at, 2 * at + 1), range(column, column + 1), LIGHT, "white")
+                axes.text(column + 0.5, 2 * at + 0.5, str(thread), ha="center", va="center", fontsize=7)
+        banks = ", ".join(str(address // 4 % 32) for address in lane_addresses(sizes)[:4])
+        accesses = round(bank_conflicts(sizes))
+        labels.append(
+            f"columns={columns}, virtual={virtual}\nbanks {banks}, ...: {accesses} access{'es' if accesses > 1 else ''}"
+        )
+    axes.set_yticks([2 * at + 0.5 for at in range(len(SPLITS))], labels)
+    axes.set(xlim=(0, 64), ylim=(2 * len(SPLITS) - 1, 0))
+    axes.set_xlabel(f"columns of a block, and which of 32 threads computes them; threads 0 to {DRAWN - 1} are drawn")
+
+
 def partition() -> None:
     """Which units of ResNet-18 are in which of four stages, and how long they take."""
+    import torch
+    from torchvision.models import resnet18
+
+    from hybridpar.partition import partition_model
+
     made = partition_model(resnet18(num_classes=10), torch.randn(8, 3, 64, 64), stages=4, passes=3)
     times = {unit.name: unit.ms for unit in made.graph.units}
-    with figure("partition", 7.2, 2.4) as axes:
+    with figure("partition", 7.2, 2.4) as drawn:
+        axes = drawn.add_subplot()
         begin = 0
         for index, stage in enumerate(made.plan.partition.stages):
             bars = [times[name] for name in stage.units]
@@ -87,49 +194,56 @@ def partition() -> None:
 
 
 def timeline() -> None:
-    """The fifth step of a pipeline of two stages in two replicas, whose gradients travel while it computes."""
+    """A step of a pipeline of two stages in two replicas, whose gradients travel while it computes."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         options = "--data synthetic --image-size 64 --batch-size 32 --steps 8 --plan none --checkpoints never"
         layout = "--nproc 4 --stages 2 --replicas 2 --micro-batches 4 --schedule 1f1b"
         command = [sys.executable, "-m", "hybridpar", "train", "resnet18", *options.split(), *layout.split()]
         subprocess.run([*command, "--run-dir", f"{folder}/run", "--timeline", str(trace)], check=True, cwd=ROOT)
-        events = json.loads(trace.read_text())["traceEvents"]
-    step = next(event for event in events if event["name"] == "step 5")
+        draw_timeline(json.loads(trace.read_text())["traceEvents"])
+
+
+def draw_timeline(events: list[dict[str, Any]]) -> None:
+    """One step of a recorded timeline: a row for each worker's passes, and one for its sums of gradients."""
+    step = next(event for event in events if event["name"] == f"step {TIMELINE_STEP}")
     begin, length = step["ts"] / 1e3, step["dur"] / 1e3
     lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     workers = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    workers = {pid: name for pid, name in workers.items() if not name.startswith("predicted")}
-    rows = [lane for lane in sorted(lanes) if lane[0] in workers and lanes[lane].startswith(("compute", "sync"))]
-    with figure("timeline", 8.0, 3.2) as axes:
+    rows = [
+        lane
+        for lane in sorted(lanes)
+        if lanes[lane].startswith(("compute", "sync")) and not workers[lane[0]].startswith("predicted")
+    ]
+    with figure("timeline", 8.0, 0.3 * len(rows) + 1.0) as drawn:
+        axes = drawn.add_subplot()
         for event in events:
             row = (event["pid"], event["tid"])
-            if row not in rows or event["ph"] != "X" or event["args"].get("step") != 5:
+            if row not in rows or event["ph"] != "X" or event["args"].get("step") != TIMELINE_STEP:
                 continue
-            kind = event["name"][0] if event["cat"] == "compute" and event["name"][0] in "FB" else event["cat"]
-            at, height = rows.index(row), 0.8
+            kind, at, height = event["name"][0], rows.index(row), 0.8
+            start, taken = event["ts"] / 1e3 - begin, event["dur"] / 1e3
             axes.broken_barh(
-                [(event["ts"] / 1e3 - begin, event["dur"] / 1e3)],
-                (at - height / 2, height),
-                color=KINDS.get(kind, "#999999"),
-                edgecolor="white",
-                linewidth=0.5,
+                [(start, taken)], (at - height / 2, height), color=KINDS[kind][1], edgecolor="white", linewidth=0.5
             )
-            if kind in "FB" and event["dur"] / 1e3 > length / 30:
-                middle = (event["ts"] + event["dur"] / 2) / 1e3 - begin
-                axes.text(middle, at, event["name"].split()[0], ha="center", va="center", color="white", fontsize=7)
-        labels = [f"{workers[pid]}, {lanes[pid, tid].split()[0]}" for pid, tid in rows]
-        axes.set_yticks(range(len(rows)), labels)
+            if kind in "FB" and taken > length / 30:
+                name = event["name"].split()[0]
+                axes.text(start + taken / 2, at, name, ha="center", va="center", color="white", fontsize=7)
+        axes.set_yticks(range(len(rows)), [f"{workers[pid]}, {lanes[pid, tid].split()[0]}" for pid, tid in rows])
         axes.invert_yaxis()
         axes.set(xlim=(0, length), xlabel="ms since the step began")
+        handles = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
+        drawn.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+
+
+FIGURES = {"link-speed": link_speed, "tiling": tiling, "partition": partition, "timeline": timeline}
 
 
 def main() -> None:
-    """Draw all of them."""
+    """Draw the figures that are named, or all."""
     IMAGES.mkdir(exist_ok=True)
-    link_speed()
-    partition()
-    timeline()
+    for name in sys.argv[1:] or FIGURES:
+        FIGURES[name]()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     make images
 
-runs `make demo`'s command on a terminal of its own, reads what it prints as a terminal would, and draws the last screen
+runs `make demo` on a terminal of its own, reads what it prints as a terminal would, and draws the last screen
 as `docs/images/demo.png`.
 """
 

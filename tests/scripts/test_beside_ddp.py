@@ -25,12 +25,20 @@ def run_directory(tmp_path: Path) -> Path:
 )
 def test_whichever_is_faster_is_said(run_directory, baseline_ms, said):
     line = beside_ddp.compared(beside_ddp.read_run(run_directory), baseline_ms)
-    baseline = f"{baseline_ms:.0f} ms under DistributedDataParallel"
-    assert line == f"a step of resnet18 on 2 workers: 20 ms in this run, {baseline} ({said})"
+    baseline = f"under DistributedDataParallel {baseline_ms:.0f} ms"
+    assert line == f"a step: 20 ms, {baseline}: this run is {said}"
+
+
+@pytest.mark.parametrize(("step_ms", "steps"), [(21.0, 20), (301.0, 10), (9001.0, 5)])
+def test_a_slow_machine_times_fewer_steps(run_directory, step_ms, steps):
+    path = run_directory / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step_ms_median": step_ms}))
+    assert beside_ddp.read_run(run_directory)["timed"] == steps
 
 
 def test_the_net_of_the_run_is_trained_on_as_many_workers(run_directory, monkeypatch, capfd):
-    monkeypatch.setattr(beside_ddp, "WARM_UP", 1)
+    monkeypatch.setattr(beside_ddp, "WARM_UP", 0)
+    monkeypatch.setattr(beside_ddp, "MOST_TIMED", 5)
     monkeypatch.setattr(sys, "argv", ["beside_ddp.py", str(run_directory)])
     beside_ddp.main()
-    assert capfd.readouterr().out.startswith("a step of resnet18 on 2 workers: 20 ms in this run, ")
+    assert capfd.readouterr().out.startswith("a step: 20 ms, under DistributedDataParallel ")
