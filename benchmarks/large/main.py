@@ -24,8 +24,8 @@ from benchmarks.rig.launch import measure_in_ranks, run_command
 from benchmarks.rig.network import Network
 from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig
+from hybridpar.formats.checkpoint_files import load_model_state
 from hybridpar.models.deferred import DeferredModel, imagined, places
-from hybridpar.train.checkpoint import load_model_state
 from hybridpar.train.trainer import Trainer
 
 #: Width and number of its square layers: 255 MB in each.
