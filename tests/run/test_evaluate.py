@@ -79,8 +79,9 @@ def test_a_damaged_checkpoint_does_not_give_way_to_another(run_dir, tmp_path):
     run = shutil.copytree(run_dir, tmp_path / "run")
     trained = find_trained(str(run), TrainedOptions())
     shutil.copytree(trained.checkpoint, trained.checkpoint.with_name("step-99"))
-    file = trained.checkpoint / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
+    for file in trained.checkpoint.glob("*.safetensors"):
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="its content is not what the manifest says"):
         load_trained(trained, 10)
 
