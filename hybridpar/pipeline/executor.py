@@ -284,7 +284,7 @@ class Executor:
     def _rebuild_buckets(self) -> None:
         """Rebuild buckets if needed; the lanes must be idle for that."""
         reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
-        if any(reducer.is_due() for reducer in reducers):
+        if reducers and any(reducer.is_due() for reducer in reducers):
             self.wait()
             for reducer in reducers:
                 reducer.rebuild_buckets()
