@@ -77,7 +77,7 @@ def find_plan(
             outcomes[outcome.candidate] = outcome
         if not outcomes:
             raise _nothing_left(space)
-        if any(outcome.fits for outcome in outcomes.values()):
+        if all(outcome.fits for outcome in outcomes.values()):
             break
     fitting = [outcome for outcome in outcomes.values() if outcome.fits]
     if not fitting:
