@@ -97,7 +97,8 @@ class RandomCrop:
             image.draft(None, (full[0] // divisor, full[1] // divisor))  # nothing where it is decoded, or no JPEG
             across, down = image.size[0] / full[0], image.size[1] / full[1]
             low = math.floor(left * across), math.floor(top * down)
-            box = (*low, math.ceil((left + width) * across), math.ceil((top + height) * down))
+            high = math.ceil((left + width) * across), math.ceil((top + height) * down)
+            box = (*low, *map(min, high, image.size))  # the products may round to just above the size
         mode = self.interpolation
         if mode == "random":
             mode = ("bilinear", "bicubic")[int(torch.randint(2, ()))]
