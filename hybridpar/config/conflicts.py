@@ -69,7 +69,6 @@ CONFLICTS: tuple[Row, ...] = (
     ("batch auto", ("select_batch",), "Both choose the batch."),
     ("shares auto", ("select_batch",), "Both change batches by trials."),
     ("weights", ("resume_from",), "Both say where to start."),
-    ("overwrite", ("resume",), "--resume goes on with the run in the run directory; --overwrite deletes that run."),
     ("resume_from", ("resume",), "--resume goes on with the run in the run directory; --resume-from starts a new one."),
     ("cuda_graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
     ("cuda_graph", ("shares auto", "timeline"), "A graph is of one size, and runs as a whole."),

@@ -35,7 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no share": {"shares": "0,1"},
     "not sgd": {"optimizer": "adamw"},
     "outer": {"sync": "outer:4"},
-    "overwrite": {"overwrite": True},
     "placed": {"stages": 2, "placement": "0,1;2,3"},
     "plan file": {"plan": Path("plan.json")},
     "plateau": {"lr_schedule": "plateau"},
