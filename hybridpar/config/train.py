@@ -339,7 +339,7 @@ class TrainConfig(
         )
         self.check_conflicts()
         self.check_gradients()
-        if self.layout is not None:
+        if self.layout is not None and not self.layout.is_equal:
             self.check_unequal()
         # With hosts, `nproc` is the workers of each.
         nproc = self.nproc if getattr(self, "hosts", None) is None else None

@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no share": {"shares": "0,1"},
     "not sgd": {"optimizer": "adamw"},
     "outer": {"sync": "outer:4"},
-    "placed": {"stages": 2, "placement": "0,1;2,3"},
+    "placed": {"stages": 2, "placement": "0,0;1,2"},
     "plan file": {"plan": Path("plan.json")},
     "plateau": {"lr_schedule": "plateau"},
     "profile": {"profile": True},
