@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World, default_device
 from hybridpar.config import TrainConfig
-from hybridpar.data import ImageData, TestBatches, load_dataset
+from hybridpar.data import ImageData, load_dataset
 from hybridpar.data.file_sets import named_images
 from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import check, shortened
@@ -30,6 +30,7 @@ from hybridpar.models.outputs import OutputLoss, main_output
 from hybridpar.observe.progress import progress_bar
 from hybridpar.observe.results import TestResult
 from hybridpar.optim.losses import make_loss
+from hybridpar.run.data import batches_to_test
 from hybridpar.run.directory import before_the_start
 from hybridpar.run.trained import Trained, build_trained, image_facts, images_of_model, load_trained
 from hybridpar.run.worker import tune_worker
@@ -57,15 +58,7 @@ def evaluate_trained(trained: Trained) -> TestResult | None:
         model.to(world.device).requires_grad_(False)
         if world.size > 1:
             broadcast_state(model, 0, world)
-        batches = TestBatches(
-            data,
-            batch_size=max(2, config.samples_per_step // world.size),
-            rank=world.rank,
-            workers=world.size,
-            loader_workers=config.loader_workers,
-            device=world.device,
-            channels_last=config.uses_channels_last,
-        )
+        batches = batches_to_test(data, config, world.device, world.rank, world.size)
         loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixing.is_on))
         noted: list[dict[str, Tensor]] = []
         with (
@@ -166,30 +159,22 @@ class Predictor:
     """A trained model that classifies image files, on a GPU where there is one."""
 
     def __init__(self, trained: Trained, image_size: int | None = None) -> None:
+        self._config, self._device = trained.config, default_device()
         with before_the_start():
             self.facts: ImageFacts = image_facts(trained, image_size)
-            self._config = trained.config
-            classes, channels_last = len(self.facts.class_names), self._config.uses_channels_last
-            model = load_trained(trained, classes, channels_last=channels_last)
-        self._device = default_device()
+            classes = len(self.facts.class_names)
+            model = load_trained(trained, classes, channels_last=self._config.uses_channels_last)
         # Autocast keeps a copy in its precision of each parameter that requires a gradient.
         self._model = model.to(self._device).requires_grad_(False)
 
     def __call__(self, files: Sequence[Path], top: int = 1) -> Iterator[list[Prediction]]:
         """Classify files. Those that cannot be read are left out, with a warning."""
-        workers = self._config.loader_workers
-        batches = TestBatches(
-            named_images(files, self.facts, self._config),
-            batch_size=self._config.samples_per_step,
-            rank=0,
-            workers=1,
-            loader_workers=0 if workers is None and len(files) < _FEW else workers,
-            device=self._device,
-            channels_last=self._config.uses_channels_last,
-        )
-        names, several = self.facts.class_names, self.facts.multi_label or self._config.loss == "bce"
-        for images, numbers in batches:
-            with torch.inference_mode(), autocast(self._config.amp, self._device):
+        config, names = self._config, self.facts.class_names
+        if config.loader_workers is None and len(files) < _FEW:
+            config = replace(config, loader_workers=0)
+        several = self.facts.multi_label or config.loss == "bce"
+        for images, numbers in batches_to_test(named_images(files, self.facts, config), config, self._device):
+            with torch.inference_mode(), autocast(config.amp, self._device):
                 scores = main_output(self._model(images))
             best = _probabilities(scores, several).topk(min(top, len(names)))
             rows = zip(numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)

@@ -20,6 +20,7 @@ from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.report import print_report
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary, step_without_data_ms, summarize, write_summary
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import ResolvedPlan, StepFigures, SyncRule
@@ -177,8 +178,6 @@ def close_run(run: Run) -> None:
     of_parts = [part.summary(run) for part in run.parts]
     if not world.is_main:
         return
-    from hybridpar.observe.report import print_report
-
     directory, info = run.folder.directory, run.info
     summary = summarize(
         info,
@@ -231,15 +230,10 @@ def _compare(run: Run, summary: dict[str, Any]) -> list[str]:
 
 def say_finished(run: Run) -> int:
     """Show the result that a finished run has; what it left behind stays as it is."""
-    if run.world.is_main and (result := read_summary(run.folder.directory)) is not None:
-        longer = "--steps" if run.config.steps is not None else "--epochs"
-        done = f"has done all of its {run.total:,} steps"
-        if result["steps"] < run.total:
-            longer, done = "stop= of --checkpoints", str(run.over)
-        run.progress.message(
-            f"nothing left to train: the run in {run.folder.directory} {done}; a larger {longer} goes on"
-        )
-        from hybridpar.observe.report import print_report
-
-        print_report(result, [run.folder.directory / SUMMARY_FILE, run.folder.checkpoints])
+    directory, result = run.folder.directory, read_summary(run.folder.directory)
+    if run.world.is_main and result is not None:
+        done = f"has done all of its {run.total:,} steps" if result["steps"] >= run.total else str(run.over)
+        run.progress.message(f"nothing left to train: the run in {directory} {done}")
+        run.progress.message("a larger --epochs, --steps or stop= of --checkpoints goes on")
+        print_report(result, [directory / SUMMARY_FILE, run.folder.checkpoints])
     return 0
