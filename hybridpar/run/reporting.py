@@ -21,7 +21,7 @@ from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.report import print_report
-from hybridpar.observe.summary import SUMMARY_FILE, read_summary, step_without_data_ms, summarize, write_summary
+from hybridpar.observe.summary import step_without_data_ms, summarize, write_summary
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import ResolvedPlan, StepFigures, SyncRule
 from hybridpar.run.directory import plain_options
@@ -226,14 +226,3 @@ def _compare(run: Run, summary: dict[str, Any]) -> list[str]:
     warnings = prediction_warnings(run.plan, measured, machine_load())
     summary["prediction_warning"] = "; ".join(warnings) or None
     return warnings
-
-
-def say_finished(run: Run) -> int:
-    """Show the result that a finished run has; what it left behind stays as it is."""
-    directory, result = run.folder.directory, read_summary(run.folder.directory)
-    if run.world.is_main and result is not None:
-        done = f"has done all of its {run.total:,} steps" if result["steps"] >= run.total else str(run.over)
-        run.progress.message(f"nothing left to train: the run in {directory} {done}")
-        run.progress.message("a larger --epochs, --steps or stop= of --checkpoints goes on")
-        print_report(result, [directory / SUMMARY_FILE, run.folder.checkpoints])
-    return 0
