@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,54 +144,45 @@ def open_model(
 
         imagined = partial(configured_model, config, name, data.classes)
         world.on_all(lambda: require_room(imagined, config, world.device, world.size))
-    torch.manual_seed(config.seed)
     with world.patient():  # others may be loading data still
-        seen = all(world.gather(config.weights is None or _is_there(config.weights)))
-    deferred, note = world.on_all(lambda: _make_deferred(config, name, data, world, seen))
-    if deferred is not None:
-        return deferred, note
-    torch.manual_seed(config.seed)
+        weights = config.weights
+        seen = all(world.gather(weights is None or (is_file(weights) and Path(weights).exists())))
 
-    def build() -> nn.Module:
-        model = configured_model(config, name, data.classes)
-        _prepare(model, config, name, data, world.device)
-        return model
+    def build() -> tuple[nn.Module | DeferredModel, str | None]:
+        torch.manual_seed(config.seed)
+        note, made = None, partial(configured_model, config, name, data.classes)
+        model: nn.Module | DeferredModel | None = None
+        if world.size > 1 and config.is_staged and not config.needs_whole:
+            model, note = _deferred(made, seen, config)
+        torch.manual_seed(config.seed)
+        model = model or made()
+        whole = model.module if isinstance(model, DeferredModel) else model
+        freeze(whole, config.freeze)
+        if config.batch_norm == "frozen":
+            freeze_batch_norm(whole)
+        require_trained(whole, name)
+        check_outputs(whole, name, data.classes, data.sample_shape, config, world.device)
+        return model, note
 
-    return world.on_all(build), note
+    return world.on_all(build)
 
 
-def _is_there(weights: str) -> bool:
-    """Whether weights are a file that this worker can read."""
-    return is_file(weights) and Path(weights).exists()
-
-
-def _make_deferred(
-    config: TrainConfig, name: str, data: ImageData, world: World, seen: bool
+def _deferred(
+    make: Callable[[], nn.Module], seen: bool, config: TrainConfig
 ) -> tuple[DeferredModel | None, str | None]:
     """The model of a run in a pipeline over several workers, each of which is to hold its own stages only.
 
     `seen` says whether all workers can read the weights that the run starts from.
     """
-    if world.size == 1 or not config.is_staged or config.needs_whole:
-        return None, None
     try:
-        deferred = DeferredModel(lambda: configured_model(config, name, data.classes))
+        deferred = DeferredModel(make)
     except UsageError as error:
         return None, f"memory   every worker holds the whole model: {error.what}"
     if deferred.nbytes <= MEASURED_BYTES:
         return None, None
     if not seen:
         return None, f"memory   every worker holds the whole model: --weights {config.weights} is no file that all see"
-    _prepare(deferred.module, config, name, data, world.device)
     return deferred, None
-
-
-def _prepare(model: nn.Module, config: TrainConfig, name: str, data: ImageData, device: torch.device) -> None:
-    freeze(model, config.freeze)
-    if config.batch_norm == "frozen":
-        freeze_batch_norm(model)
-    require_trained(model, name)
-    check_outputs(model, name, data.classes, data.sample_shape, config, device)
 
 
 # -------------------------------------------------------------------------------------------------------- the samples
