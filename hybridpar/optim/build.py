@@ -108,7 +108,7 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             options.setdefault("momentum", config.momentum)
             made: torch.optim.Optimizer = timm.create_optimizer_v2(groups, name, **options)
             return made
-        kind = getattr(torch.optim, TORCH_OPTIMIZERS[name][0])
+        kind = getattr(torch.optim, TORCH_OPTIMIZERS[name])
         _check_arguments(config, kind)
         if name == "sgd":
             options.setdefault("momentum", config.momentum)
@@ -124,6 +124,17 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             if name == "muon"
             else "Mend the arguments, or choose another optimizer.",
         ) from error
+
+
+def state_copies(config: OptimizerConfig) -> int:
+    """Tensors of a parameter's size that are kept for it, as a step shows; its moving average is one of them."""
+    weight = nn.Parameter(torch.zeros(8, 8))
+    weight.grad = torch.ones_like(weight)
+    with torch.random.fork_rng(devices=[]):
+        optimizer = optimizer_by_name([{"params": [weight]}], config)
+        optimizer.step()
+    kept = sum(value.numel() for value in optimizer.state[weight].values() if getattr(value, "ndim", 0))
+    return round(kept / weight.numel()) + (config.model_ema is not None)
 
 
 def part_of(

@@ -11,7 +11,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.config.optimizer import TORCH_OPTIMIZERS, Groups, state_copies
+from hybridpar.config.optimizer import TORCH_OPTIMIZERS, Groups
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.optim.build import (
     Rates,
@@ -21,6 +21,7 @@ from hybridpar.optim.build import (
     optimizer_by_name,
     optimizer_state,
     parameter_groups,
+    state_copies,
 )
 
 
@@ -93,7 +94,7 @@ def test_optimizers_by_name_are_torchs_and_timms(text, arguments):
     if (name := config.optim.name).startswith("timm/"):
         reference = create_optimizer_v2(plain_groups(theirs), name[5:], lr=0.05, momentum=0.9, **arguments)
     else:
-        reference = getattr(torch.optim, TORCH_OPTIMIZERS[name][0])(plain_groups(theirs), lr=0.05, **arguments)
+        reference = getattr(torch.optim, TORCH_OPTIMIZERS[name])(plain_groups(theirs), lr=0.05, **arguments)
     steps(theirs, reference)
     for (label, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=label)
