@@ -340,7 +340,6 @@ class TrainConfig(
             "Add for instance --model-ema 0.9998.",
         )
         self.check_conflicts()
-        self.check_gradients()
         if self.layout is not None:
             self.check_unequal()
         # With hosts, `nproc` is the workers of each.
@@ -357,11 +356,7 @@ class TrainConfig(
 
     def check_conflicts(self) -> None:
         """Refuse two options that contradict each other."""
-        conflicts.refuse_conflicts(self, conflicts.CONFLICTS)
-
-    def check_gradients(self) -> None:
-        """Refuse two options on gradients that contradict each other; they are all that a `Trainer` knows of."""
-        conflicts.refuse_conflicts(self, conflicts.GRADIENT_CONFLICTS)
+        conflicts.refuse_conflicts(self)
 
     def check_unequal(self) -> None:
         """Refuse what needs replicas of equal numbers of workers."""

@@ -157,7 +157,7 @@ class Trainer:
             after_lanes = opened.enter_context(contextlib.ExitStack())  # lanes end first: they may still work
             self.lanes = lanes or opened.enter_context(Lanes(self.world.device))
             check_rules(self.config)
-            self.config.check_gradients()
+            self.config.check_conflicts()
             if self._deferred is not None and (option := self.config.needs_whole):
                 raise refuse("a DeferredModel", option, "With it every worker holds the whole model.")
             freeze(model, self.config.freeze)
