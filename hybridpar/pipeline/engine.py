@@ -21,8 +21,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress.policy import agree_on_policy
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.models.deferred import places
-from hybridpar.models.state import like_tensor
+from hybridpar.models.deferred import replace_tensors
 from hybridpar.models.state_dicts import extra_states, load_values
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
@@ -286,10 +285,8 @@ class PipelineEngine:
             }
             for is_local in (True, False)
         )
-        made: dict[int, Tensor] = {}
-        for _, held, key in places(self.model):
-            if id(value := held[key]) in others - local:
-                held[key] = made.setdefault(id(value), like_tensor(value, value.detach().to("meta")))
+        gone = others - local
+        replace_tensors(self.model, lambda _, tensor: tensor.detach().to("meta") if id(tensor) in gone else None)
 
     def gather_on_main(self, value: Any) -> list[Any] | None:
         """Something of every position, on rank 0; None elsewhere. A collective."""

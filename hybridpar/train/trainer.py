@@ -29,7 +29,7 @@ from hybridpar.formats.checkpoint_files import resolve_checkpoint, usable
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, model_fingerprint
 from hybridpar.models.build import article
-from hybridpar.models.deferred import DeferredModel, places
+from hybridpar.models.deferred import DeferredModel, named_tensors
 from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.state import random_state, restore_random_state
@@ -173,7 +173,7 @@ class Trainer:
                 after_lanes.callback(torch.set_num_threads, before)
                 torch.set_num_threads(threads)
             if self._deferred is not None and self.planned.plan.layout.positions == 1:
-                self._deferred.fill({name for name, _, _ in places(model)})
+                self._deferred.fill({name for name, _, _ in named_tensors(model)})
                 self._deferred = None
             self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)

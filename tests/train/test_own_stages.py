@@ -16,7 +16,7 @@ from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.formats.checkpoint_files import resolve_checkpoint
 from hybridpar.models import load_weights
-from hybridpar.models.deferred import DeferredModel, places
+from hybridpar.models.deferred import DeferredModel, named_tensors
 from hybridpar.train.checkpoint import load_checkpoint
 from tests.ranks import run_ranks
 
@@ -42,7 +42,7 @@ def train(
     with Trainer(model, config=config, world=world, example=batch(0, 4)[0], total_steps=6) as trainer:
         extra = trainer.load(load) if load is not None else {}
         losses = [trainer.step(batch(step)).outcome.loss for step in range(trainer.steps_done, trainer.steps_done + 3)]
-        held = {name for name, where, key in places(trainer.model) if not where[key].is_meta}
+        held = {name for name, where, key in named_tensors(trainer.model) if not where[key].is_meta}
         shares = [batch(100, 8), batch(101, 3)]
         shares = shares[world.rank :: world.size] if holds_all else shares
         tested = trainer.evaluate(shares)
@@ -72,7 +72,7 @@ def test_workers_that_hold_their_stages_only(tmp_path: Path) -> None:
     save_file(build().state_dict(), weights)
     expected = run_ranks(train, 2, True, str(whole), None, weights)
     found = run_ranks(train, 2, False, str(parts), None, weights)
-    names = {name for name, _, _ in places(build())}
+    names = {name for name, _, _ in named_tensors(build())}
     assert [one[:3] for one in found] == [one[:3] for one in expected]
     assert found[0][3] | found[1][3] == names
     assert not found[0][3] & found[1][3]
