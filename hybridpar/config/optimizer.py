@@ -55,11 +55,10 @@ TIMM = "timm/"
 _TIMM_COPIES = {
     **dict.fromkeys(("adan", "adanw", "cadan", "cadanw"), 4),
     **dict.fromkeys(("cmars", "madgrad", "madgradw", "mars"), 3),
-    **dict.fromkeys(
-        ("adafactor", "adagrad", "clion", "clionc", "csgdc", "csgdp", "csgdw", "kron", "kronc", "kronw"), 1
-    ),
-    **dict.fromkeys(("larc", "lars", "lion", "lionc", "momentum", "muon", "nlarc", "nlars", "nmuon", "novograd"), 1),
-    **dict.fromkeys(("novogradc", "novogradw", "sgd", "sgdc", "sgdp", "sgdw"), 1),
+    **dict.fromkeys(("adafactor", "adafactorbv", "adafactorbvc", "cadafactor", "cadafactorbv", "cadafactorbvc"), 1),
+    **dict.fromkeys(("adagrad", "clion", "clionc", "csgdc", "csgdp", "csgdw", "kron", "kronc", "kronw"), 1),
+    **dict.fromkeys(("larc", "lars", "lion", "lionc", "momentum", "muon", "nesterov", "nesterovw", "nlarc"), 1),
+    **dict.fromkeys(("nlars", "nmuon", "novograd", "novogradc", "novogradw", "sgd", "sgdc", "sgdp", "sgdw"), 1),
 }
 
 
