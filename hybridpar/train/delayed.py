@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from hybridpar.errors import UsageError
-from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.pipeline.step import LateOutcome, StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
@@ -85,7 +84,7 @@ class DoubleBufferEngine(Engine):
 
     def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super()._make_optimizer(module)
-        if self._halves and not isinstance(optimizer, (torch.optim.SGD, AdaGradSGD)):
+        if self._halves and not isinstance(optimizer, torch.optim.SGD):
             raise UsageError(
                 f"late=half with {type(optimizer).__name__}",
                 "Half a batch is half a step for SGD alone: other optimizers' steps do not grow with gradients.",

@@ -34,7 +34,7 @@ from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.state import random_state, restore_random_state
 from hybridpar.models.state_dicts import is_extra, load_values
-from hybridpar.optim.build import expand, make_optimizer
+from hybridpar.optim.build import build_optimizer, expand
 from hybridpar.optim.losses import as_sum, ignored_label, make_loss, soft_targets
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.local_stage import RefusedStepError
@@ -209,8 +209,7 @@ class Trainer:
             from hybridpar.tvm_kernels import optimize
 
             optimize(self.model, None if asked.kernels == "auto" else asked.kernels)
-        replicas = plan.layout.replicas
-        options = expand(asked, total_steps=self.total_steps, replicas=replicas)
+        options = expand(asked, total_steps=self.total_steps, replicas=plan.layout.replicas)
         if asked.is_onebit:
             plan = plan.with_codec(options.compress)
         if plan.sync.outer is not None and asked.outer is None:
@@ -223,7 +222,7 @@ class Trainer:
                 made = optimizer(model)
                 self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
-            return make_optimizer(model, asked, options, replicas=replicas)
+            return build_optimizer(model, options)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             from hybridpar.pipeline.cuda_graph import check_capturable
