@@ -215,11 +215,9 @@ def test_an_existing_run_exits_with_2_and_stays(call, tmp_path):
     assert call(*arguments)[0] == 0
     code, error = call(*arguments)
     assert code == 2
-    assert_one_error(error, "already holds a run", "--resume", "--overwrite")
+    assert_one_error(error, "already holds a run", "--resume", "--run-dir")
     check_run(tmp_path / "run", steps=12)
     assert call(*arguments, "--resume")[0] == 0
-    assert call(*arguments, "--overwrite", "--steps=3")[0] == 0
-    check_run(tmp_path / "run", steps=3)
 
 
 def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
@@ -242,11 +240,10 @@ def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("other", ["--overwrite", "--resume-from=somewhere"])
-def test_options_that_contradict_resume_exit_with_2(call, tmp_path, other):
-    code, error = call(*small_arguments(tmp_path / "run", "--resume", other))
+def test_options_that_contradict_resume_exit_with_2(call, tmp_path):
+    code, error = call(*small_arguments(tmp_path / "run", "--resume", "--resume-from=somewhere"))
     assert code == 2
-    assert_one_error(error, f"--resume with {other.partition('=')[0]}")
+    assert_one_error(error, "--resume with --resume-from")
 
 
 def test_a_batch_of_more_samples_than_there_are_exits_with_2(call, tmp_path):

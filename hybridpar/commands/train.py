@@ -34,7 +34,7 @@ SHOWN = (
     *("compress", "sync"),
     *("amp", "kernels"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoints", "overwrite", "log"),
+    *("run_dir", "resume", "checkpoints", "log"),
     "seed",
 )
 

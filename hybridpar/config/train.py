@@ -229,7 +229,6 @@ class RunConfig(Options):
         checkpoints: When to save: `epoch`, a number of steps, seconds as `60s`, several with / between them, or
             `never`; how many of the last to keep (`keep`) and of the best (`best=3,by=test_loss`); with `stop=5` the
             run ends after so many epochs without a better one.
-        overwrite: Replace a finished run in the run directory.
         log: Send figures to `tensorboard`, `wandb` or `mlflow`; several joined by commas or repeated, or `none`.
             Default: tensorboard, where it is installed.
         timeline: Write when everything ran in some steps, beside what was predicted, as a trace for Perfetto.
@@ -241,7 +240,6 @@ class RunConfig(Options):
     resume: bool = False
     resume_from: Path | None = None
     checkpoints: Annotated[str, tyro.conf.arg(metavar="[WHEN][,KEY=VALUE,...]")] = "epoch/60s,keep=2"
-    overwrite: bool = False
     log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
     timeline: Path | None = None
     profile: bool = False
@@ -340,7 +338,7 @@ class TrainConfig(
             "Add for instance --model-ema 0.9998.",
         )
         self.check_conflicts()
-        if self.layout is not None:
+        if self.layout is not None and not self.layout.is_equal:
             self.check_unequal()
         # With hosts, `nproc` is the workers of each.
         nproc = self.nproc if getattr(self, "hosts", None) is None else None

@@ -82,7 +82,7 @@ class StepRecord:
         wire_ms: Time in which they travelled, or waited for other workers.
         decode_ms: Time in which they were read.
         sync_ms: Time in which any sync lane was at it.
-        hidden_share: Part of `sync_ms` that computation hid, 0 to 1.
+        hidden_share: Part of the sums of gradients that computation hid, 0 to 1.
         residual_norm: Global L2 norm of what this worker has not sent yet; only in some steps.
         residual_norms: The same of each parameter, by name.
         staleness: Updates made since the weights that the step's gradients were computed on, their mean; None where
@@ -130,7 +130,9 @@ class StepRecord:
         "ms", None, workers=True, summary="decode_ms", reduce="median", title="decoding", usual=0
     )
     sync_ms: float | None = _figure("ms", None, workers=True, summary="sync_ms", reduce="median")
-    hidden_share: float | None = _figure("part", None)
+    hidden_share: float | None = _figure(
+        "part", None, workers=True, summary="overlap", reduce="mean", title="sums hidden"
+    )
     residual_norm: float | None = _figure("norm", None, log=True, chart="Residual norm: not sent yet")
     residual_norms: Mapping[str, float] | None = None
     staleness: float | None = _figure("updates", None, log=True, chart="Staleness (updates)")
@@ -208,7 +210,6 @@ _LAYOUT = (
     Figure("micro_batches", "count", title="micro-batches", usual=1),
     Figure("schedule", "text", title="schedule", usual="accumulate"),
     Figure("bubble", "part", title="bubble", predicted=True),
-    Figure("overlap", "part", title="sums hidden"),
     Figure("peak_saved_bytes", "bytes", title="kept for backward", predicted=True),
     Figure("shares", "text", title="shares", usual="equal"),
     Figure("sync", "text", title="sync", usual="allreduce"),

@@ -65,6 +65,18 @@ class KernelUse(Part):
         return {"kernels": {"tuned": tuned, "stock": len(self.section.choices) - tuned, "saved_ms": saved_ms}}
 
 
+def open_kernels(run: Run) -> list[KernelUse]:
+    """Decide which kernels a run uses, and note that in its plan; a collective."""
+    # A run that is resumed goes on with the same kernels, bit for bit.
+    confirm, shape = run.folder.checkpoint is None, run.samples.images.sample_shape
+    use = prepare_kernels(run.trainer.model, run.config, run.plan, run.world, shape, confirm)
+    if use is None:
+        return []
+    run.plan = run.plan.model_copy(update={"kernels": use.section})
+    run.notes += use.notes()
+    return [use]
+
+
 def prepare_kernels(
     model: nn.Module,
     config: TrainConfig,

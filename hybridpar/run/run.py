@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
 from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.comm.world import World
@@ -36,18 +37,11 @@ _UNTESTED: Scores = (None, None)
 def run_training(config: TrainConfig, model_name: str) -> int:
     """Train on this worker until the run is finished or interrupted."""
     config.check()
-    config, changes, problem = recall(config, model_name)
     with contextlib.ExitStack() as job:
         try:
-            if (world := join(config, job)) is None:  # this was a server
+            if (world := join(config, model_name, job)) is None:  # this was a server
                 return 0
-
-            def decided() -> tuple[TrainConfig, tuple[str, ...]]:
-                if problem is not None:
-                    raise problem
-                return config, changes
-
-            config, changes = world.from_main(decided)
+            config, changes = world.from_main(partial(recall, config, model_name))
             config = with_images_of_model(config, model_name)
             tune_worker(config, world if config.parameter_servers is None else World(device=world.device))
             with open_progress() if world.is_main else Progress() as progress:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,26 +111,14 @@ class ServedTrainer(RunTrainer):
 
     def _records_of(self, rows: Sequence[StepRow]) -> list[StepRecord]:
         """Of steps in which this worker's pushes took a part like its last one."""
-        if self._latest is None:
-            return []
-        squares = self.servers.squares
-        return [
-            replace(
-                self._latest,
-                step=row.step,
-                epoch=(row.step - 1) // self.steps_per_epoch,
-                loss=row.loss,
-                lr=row.rate * self.peak_rate,
-                samples=row.samples,
-                step_ms=row.seconds * 1e3,
-                skipped=row.skipped > 0,
-                grad_norm=None if squares is None else math.sqrt(squares),
-                staleness=row.staleness,
-                most_stale=row.most_stale,
-                queued=row.queued,
-            )
-            for row in rows
-        ]
+        squares, records = self.servers.squares, []
+        for row in rows if self._latest is not None else ():
+            figures = asdict(row)
+            figures |= {"lr": row.lr * self.peak_rate, "skipped": row.skipped > 0}
+            figures |= {"epoch": (row.step - 1) // self.steps_per_epoch}
+            figures |= {"grad_norm": None if squares is None else math.sqrt(squares)}
+            records.append(replace(self._latest, **figures))
+        return records
 
     def gather_in_the_end(self, item: object) -> list[object]:
         """An item of each worker that is there still."""
@@ -139,12 +126,11 @@ class ServedTrainer(RunTrainer):
 
     def summary(self) -> dict[str, Any]:
         """The staleness of all gradients."""
-        ages: Counter[int] = Counter(self.servers.links[0].ask(AskState()).state["histogram"])
+        ages = dict(sorted(self.servers.links[0].ask(AskState()).state["histogram"].items()))
         if not ages:  # no gradient has come
             return {"staleness": None}
-        mean = round(sum(age * count for age, count in ages.items()) / ages.total(), 4)
-        histogram = {str(age): ages[age] for age in sorted(ages)}
-        return {"staleness": {"mean": mean, "most": max(ages), "histogram": histogram}}
+        mean = round(sum(age * count for age, count in ages.items()) / sum(ages.values()), 4)
+        return {"staleness": {"mean": mean, "most": max(ages), "histogram": {str(age): ages[age] for age in ages}}}
 
     def _end(self, error: BaseException | None) -> None:
         try:
@@ -187,11 +173,6 @@ class ServedTrainer(RunTrainer):
             self.engine.load_average_state(self.model.state_dict())
         self.world.go_over(self.servers)
         return True
-
-    def dismiss(self) -> None:
-        """Let the servers end."""
-        if self.world.is_main:
-            self.servers.dismiss()
 
     def _starts(self) -> list[Start]:
         assert self.total_steps is not None

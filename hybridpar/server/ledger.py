@@ -55,23 +55,23 @@ class StepRow:
         step: Its number, from 1.
         loss: Mean loss over its samples, not counting those that were not finite; NaN where there are none.
         samples: Samples of its gradients.
-        seconds: Time since the step before.
+        step_ms: Time since the step before.
         staleness: Mean staleness of its gradients.
         most_stale: Largest staleness.
         queued: Mean number of gradients that lay there and waited, over the arrivals.
         skipped: How many of its gradients were not finite and did not count.
-        rate: Mean of the learning rates.
+        lr: Mean of the learning rates, as parts of the peak rate.
     """
 
     step: int
     loss: float
     samples: int
-    seconds: float
+    step_ms: float
     staleness: float
     most_stale: int
     queued: float
     skipped: int
-    rate: float
+    lr: float
 
 
 class Ledger:
@@ -102,7 +102,7 @@ class Ledger:
             self.step,
             sum(each.loss * each.samples for each in counted) / samples if samples else math.nan,
             sum(each.samples for each in pushes),
-            self._since - before,
+            1e3 * (self._since - before),
             statistics.fmean(ages),
             max(ages),
             statistics.fmean(queues),

@@ -220,12 +220,10 @@ class Servers:
         sent, received = zip(*(link.traffic for link in self.links), strict=True)
         return sum(sent), sum(received)
 
-    def dismiss(self) -> None:
-        """Have all servers end, as there is nothing to train; no worker has come to them."""
-        self._all(ServerLink.dismiss)
-
     def close(self, *, graceful: bool = True) -> None:
-        """Leave all servers."""
+        """Leave all servers. Where nothing was to be trained worker 0 comes for that, so that they end."""
+        if graceful and self.worker == 0:
+            self._all(ServerLink.dismiss)
         for link in self.links:
             link.close(graceful=graceful)
         self._threads.shutdown()

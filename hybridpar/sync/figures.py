@@ -55,12 +55,6 @@ class SyncFigures:
     residual_norm: float | None = None
     residual_norms: Mapping[str, float] | None = None
 
-    def hidden_share(self, exposed_ms: float) -> float | None:
-        """Part of `sync_ms` that computation hid."""
-        if not self.sync_ms:
-            return None
-        return max(0.0, 1 - exposed_ms / self.sync_ms)
-
 
 @dataclass
 class SyncCosts:

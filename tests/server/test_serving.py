@@ -413,12 +413,10 @@ def test_servers_end_where_there_is_nothing_to_train():
     rules = Rules.asynchronous(2)
     with serving(rules, 2) as served:
         worker = Worker(served, 0, copies(1)[0], rules)
-        worker.servers.dismiss()
         worker.close()
         eventually(lambda: all(server._ended for server in served.servers))
         worker = Worker(served, 0, copies(1)[0], rules)
-        worker.servers.dismiss()  # nobody is there
-        worker.close()
+        worker.close()  # nobody is there
     assert not served.problems
 
 
@@ -427,7 +425,7 @@ def test_a_goodbye_of_who_never_came_does_not_end_a_run():
     with serving(rules) as served:
         first, second = (Worker(served, number, model, rules) for number, model in enumerate(copies(2)))
         first.begin()
-        second.servers.dismiss(), second.close()
+        second.servers.links[0].dismiss(), second.close()
         assert first.step(0).applied
         first.close(graceful=False)
         eventually(lambda: not served.servers[0]._peers)
