@@ -67,7 +67,7 @@ def page_parts(runs: dict[str, PastRun]) -> Iterator[str | Figure]:
     from rich.console import Console
 
     from hybridpar.observe.page import curves, element, table
-    from hybridpar.observe.report import print_report
+    from hybridpar.observe.summary import print_report
     from hybridpar.run.runs import comparison_rows, differing_options, option_rows
 
     caption = "Results, then the options that differ" if len(runs) > 1 else "Results"

@@ -69,7 +69,7 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
 
 def _show_run(directory: Path, console: Console) -> Plan | None:
     """What a run is, how far it is, its result, its plan and its checkpoints."""
-    from hybridpar.observe.report import print_report
+    from hybridpar.observe.summary import print_report
     from hybridpar.plan import read_plan
     from hybridpar.run.runs import read_run
 

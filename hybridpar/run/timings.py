@@ -191,7 +191,7 @@ class Timings:
         totals["exposed_ms"] = sum(self._steady("exposed_sync_ms")) if totals["sums_ms"] else 0.0
         computed = self._computed[WARM_UP_STEPS:] or self._computed
         return Share(
-            {row.summary: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
+            {row.key: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
             totals,
             dict(peaks or {}),
             step_shares([*zip(*map(self._steady, STEP_PARTS), strict=True)]),
@@ -211,8 +211,8 @@ def combine(
     parts = divided_step(step_ms, [share.parts for share in known])
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
     for row in _OF_WORKERS:
-        if values := [value for share in known if (value := share.means[row.summary]) is not None]:
-            result[row.summary] = reduced(replace(row, reduce="mean"), values)
+        if values := [value for share in known if (value := share.means[row.key]) is not None]:
+            result[row.key] = reduced(replace(row, reduce="mean"), values)
     before, after, sums, exposed = (
         sum(share.totals[name] for share in known) for name in ("bytes_before", "bytes_after", "sums_ms", "exposed_ms")
     )

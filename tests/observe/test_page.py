@@ -1,6 +1,7 @@
 """Tests the report page: its file holds all it needs, and what is drawn is what was recorded, of all runs."""
 
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_thinned_values_have_the_least_and_the_largest_of_each_stretch(count, po
 
 
 def record(folder, make_step, make_epoch, losses, **fields):
-    with MetricsWriter(folder) as writer:
+    with closing(MetricsWriter(folder)) as writer:
         for step, loss in enumerate(losses, start=1):
             writer.write(make_step(step, loss=loss, skipped=math.isnan(loss), **fields))
         writer.write(make_epoch(0, test_loss=None))
