@@ -20,7 +20,14 @@ from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
-from hybridpar.observe.summary import SUMMARY_FILE, read_summary, step_without_data_ms, summarize, write_summary
+from hybridpar.observe.summary import (
+    SUMMARY_FILE,
+    print_report,
+    read_summary,
+    step_without_data_ms,
+    summarize,
+    write_summary,
+)
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import ResolvedPlan, StepFigures, SyncRule
 from hybridpar.run.directory import plain_options
@@ -137,7 +144,7 @@ class Recorder(Part):
         self._writer = MetricsWriter(directory, resumed_from)
         options = {"model": run.model_name, **plain_options(run.config)}
         options |= {name: getattr(run.info, name) for name in _FACTS}
-        logged = LoggedRun(directory, run.info, options, resumed_from)
+        logged = LoggedRun(directory, options, resumed_from)
         self._loggers = Loggers(logger_names(run.config.log), logged, run.progress.message)
 
     def record(self, run: Run, record: StepRecord) -> None:
@@ -177,8 +184,6 @@ def close_run(run: Run) -> None:
     of_parts = [part.summary(run) for part in run.parts]
     if not world.is_main:
         return
-    from hybridpar.observe.report import print_report
-
     directory, info = run.folder.directory, run.info
     summary = summarize(
         info,
@@ -239,7 +244,5 @@ def say_finished(run: Run) -> int:
         run.progress.message(
             f"nothing left to train: the run in {run.folder.directory} {done}; a larger {longer} goes on"
         )
-        from hybridpar.observe.report import print_report
-
         print_report(result, [run.folder.directory / SUMMARY_FILE, run.folder.checkpoints])
     return 0

@@ -188,7 +188,7 @@ class Timings:
         """What the other workers are sent of it; `ahead` is how far this worker's clock is ahead of rank 0's."""
         computed = self._computed[WARM_UP_STEPS:] or self._computed
         return Share(
-            {row.summary: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
+            {row.key: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
             dict(peaks or {}),
             step_shares([*zip(*map(self._steady, STEP_PARTS), strict=True)]),
             [step._replace(begin=step.begin - ahead, end=step.end - ahead) for step in computed],
@@ -203,8 +203,8 @@ def combine(
     parts = divided_step(step_ms, [share.parts for share in known])
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
     for row in _OF_WORKERS:
-        if values := [value for share in known if (value := share.means[row.summary]) is not None]:
-            result[row.summary] = reduced(replace(row, reduce="mean"), values)
+        if values := [value for share in known if (value := share.means[row.key]) is not None]:
+            result[row.key] = reduced(replace(row, reduce="mean"), values)
     there = [[shares[rank].computed for rank in ranks] for ranks in replicas if shares.keys() >= {*ranks}]
     if bubbles := [joint_bubble(step) for workers in there for step in zip(*workers, strict=False)]:
         result["bubble"] = round(statistics.mean(bubbles), 4)
