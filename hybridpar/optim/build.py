@@ -335,7 +335,7 @@ def _owners_codec(config: TrainConfig, warm: int) -> str:
     name, options = split_name(config.compress)
     codec = config.compress.strip() if name == "onebit_sgd" else "onebit_sgd"
     given = split_fields(f"--compress {codec}", options, flags=None) if name == "onebit_sgd" else {}
-    usual: dict[str, object] = {"warm": warm, "momentum": f"{config.momentum:g}"}
+    usual: dict[str, object] = {"warmup": warm, "momentum": f"{config.momentum:g}"}
     return with_options(codec, **{key: value for key, value in usual.items() if key not in given})
 
 
@@ -344,6 +344,6 @@ def _owners_rule(config: TrainConfig) -> OneBitSgd:
     from hybridpar.compress import parse_codec
     from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 
-    codec = parse_codec(_owners_codec(config, 0)).core
+    codec = parse_codec(_owners_codec(config, 0))
     assert isinstance(codec, OneBitSgd)
     return codec
