@@ -40,7 +40,7 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
 
 
 @CODECS.register("demo", "DeMo: the largest cosine components of momentum that each worker keeps")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoupledMomentum(LargeTensorCodec):
     """The largest cosine components of momentum. The fields are the options of `--compress demo:...`.
 
@@ -59,7 +59,7 @@ class DecoupledMomentum(LargeTensorCodec):
     takes_feedback = False
     keeps_momentum = True
 
-    def bind(self, spec: TensorSpec) -> ComponentCoder:
+    def coder(self, spec: TensorSpec) -> ComponentCoder:
         """The coder of one parameter on one worker."""
         return ComponentCoder(spec, self)
 

@@ -299,7 +299,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
     given = split_fields(f"--compress {codec}", text, flags=None) if name == "onebit_sgd" else {}
     # What --compress says goes before what other options say.
     momentum, warm = f"{config.momentum:g}", config.exchange.warm_steps(total_steps)
-    rule: dict[str, object] = {"warm": warm, "momentum": momentum, **given}
+    rule: dict[str, object] = {"warmup": warm, "momentum": momentum, **given}
     return replace(
         config,
         sync=with_options(config.sync.replace("onebit-sgd", "allreduce", 1), warm=None),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hybridpar.compress import format_codec, read_policy
+from hybridpar.compress import read_policy
 from hybridpar.formats.output_files import replace_file
 from hybridpar.machine.devices import machine_load
 from hybridpar.machine.launch import end_at_once, note_orderly_end
@@ -93,7 +93,7 @@ def _written_plan(plan: ResolvedPlan, device: str, wire_format: WireFormat) -> R
     update: dict[str, object] = {}
     if plan.inputs is None:  # a search has said of every parameter what it is sent as
         rules = wire_format.applied.rules
-        policy = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in rules)
+        policy = tuple(SyncRule(pattern=rule.pattern, codec=rule.codec) for rule in rules)
         update["sync"] = plan.sync.model_copy(update={"policy": policy})
     if plan.measured.profile is None:  # else it says what the times of stages are from, which may be another machine
         here = {"device": device, "threads": torch.get_num_threads(), "versions": {"torch": torch.__version__}}

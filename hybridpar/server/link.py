@@ -146,8 +146,8 @@ class Servers:
         policy, trained = read_policy(config.compress), trained_parameters(model)
         policy.check(list(trained))
         optimizer = build_optimizer(model, config)
-        for rule in policy.rules:
-            check_optimizer(rule.codec, optimizer)
+        for codec in policy.codecs:
+            check_optimizer(codec, optimizer)
         self.clipping = Clipping.of(config, model, optimizer)
         #: Name of the optimizer's class, by which checkpoints know its state.
         self.kind = type(optimizer).__name__

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.rig.in_process import InProcessGroup, Meeting
-from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec
+from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, parse_codec
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, run_together, same_bits
@@ -16,7 +16,7 @@ SHAPES = {"a": (40, 33), "b": (9,), "c": (7, 40), "d": (5, 4, 3, 3)}
 
 def exchange_of(texts: dict[str, str], rank: int = 0, workers: int = 2) -> Exchange:
     return Exchange(
-        [bind(parse_codec(text), TensorSpec(name, SHAPES[name], rank, workers)) for name, text in texts.items()]
+        [parse_codec(text).bind(TensorSpec(name, SHAPES[name], rank, workers)) for name, text in texts.items()]
     )
 
 

@@ -43,7 +43,8 @@ def signs_of(shape: tuple[int, ...], meet: str, workers: int) -> tuple[Received,
     """What came of an exchange on one worker, as it is and decoded."""
     generator = torch.Generator().manual_seed(3)
     coders = [
-        OneBit(meet=meet, least=1).bind(TensorSpec("w", shape, rank, workers, average=False)) for rank in range(workers)
+        OneBit(meet=meet, least=1).coder(TensorSpec("w", shape, rank, workers, average=False))
+        for rank in range(workers)
     ]
     gradients = [torch.randn(shape, generator=generator).flatten() for _ in range(workers)]
     outs = [torch.empty_like(one) for one in gradients]

@@ -30,7 +30,7 @@ def test_values_out_of_range_and_keys_of_another_choice(option, value):
 
 def test_what_the_recipes_stand_for():
     sgd = expand(TrainConfig(sync="onebit-sgd", optimizer="sgd:momentum=0.8"), total_steps=100, replicas=2)
-    assert (sgd.compress, sgd.momentum, sgd.late) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "off")
+    assert (sgd.compress, sgd.momentum, sgd.late) == ("onebit_sgd:warmup=8,momentum=0.8", 0.0, "off")
     assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
     assert sgd.lr == 1e-2 < TrainConfig().peak_lr == 0.02
     given = TrainConfig(sync="onebit-sgd", lr=0.02)
@@ -42,7 +42,7 @@ def test_what_the_recipes_stand_for():
 def test_options_go_before_what_a_recipe_would_set():
     config = TrainConfig(sync="onebit-sgd:warm=3", compress="onebit_sgd:adagrad=off,momentum=0.5")
     expanded = expand(config, total_steps=None, replicas=2)
-    assert expanded.compress == "onebit_sgd:warm=3,momentum=0.5,adagrad=off"
+    assert expanded.compress == "onebit_sgd:warmup=3,momentum=0.5,adagrad=off"
     assert expanded.weight_decay == 2 * TrainConfig.weight_decay
     late = expand(TrainConfig(sync="onebit-sgd:late=half", lr=0.03), total_steps=9, replicas=2)
     assert (late.late, late.lr) == ("half", 0.03)

@@ -229,11 +229,11 @@ def test_every_access_to_messages_is_ordered_across_lanes() -> None:
 @pytest.mark.parametrize("name", [*CODECS, "powersgd:feedback=off"])
 def test_gradients_that_are_taken_at_once_are_not_needed_afterwards(name: str) -> None:
     codec = read_policy(name).codec_of("x")
-    if not codec.core.at_once:
+    if not codec.at_once:
         return
     outs = []
     for early in (False, True):
-        coder = codec.bind(TensorSpec("x", (64, 64), 0, 1))
+        coder = codec.coder(TensorSpec("x", (64, 64), 0, 1))
         exchange, gradient = Exchange([coder]), torch.randn(4096, generator=torch.Generator().manual_seed(1))
         out = torch.empty(4096)
         if early:

@@ -30,7 +30,7 @@ from hybridpar.spec import AT_LEAST_1, AT_MOST_1
 
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GlobalRandomK(LargeTensorCodec):
     """Elements in turn, on a grid that all workers share.
 
@@ -45,12 +45,12 @@ class GlobalRandomK(LargeTensorCodec):
     least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     reads_state = True
-    feedback = True
+    feedback: bool = True
 
     def __post_init__(self) -> None:
         steps_of(self.name, self.levels)
 
-    def bind(self, spec: TensorSpec) -> QueueCoder:
+    def coder(self, spec: TensorSpec) -> QueueCoder:
         return QueueCoder(spec, self.rate, steps_of(self.name, self.levels))
 
 

@@ -59,7 +59,7 @@ class FactorProduct(Product):
 
 
 @CODECS.register("powersgd", "PowerSGD: two factors of low rank, one step of the power method per step")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PowerSgd(Codec):
     """An approximation of low rank that is improved at every step.
 
@@ -70,7 +70,7 @@ class PowerSgd(Codec):
 
     rank: Annotated[int, AT_LEAST_1] = 2
     gain: Annotated[float, AT_LEAST_0] = 2.0
-    feedback = True
+    feedback: bool = True
     castable = True
     kernels = ("cpu",)
     decodes_by_kernels = True
@@ -82,7 +82,7 @@ class PowerSgd(Codec):
             return False
         return (shape[0] + math.prod(shape[1:])) * self.rank * self.gain < math.prod(shape)
 
-    def bind(self, spec: TensorSpec) -> LowRank:
+    def coder(self, spec: TensorSpec) -> LowRank:
         return LowRank(spec, self.rank)
 
 

@@ -187,7 +187,7 @@ class PowerQuantiser(LevelQuantiser):
 
 
 @CODECS.register("qsgd", "QSGD: unbiased rounding to even steps of the Euclidean norm of each bucket")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Qsgd(LargeTensorCodec):
     """Stochastic rounding on the scale of a bucket's norm.
 
@@ -213,13 +213,13 @@ class Qsgd(LargeTensorCodec):
         """Rounding towards zero is a bias, drawing is none."""
         return self.rounding != "random"
 
-    def bind(self, spec: TensorSpec) -> QuantisedCoder:
+    def coder(self, spec: TensorSpec) -> QuantisedCoder:
         noise, steps = Noise(spec, self.rounding), 2 ** (self.bits - 1) - 1
         return QuantisedCoder(spec, self.quantiser(steps, noise, self.bucket), self.meet)
 
 
 @CODECS.register("nuqsgd", "NUQSGD: unbiased rounding to powers of two of the Euclidean norm of each bucket")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Nuqsgd(Qsgd):
     """Stochastic rounding to powers of two, with the options of `qsgd`."""
 

@@ -162,7 +162,7 @@ class GridsCoder(Coder):
 
 
 @CODECS.register("qsgd_mn", "QSGD-MaxNorm: unbiased rounding to 2**bits - 1 levels of one agreed scale")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QsgdMaxNorm(LargeTensorCodec):
     """Stochastic rounding on a grid that all workers share.
 
@@ -185,7 +185,7 @@ class QsgdMaxNorm(LargeTensorCodec):
         """Rounding towards zero is a bias, drawing is none."""
         return self.rounding != "random"
 
-    def bind(self, spec: TensorSpec) -> Coder:
+    def coder(self, spec: TensorSpec) -> Coder:
         steps = 2**self.bits - 1
         if self.meet == "sum":
             return GridsCoder(spec, (steps,), self.rounding)
@@ -193,7 +193,7 @@ class QsgdMaxNorm(LargeTensorCodec):
 
 
 @CODECS.register("qsgd_mn_ts", "QSGD-MaxNorm with two scales: a finer grid for what is small on all workers")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QsgdTwoScale(LargeTensorCodec):
     """Stochastic rounding on two grids that all workers share.
 
@@ -212,14 +212,14 @@ class QsgdTwoScale(LargeTensorCodec):
     def __post_init__(self) -> None:
         steps_of(self.name, (self.bits, self.high))
 
-    def bind(self, spec: TensorSpec) -> GridsCoder:
+    def coder(self, spec: TensorSpec) -> GridsCoder:
         return GridsCoder(spec, steps_of(self.name, (self.bits, self.high)))
 
 
 @CODECS.register(
     "qsgd_mn_ms", "QSGD-MaxNorm with several scales: the smaller an element everywhere, the finer its grid"
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QsgdMultiScale(LargeTensorCodec):
     """Stochastic rounding on several grids that all workers share.
 
@@ -236,7 +236,7 @@ class QsgdMultiScale(LargeTensorCodec):
     def __post_init__(self) -> None:
         steps_of(self.name, self.levels)
 
-    def bind(self, spec: TensorSpec) -> GridsCoder:
+    def coder(self, spec: TensorSpec) -> GridsCoder:
         return GridsCoder(spec, steps_of(self.name, self.levels))
 
 
@@ -244,7 +244,7 @@ class QsgdMultiScale(LargeTensorCodec):
     "terngrad",
     "TernGrad: minus, nothing or plus the agreed largest magnitude, drawn; biased by its clipping unless clip=0",
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TernGrad(LargeTensorCodec):
     """Three values, drawn.
 
@@ -267,7 +267,7 @@ class TernGrad(LargeTensorCodec):
         """Clipping is a bias, drawing is none."""
         return self.clip > 0
 
-    def bind(self, spec: TensorSpec) -> TernaryCoder:
+    def coder(self, spec: TensorSpec) -> TernaryCoder:
         return TernaryCoder(spec, self.clip)
 
 

@@ -26,7 +26,7 @@ from hybridpar.spec import AT_LEAST_1
 
 
 @CODECS.register("signsgd", "signSGD: workers vote on each element's sign, one bit both ways")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SignSgd(LargeTensorCodec):
     """The sign that most workers have.
 
@@ -41,7 +41,7 @@ class SignSgd(LargeTensorCodec):
     # A worker that was outvoted has not sent what it voted for, and does not know what it has sent instead.
     takes_feedback = False
 
-    def bind(self, spec: TensorSpec) -> MajorityCoder:
+    def coder(self, spec: TensorSpec) -> MajorityCoder:
         return MajorityCoder(spec, SignQuantiser(self.level == "one", spec.workers), "shard")
 
 

@@ -28,7 +28,7 @@ from hybridpar.spec import AT_LEAST_1, AT_MOST_1
 
 
 @CODECS.register("topk", "top-k: the largest elements of each worker with their places, error feedback")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TopK(LargeTensorCodec):
     """The largest elements of each parameter.
 
@@ -41,10 +41,10 @@ class TopK(LargeTensorCodec):
     rate: Annotated[float, AT_MOST_1] = 0.01
     scope: Literal["layer", "bucket"] = "layer"
     least: Annotated[int, AT_LEAST_1] = 1000
-    feedback = True
+    feedback: bool = True
     castable = True
 
-    def bind(self, spec: TensorSpec) -> LargestCoder:
+    def coder(self, spec: TensorSpec) -> LargestCoder:
         picked = share(self.rate, spec.count)
         if self.scope == "bucket":
             return LargestOfBucketCoder(spec, Picks(spec, spec.count, picked, reach=1 << 31))

@@ -35,7 +35,7 @@ _HEAD = 4
 
 
 @CODECS.register("twobit", "2-bit thresholds as in MXNet, fixed or adapted, error feedback, sharded exchange")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TwoBit(LargeTensorCodec):
     """Minus, nothing or plus.
 
@@ -54,10 +54,10 @@ class TwoBit(LargeTensorCodec):
     least: Annotated[int, AT_LEAST_1] = 1000
     meet: Meet = "auto"
     at_once = True
-    feedback = True
+    feedback: bool = True
     kernels = ("cpu", "cuda")
 
-    def bind(self, spec: TensorSpec) -> QuantisedCoder:
+    def coder(self, spec: TensorSpec) -> QuantisedCoder:
         return QuantisedCoder(spec, TernaryQuantiser(self.threshold, self.factor, self.cap), self.meet)
 
 

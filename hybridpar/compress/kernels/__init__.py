@@ -91,7 +91,7 @@ def prepare(codec: Codec, device: torch.device | None = None) -> bool:
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return device.type in codec.core.kernels and table(device) is not None
+    return device.type in codec.kernels and table(device) is not None
 
 
 def prepare_aside(codecs: Iterable[Codec]) -> None:
@@ -99,7 +99,7 @@ def prepare_aside(codecs: Iterable[Codec]) -> None:
 
     Who calls `prepare` afterwards waits for the rest of it.
     """
-    if any("cpu" in codec.core.kernels for codec in codecs):
+    if any("cpu" in codec.kernels for codec in codecs):
         threading.Thread(target=_load_aside, name="building kernels", daemon=True).start()
 
 

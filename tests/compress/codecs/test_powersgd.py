@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hybridpar.compress import TensorSpec, kernels, parse_codec
+from hybridpar.compress.codec import FeedbackCoder
 from hybridpar.compress.codecs import powersgd
 from hybridpar.compress.codecs.powersgd import LowRank, orthonormal
-from hybridpar.compress.feedback import FeedbackCoder
 from tests.compress.team import Team, equal, same_bits
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.

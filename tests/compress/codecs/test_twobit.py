@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridpar.compress import parse_codec
-from hybridpar.compress.codec import CHUNK
+from hybridpar.compress.codec import CHUNK, FeedbackCoder
 from hybridpar.compress.codecs.twobit import TernaryQuantiser
-from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.memory import Residual, Scratch
 from tests.compress.team import Team
 
