@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,85 +45,6 @@ class Loaded(NamedTuple):
     damaged: tuple[str, ...] = ()
 
 
-class ImageSource(Dataset[Loaded | DataError], ABC):
-    """Labelled images that can be loaded by index: the number of a sample, or of a copy of it (`COPY`).
-
-    As a data set of torch's loader processes, its items are the batches of (indices, key).
-    """
-
-    #: Loading costs a copy, not a file: loader processes would only slow it down.
-    in_memory: ClassVar[bool]
-
-    #: int64, shape (samples,); or which classes each image has, bool of shape (samples, classes).
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @abstractmethod
-    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
-        """Load some images, and do without those that cannot be read.
-
-        Args:
-            indices: Samples or copies of them, shape (n,).
-            key: Augment by this key; None gives the images as they are tested.
-            device: Where the images are wanted.
-
-        Raises:
-            DataError: In training, so many files cannot be read that none was found for the place of one.
-        """
-
-    def __getitem__(self, job: tuple[IntArray, AugmentKey | None]) -> Loaded | DataError:
-        try:
-            return self.load(*job, _CPU)
-        except DataError as error:  # torch would bury its message in the traceback of the process
-            return error
-
-
-class MemoryImages(ImageSource):
-    """Images of one size, held as one uint8 tensor; augmentation shifts them by up to an eighth of their side.
-
-    Args:
-        images: uint8, shape (samples, channels, height, width).
-        labels: int64, shape (samples,).
-        flip: Probability that augmentation mirrors an image.
-        augment: What else is done to a training image, uint8 (channels, height, width).
-    """
-
-    in_memory = True
-
-    def __init__(
-        self, images: Tensor, labels: Tensor, *, flip: float = 0.0, augment: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.images = images
-        self.labels = labels
-        self.flip = flip
-        self.augment = augment
-
-    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
-        """Gather images, and shift and mirror all of them at once; see `ImageSource.load`."""
-        images = self.images[torch.from_numpy(indices % COPY)]
-        if key is None:
-            return Loaded(to_device(images, device), indices)
-        if self.augment is None:
-            return Loaded(self._shifted(to_device(images, device), indices, key), indices)
-        with kept_generators():
-            changed = []
-            for image, index in zip(self._shifted(images, indices, key), indices.tolist(), strict=True):
-                seed_generators(key, index)
-                changed.append(self.augment(image))
-        return Loaded(to_device(default_collate(changed), device), indices)
-
-    def _shifted(self, images: Tensor, indices: IntArray, key: AugmentKey) -> Tensor:
-        def drawn(draw: Draw, bound: int) -> Tensor:
-            return to_device(torch.from_numpy(bounded(counter_hash(*key, draw, indices), bound)), images.device)
-
-        pad, fine = images.shape[-1] // 8, 1 << 20
-        rows, columns = (drawn(draw, 2 * pad + 1) for draw in (Draw.ROW, Draw.COLUMN))
-        flips = drawn(Draw.FLIP, fine) >= round((1 - self.flip) * fine) if self.flip else None
-        return shift_and_flip(images, rows, columns, flips, pad)
-
-
 class ImageFiles(Dataset[tuple[Image.Image, Any]]):
     """Image files as a map-style data set of (image, label); a JPEG is decoded when its pixels are first used.
 
@@ -152,8 +72,10 @@ class ImageFiles(Dataset[tuple[Image.Image, Any]]):
         return str(self.root / os.fsdecode(bytes(self._paths[index])))
 
 
-class DecodedImages(ImageSource):
-    """Images of a map-style data set of (image, label), which are decoded when they are asked for.
+class ImageSource(Dataset[Loaded | DataError]):
+    """Images of a map-style data set of (image, label), by index: the number of a sample, or of a copy of it (`COPY`).
+
+    As a data set of torch's loader processes, its items are the batches of (indices, key).
 
     Args:
         dataset: Its images are Pillow's or tensors. A method `name` may say what a sample is called in messages.
@@ -165,6 +87,7 @@ class DecodedImages(ImageSource):
         strict: End the training on an image that cannot be read, and do not do without it.
     """
 
+    #: Loading costs a copy, not a file: loader processes would only slow it down.
     in_memory = False
 
     def __init__(
@@ -186,6 +109,15 @@ class DecodedImages(ImageSource):
         self.mode = MODES[channels]
         self.strict = strict
 
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, job: tuple[IntArray, AugmentKey | None]) -> Loaded | DataError:
+        try:
+            return self.load(*job, _CPU)
+        except DataError as error:  # torch would bury its message in the traceback of the process
+            return error
+
     def name(self, index: int) -> str:
         """What an image is called in messages."""
         sample = int(self.indices[index])
@@ -193,39 +125,35 @@ class DecodedImages(ImageSource):
         return str(name(sample)) if callable(name) else f"{sample} of {type(self.dataset).__name__}"
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
-        """Decode images one by one; see `ImageSource.load`."""
-        images: list[Tensor] = []
-        readable: list[int] = []
-        damaged: list[str] = []
+        """Load some images. In training another one takes the place of one that cannot be read; else it is left out.
+
+        Those that are tried are far from each other: neighbours may be damaged together.
+
+        Args:
+            indices: Samples or copies of them, shape (n,).
+            key: Augment by this key; None gives the images as they are tested.
+            device: Where the images are wanted.
+
+        Raises:
+            DataError: In training, so many files cannot be read that none was found for the place of one.
+        """
+        images, readable, damaged = list[Tensor](), list[int](), list[str]()
+        last, stride = 0 if key is None else min(SUBSTITUTES, len(self)) - 1, max(1, len(self) // SUBSTITUTES)
         with kept_generators():
             for number in indices.tolist():
-                loaded = self._load_or_replace(number, key, damaged)
-                if loaded is not None:
-                    images.append(loaded[0])
-                    readable.append(loaded[1])
+                for attempt in range(last + 1):
+                    candidate = (number % COPY + attempt * stride) % len(self)
+                    try:
+                        images.append(self._load(candidate, key, number - number % COPY))
+                        readable.append(candidate)
+                        break
+                    except DataError as error:
+                        damaged.append(error.what)
+                        if self.strict or (key is not None and attempt == last):
+                            raise
         # In a loader process the batch lies in shared memory from the start.
         batch: Tensor = default_collate(images) if images else torch.empty(0, dtype=torch.uint8)
         return Loaded(to_device(batch, device), np.array(readable, dtype=np.int64), tuple(damaged))
-
-    def _load_or_replace(self, number: int, key: AugmentKey | None, damaged: list[str]) -> tuple[Tensor, int] | None:
-        """An image and which it is: in training another one in the place of one that cannot be read, else none.
-
-        Those that are tried are far from each other: neighbours may be damaged together.
-        """
-        problem: DataError | None = None
-        sample, stride = number % COPY, max(1, len(self) // SUBSTITUTES)
-        for attempt in range(1 if key is None else min(SUBSTITUTES, len(self))):
-            candidate = (sample + attempt * stride) % len(self)
-            try:
-                return self._load(candidate, key, number - sample), candidate
-            except DataError as error:
-                if self.strict:
-                    raise
-                damaged.append(error.what)
-                problem = problem or error
-        if key is not None and problem is not None:
-            raise problem
-        return None
 
     def _load(self, index: int, key: AugmentKey | None, copy: int) -> Tensor:
         """Decode and change one image; without a key it is prepared as it is tested."""
@@ -240,22 +168,61 @@ class DecodedImages(ImageSource):
             try:
                 self._open(index).load()
             except Exception as error:  # whatever Pillow and the data set raise
-                raise self._unreadable(index, error) from error
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                if isinstance(error, UnidentifiedImageError):
+                    reason = "it is empty, or no image of a known format"
+                what = f"cannot read the image {self.name(index)}: {reason}"
+                fix = "Replace the image, or remove it from the data set."
+                raise DataError(what, "Every image of the data set must be whole.", fix) from error
             raise
 
     def _open(self, index: int) -> Image.Image:
         image = self.dataset[int(self.indices[index])][0]
         return image if isinstance(image, Image.Image) else v2.functional.to_pil_image(image)
 
-    def _unreadable(self, index: int, error: Exception) -> DataError:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        if isinstance(error, UnidentifiedImageError):
-            reason = "it is empty, or no image of a known format"
-        return DataError(
-            f"cannot read the image {self.name(index)}: {reason}",
-            "Every image of the data set must be whole.",
-            "Replace the image, or remove it from the data set.",
-        )
+
+class MemoryImages(ImageSource):
+    """Images of one size, held as one uint8 tensor; augmentation shifts them by up to an eighth of their side.
+
+    Args:
+        images: uint8, shape (samples, channels, height, width).
+        labels: As of `ImageSource`.
+        flip: Probability that augmentation mirrors an image.
+        augment: What else is done to a training image, uint8 (channels, height, width).
+    """
+
+    in_memory, strict = True, True
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, *, flip: float = 0.0, augment: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.images = images
+        self.labels = labels
+        self.flip = flip
+        self.changes = augment
+
+    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
+        """Gather images, and shift and mirror all of them at once; see `ImageSource.load`."""
+        if key is not None and self.changes is not None:
+            return super().load(indices, key, device)
+        images = to_device(self.images[torch.from_numpy(indices % COPY)], device)
+        return Loaded(images if key is None else self._shifted(images, indices, key), indices)
+
+    def _load(self, index: int, key: AugmentKey | None, copy: int) -> Tensor:
+        assert key is not None
+        assert self.changes is not None
+        (image,) = self._shifted(self.images[index : index + 1], np.array([index + copy]), key)
+        seed_generators(key, index + copy)
+        return self.changes(image)
+
+    def _shifted(self, images: Tensor, indices: IntArray, key: AugmentKey) -> Tensor:
+        def drawn(draw: Draw, bound: int) -> Tensor:
+            return to_device(torch.from_numpy(bounded(counter_hash(*key, draw, indices), bound)), images.device)
+
+        pad, fine = images.shape[-1] // 8, 1 << 20
+        rows, columns = (drawn(draw, 2 * pad + 1) for draw in (Draw.ROW, Draw.COLUMN))
+        flips = drawn(Draw.FLIP, fine) >= round((1 - self.flip) * fine) if self.flip else None
+        return shift_and_flip(images, rows, columns, flips, pad)
 
 
 def seed_generators(key: AugmentKey, index: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel
 from torch import Tensor
@@ -50,21 +51,13 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
     """What `pack` was given."""
     memory = memoryview(data)
     try:
-        (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
+        (length,) = _LENGTH.unpack_from(memory)
         begin = _LENGTH.size + length
         text, facts = json.loads(bytes(memory[_LENGTH.size : begin]))
-        tensors = []
-        for shape, dtype in facts:
-            size = math.prod(shape) * DTYPES[dtype].itemsize
-            if min(shape, default=0) < 0 or begin + size > len(memory):
-                raise ValueError("a tensor that is not there")
-            tensor = torch.empty(shape, dtype=DTYPES[dtype])
-            if size:
-                bytes_of(tensor).numpy()[:] = memory[begin : begin + size]
-            tensors.append(tensor)
-            begin += size
-        if begin != len(memory):
-            raise ValueError(f"{len(memory) - begin} bytes too many")
+        sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in facts]
+        parts = torch.split_with_sizes(torch.from_numpy(np.array(memory[begin:], np.uint8)), sizes)
+        # Copies, because a tensor lies where its dtype may lie.
+        tensors = [part.clone().view(DTYPES[of]).view(shape) for part, (shape, of) in zip(parts, facts, strict=True)]
         return put_together(text, tensors)
     except (struct.error, ValueError, TypeError, KeyError, RecursionError, RuntimeError, OverflowError) as error:
         raise ValueError(f"no message ({type(error).__name__}: {str(error)[:100]})") from error

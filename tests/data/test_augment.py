@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 from timm.data.auto_augment import rand_augment_transform
-from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms import InterpolationMode, RandomResizedCrop, v2
 
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import Images
@@ -90,6 +90,12 @@ def test_a_random_interpolation_is_one_of_two():
 
     assert len(crops("bicubic")) == 1
     assert crops("random") == crops("bilinear") | crops("bicubic")
+
+
+def test_a_crop_of_an_image_decoded_smaller_ends_at_its_edge(tmp_path, monkeypatch):
+    Image.new("RGB", (461, 461), (255,) * 3).save(tmp_path / "white.jpg", quality=95)  # 461 is no multiple of 4
+    monkeypatch.setattr(RandomResizedCrop, "get_params", lambda *_: (0, 0, 461, 461))
+    assert RandomCrop(112)(open_image(tmp_path / "white.jpg")).min() == 255
 
 
 def test_a_policy_of_timm_is_timms():

@@ -72,6 +72,13 @@ def test_a_folder_of_classes_without_parts_is_divided_in_the_same_way_everywhere
     assert samples(data.train) == samples(again.train)
 
 
+def test_a_set_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        save_image(tmp_path / name / "0.png")
+    with pytest.raises(DataError, match="the data set folder has 2 training and 0 test images"):
+        load(tmp_path)
+
+
 def test_hidden_and_other_files_are_ignored_and_other_parts_are_named(folder: Path) -> None:
     for directory in (folder / "train", folder / "train" / "cat" / "deeper"):
         save_image(directory / ".ipynb_checkpoints" / "copy.png")

@@ -74,7 +74,7 @@ def test_a_label_that_is_no_class_is_one_error(tmp_path: Path) -> None:
 
 
 def test_what_is_not_in_the_cache_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot load hf/nobody/nothing-of-that-name") as caught:
+    with pytest.raises(DataError, match="cannot read hf/nobody/nothing-of-that-name") as caught:
         load(tmp_path, "hf/nobody/nothing-of-that-name")
     assert ":download" in caught.value.fix
     with pytest.raises(UsageError, match="--data hf"):
@@ -83,7 +83,7 @@ def test_what_is_not_in_the_cache_is_not_looked_for_elsewhere(tmp_path: Path) ->
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="read with the package datasets") as caught:
+    with pytest.raises(UsageError, match="read with the package datasets") as caught:
         load(tmp_path)
     assert caught.value.fix == "Install it: pip install 'hybridpar[hf]'"
 
@@ -153,6 +153,7 @@ def test_labels_of_tar_shards_may_be_words_or_lists(tmp_path: Path) -> None:
     for end in ("txt", "json"):
         (tmp_path / end).mkdir()
         shard(tmp_path / end / "train.tar", range(4), end)
+        shard(tmp_path / end / "test.tar", range(2), end)
     words, lists = (load(tmp_path / end, "hf/webdataset") for end in ("txt", "json"))
     assert words.class_names == ("word0", "word1", "word2", "word3")
     assert lists.class_names == ("0", "1", "2", "3", "many")
@@ -161,11 +162,11 @@ def test_labels_of_tar_shards_may_be_words_or_lists(tmp_path: Path) -> None:
 
 
 def test_what_are_no_tar_shards_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"cannot load hf/webdataset .*{tmp_path}"):
+    with pytest.raises(DataError, match=f"cannot read hf/webdataset .*{tmp_path}"):
         load(tmp_path, "hf/webdataset")
     shard(tmp_path / "train.tar", range(16))
     (tmp_path / "train.tar").write_bytes((tmp_path / "train.tar").read_bytes()[: 29 * 512 + 10])  # in an image
-    with pytest.raises(DataError, match=r"cannot load hf/webdataset .*: unexpected end of data"):
+    with pytest.raises(DataError, match=r"cannot read hf/webdataset .*: unexpected end of data"):
         load(tmp_path, "hf/webdataset")
 
 
@@ -179,5 +180,5 @@ def test_parquet_files_are_read_from_the_data_root(tmp_path: Path) -> None:
     assert (data.class_names, data.train.labels.tolist(), data.test.labels.tolist()) == (("a", "b"), [0, 1, 1], [1])
     assert data.train.load(np.array([2]), None, torch.device("cpu")).images[0, :, 3, 3].tolist() == [18, 1, 2]
     (tmp_path / "train.parquet").write_bytes(b"no table")
-    with pytest.raises(DataError, match=f"cannot load hf/parquet .*{tmp_path}"):
+    with pytest.raises(DataError, match=f"cannot read hf/parquet .*{tmp_path}"):
         load(tmp_path, "hf/parquet")

@@ -86,7 +86,7 @@ def broken() -> Shades:
 
 
 def load(factory: str) -> ImageData:
-    name = f"tests.data.test_map_sets:{factory}"
+    name = f"tests.data.test_library_sets:{factory}"
     return load_dataset(DataConfig(data=name, data_root=Path("somewhere"), image_size=16))
 
 
@@ -252,7 +252,7 @@ def test_a_set_is_downloaded_once_and_its_images_keep_their_pixels(tmp_path, mon
     assert data.test.labels.tolist() == list(range(10))
     assert data.train.flip == 0.5
     (root / "colours.npy").unlink()
-    with pytest.raises(DataError, match=r"cifar10 cannot be read from .*new: Dataset not found or corrupted\n"):
+    with pytest.raises(DataError, match=r"cannot read cifar10 from .*new: Dataset not found or corrupted\n"):
         load_dataset(DataConfig(data="cifar10", data_root=root))
 
 
