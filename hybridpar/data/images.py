@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ class ImageFiles(Dataset[tuple[Image.Image, Any]]):
         return str(self.root / os.fsdecode(bytes(self._paths[index])))
 
 
+@dataclass(eq=False)
 class ImageSource(Dataset[Loaded | DataError]):
     """Images of a map-style data set of (image, label), by index: the number of a sample, or of a copy of it (`COPY`).
 
@@ -88,26 +90,16 @@ class ImageSource(Dataset[Loaded | DataError]):
     """
 
     #: Loading costs a copy, not a file: loader processes would only slow it down.
-    in_memory = False
+    in_memory: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        dataset: Any,
-        labels: Tensor,
-        *,
-        augment: Callable[[Image.Image], Tensor],
-        prepare: Callable[[Image.Image], Tensor],
-        indices: IntArray | None = None,
-        channels: int = 3,
-        strict: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.labels = labels
-        self.indices = np.arange(len(dataset)) if indices is None else indices
-        self.augment = augment
-        self.prepare = prepare
-        self.mode = MODES[channels]
-        self.strict = strict
+    dataset: Any
+    labels: Tensor
+    _: KW_ONLY
+    augment: Callable[[Image.Image], Tensor]
+    prepare: Callable[[Image.Image], Tensor]
+    indices: IntArray | None = None
+    channels: int = 3
+    strict: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -120,8 +112,7 @@ class ImageSource(Dataset[Loaded | DataError]):
 
     def name(self, index: int) -> str:
         """What an image is called in messages."""
-        sample = int(self.indices[index])
-        name = getattr(self.dataset, "name", None)
+        sample, name = self._sample(index), getattr(self.dataset, "name", None)
         return str(name(sample)) if callable(name) else f"{sample} of {type(self.dataset).__name__}"
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
@@ -158,7 +149,7 @@ class ImageSource(Dataset[Loaded | DataError]):
     def _load(self, index: int, key: AugmentKey | None, copy: int) -> Tensor:
         """Decode and change one image; without a key it is prepared as it is tested."""
         try:
-            image = as_mode(self._open(index), self.mode)
+            image = as_mode(self._open(index), MODES[self.channels])
             if key is None:
                 return self.prepare(image)
             seed_generators(key, index + copy)
@@ -176,8 +167,11 @@ class ImageSource(Dataset[Loaded | DataError]):
                 raise DataError(what, "Every image of the data set must be whole.", fix) from error
             raise
 
+    def _sample(self, index: int) -> int:
+        return index if self.indices is None else int(self.indices[index])
+
     def _open(self, index: int) -> Image.Image:
-        image = self.dataset[int(self.indices[index])][0]
+        image = self.dataset[self._sample(index)][0]
         return image if isinstance(image, Image.Image) else v2.functional.to_pil_image(image)
 
 
@@ -191,7 +185,7 @@ class MemoryImages(ImageSource):
         augment: What else is done to a training image, uint8 (channels, height, width).
     """
 
-    in_memory, strict = True, True
+    in_memory = True
 
     def __init__(
         self, images: Tensor, labels: Tensor, *, flip: float = 0.0, augment: Callable[[Tensor], Tensor] | None = None
@@ -237,13 +231,11 @@ def seed_generators(key: AugmentKey, index: int) -> None:
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Inside, the generators of torch's CPU, Python and numpy may be seeded; they are put back afterwards."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
+    with ExitStack() as afterwards:
+        afterwards.callback(torch.set_rng_state, torch.get_rng_state())
+        afterwards.callback(random.setstate, random.getstate())
+        afterwards.callback(np.random.set_state, np.random.get_state())
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

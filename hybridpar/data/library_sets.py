@@ -63,8 +63,8 @@ def load_torchvision(config: DataConfig) -> ImageData:
         parts = [TensorDataset(_pixels(part.data), numbers) for part, numbers in zip(parts, labels, strict=True)]
         std, mean = torch.std_mean(parts[0].tensors[0][:_MEASURED] / 255, dim=(0, 2, 3), correction=0)
         statistics = tuple(mean.tolist()), tuple(std.clamp_min(0.01).tolist())
-    form: dict[str, Any] = {"size": row.size, "flip": row.flip, "per_class": row.per_class}
-    return image_data(config, parts, names=names, statistics=statistics, **form)
+    named: dict[str, Any] = {"names": names, "statistics": statistics}
+    return image_data(config, parts, size=row.size, flip=row.flip, per_class=row.per_class, **named)
 
 
 def _open(name: str, kind: Any, arguments: dict[str, Any], config: DataConfig) -> Any:

@@ -148,10 +148,8 @@ def image_data(
     images, channels = config.images, config.images.channels
     size = images.size or size
     test_size = images.test or size
-    mean, std = (
-        given or _for_channels(usual, channels)
-        for given, usual in zip((images.mean, images.std), statistics, strict=True)
-    )
+    mean = images.mean or _for_channels(statistics[0], channels)
+    std = images.std or _for_channels(statistics[1], channels)
     labels = [labels_of(part) for part in parts]
     flipped = config.augmentation.hflip
     flipped = (0.5 if flip else 0.0) if flipped is None else flipped

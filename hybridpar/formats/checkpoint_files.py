@@ -45,24 +45,17 @@ def resolve_checkpoint(path: Path) -> Path:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """All whole checkpoints of a directory, oldest first."""
-    if not directory.is_dir():
-        return []
     checkpoints: dict[int, Path] = {}
-    for entry in directory.iterdir():
-        match = _WHOLE.match(entry.name)
-        if match is None or not (entry / "manifest.json").is_file():
-            continue
-        step, replaced = int(match[1]), match[2] is not None
-        # A replaced one counts only where a crash left no successor.
-        if not replaced or step not in checkpoints:
-            checkpoints[step] = entry
+    # A replaced one counts only where a crash left no successor, which takes its place here.
+    for entry in sorted(directory.glob("step-*"), reverse=True):
+        if (match := _WHOLE.match(entry.name)) and (entry / "manifest.json").is_file():
+            checkpoints[int(match[1])] = entry
     return [checkpoints[step] for step in sorted(checkpoints)]
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
     """The newest whole checkpoint, or None."""
-    checkpoints = list_checkpoints(directory)
-    return checkpoints[-1] if checkpoints else None
+    return next(reversed(list_checkpoints(directory)), None)
 
 
 def prune_checkpoints(directory: Path, stays: Collection[Path]) -> None:

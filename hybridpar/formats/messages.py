@@ -72,7 +72,7 @@ def take_apart(item: Any) -> tuple[str, list[Tensor]]:
 def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
     """What `take_apart` was given."""
     try:
-        return _item(json.loads(text), tensors)
+        return json.loads(text, object_hook=lambda written: _item(written, tensors))
     except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"no message ({type(error).__name__}: {str(error)[:100]})") from error
 
@@ -97,7 +97,7 @@ def _plain(item: Any, tensors: list[Tensor]) -> Any:
         tensors.append(item)
         return {"tensor": len(tensors) - 1}
     if (names := _arguments(type(item))) is not None:
-        return {"object": [_name_of(type(item)), {name: _plain(getattr(item, name), tensors) for name in names}]}
+        return {"object": [_name_of(type(item)), [[name, _plain(getattr(item, name), tensors)] for name in names]]}
     for name, (kind, parts_of, _) in _KINDS.items():
         if isinstance(item, kind):
             return {name: _plain(parts_of(item), tensors)}
@@ -107,17 +107,14 @@ def _plain(item: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"a message cannot hold {type(item).__name__}")
 
 
-def _item(plain: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(plain, list):
-        return [_item(part, tensors) for part in plain]
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, value),) = plain.items()
+def _item(written: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    """What is written as an object with one key, whose value has been read."""
+    ((kind, value),) = written.items()
     if kind == "tensor":
         return tensors[value]
     if kind == "object":
-        return _class_of(value[0])(**{name: _item(part, tensors) for name, part in value[1].items()})
-    return _KINDS[kind][2](_item(value, tensors))
+        return _class_of(value[0])(**dict(value[1]))
+    return _KINDS[kind][2](value)
 
 
 def _arguments(kind: type) -> Iterable[str] | None:
