@@ -2,7 +2,6 @@ import functools
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +74,11 @@ def read_steps(data, workers, micro_batches, epoch=0, **options):
     return steps
 
 
+def as_tested(data):
+    """All test images."""
+    return torch.cat([images for images, _ in TestBatches(data, batch_size=4, rank=0, workers=1, loader_workers=0)])
+
+
 def same(one, two):
     """Whether two sequences of (images, labels) are bit-equal."""
     pairs = list(itertools.zip_longest(one, two))
@@ -131,14 +135,6 @@ def test_unequal_shares_of_the_test_set_are_all_of_it(data):
     assert [view.samples for view in views] == [2, 0, TESTED - 2] if len(data.test) == TESTED else True
     labels = torch.cat([labels for view in views for _, labels in view])
     assert torch.equal(labels, torch.as_tensor(data.test.labels))
-
-
-def test_an_image_is_augmented_by_seed_epoch_and_index_alone(data):
-    alone = data.train.load(np.array([7]), AugmentKey(1, 2), CPU).images
-    among = data.train.load(np.array([3, 7, 20]), AugmentKey(1, 2), CPU).images
-    assert torch.equal(alone[0], among[1])
-    others = [data.train.load(np.array([7]), key, CPU).images for key in (AugmentKey(1, 3), AugmentKey(2, 2), None)]
-    assert not any(torch.equal(alone, other) for other in others)
 
 
 @pytest.mark.parametrize("start_step", [0, 3, 4])
@@ -336,13 +332,6 @@ def test_loader_processes_are_kept_from_epoch_to_epoch(tmp_path):
     assert pid() == first, "also after an epoch that was left early"
     with pytest.raises(RuntimeError, match="another epoch"):
         next(left)
-
-
-def test_sources_survive_pickling(data):
-    # Loader processes are spawned, not forked, on some platforms.
-    source = pickle.loads(pickle.dumps(data.train))
-    indices, key = np.array([1, 2]), AugmentKey(0, 0)
-    assert torch.equal(source.load(indices, key, CPU).images, data.train.load(indices, key, CPU).images)
 
 
 def on_a_lane(data, checker, micro_batches=2):
