@@ -16,10 +16,9 @@ from hybridpar.config.data import Interpolation, images_over, is_of_any_size
 from hybridpar.data import ImageData, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, check_model_name, freeze, load_weights, parse_arguments, require_trained
+from hybridpar.models import build_model, check_model_name, freeze, parse_arguments, require_trained
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 from hybridpar.models.layers import freeze_batch_norm
-from hybridpar.models.pretrained import is_file, is_published, model_input
 from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
 
@@ -74,6 +73,10 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
     are.
     """
     check_model_name(name)  # before any data set is loaded
+    if config.weights is None and not is_of_any_size(config.data):
+        return config
+    from hybridpar.models.pretrained import is_published, model_input  # most runs need nothing of it
+
     published = config.weights is not None and is_published(config.weights)
     if not published and not is_of_any_size(config.data):
         return config
@@ -93,6 +96,8 @@ def start_from_weights(config: TrainConfig, name: str, model: nn.Module | Deferr
     """Give a model the weights that its options name."""
     if config.weights is None:
         return []
+    from hybridpar.models import load_weights
+
     report = load_weights(model, config.weights, name=name, args=parse_arguments(config.model_arg))
     return [f"weights  {report}"]
 
@@ -127,6 +132,8 @@ def open_model(
 
 def _is_there(weights: str) -> bool:
     """Whether weights are a file that this worker can read."""
+    from hybridpar.models.pretrained import is_file
+
     return is_file(weights) and Path(weights).exists()
 
 
