@@ -198,11 +198,6 @@ class Rates:
             for group, given in zip(self._groups, self._given, strict=True):
                 group["lr"] = torch.tensor(given["lr"], dtype=torch.float32, device=device)
 
-    @property
-    def added(self) -> list[dict[str, Any]]:
-        """Groups that were added since."""
-        return self._groups[len(self._given) :]
-
     def set(self, factor: float) -> None:
         """Set all rates to a fraction of their peaks; on a device, in the order of the current stream."""
         for group, given in zip(self._groups, self._given, strict=True):
