@@ -126,7 +126,7 @@ def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
     import_torch(trained)
     from hybridpar.run.evaluate import evaluate_trained
 
-    trained, result = evaluate_trained(trained)
+    result = evaluate_trained(trained)
     if result is not None:
         _report(command, trained, result)
     return 0

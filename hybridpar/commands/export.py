@@ -60,7 +60,7 @@ def run_export(command: Export, _: Sequence[str]) -> int:
 
     with before_the_start():
         facts = image_facts(trained, command.image_size)
-        trained, model = load_trained(trained, len(facts.class_names))
+        model = load_trained(trained, len(facts.class_names))
         images = _images(command, trained, facts)
     print(f"model     {trained}", flush=True)
     # What outputs mean, and how images are made inputs.

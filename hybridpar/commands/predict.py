@@ -71,7 +71,7 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
     files = find_images(command.files)
     predictor = Predictor(trained, command.image_size)
     top = min(command.top, len(predictor.facts.class_names))
-    print(f"model     {predictor.trained}", file=sys.stderr)
+    print(f"model     {trained}", file=sys.stderr)
     done = 0
     with _opened(command.output) as stream, progress_bar("images", len(files)) as show:
         if command.format == "csv":

@@ -37,8 +37,8 @@ def resolve_checkpoint(path: Path) -> Path:
         if (newest := latest_checkpoint(directory)) is not None:
             return newest
     raise CheckpointError(
-        f"{path} is not a checkpoint",
-        "A checkpoint is a directory step-N with a manifest.json, written by hybridpar.",
+        f"{path} is not a checkpoint, and holds no whole one",
+        "It is a directory step-N with a manifest.json; a run saves it after an epoch, or as --checkpoints says.",
         "Name such a directory, or a run directory that holds one under checkpoints/.",
     )
 

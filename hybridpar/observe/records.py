@@ -155,10 +155,10 @@ class EpochRecord:
 
     epoch: int
     step: int
-    test_accuracy: float | None = _figure("accuracy", log=True, chart="Test accuracy (%)", title="test accuracy")
-    test_loss: float | None = _figure("loss", log=True, chart="Loss", curve="test", title="test loss")
-    train_loss: float = _figure("loss", log=True, title="train loss")
-    seconds: float = _figure("s")
+    test_accuracy: float | None = _figure("accuracy", None, log=True, chart="Test accuracy (%)", title="test accuracy")
+    test_loss: float | None = _figure("loss", None, log=True, chart="Loss", curve="test", title="test loss")
+    train_loss: float = _figure("loss", math.nan, log=True, title="train loss")
+    seconds: float = _figure("s", math.nan)
     ema_test_accuracy: float | None = _figure(
         "accuracy", None, log=True, chart="Test accuracy (%)", curve="EMA", title="of the average"
     )

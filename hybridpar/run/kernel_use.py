@@ -20,7 +20,7 @@ from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import LIMIT, confirm_kernels
 from hybridpar.tvm_kernels.database import default_database
-from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
+from hybridpar.tvm_kernels.layers import tunable_layers
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.norm_swap import why_stock
 from hybridpar.tvm_kernels.shapes import KernelKey, Layout
@@ -49,13 +49,10 @@ class KernelUse(Part):
             return ["kernels  the model has no depthwise convolution and no norm for which there are kernels"]
         lines = [f"kernels  {self.confirmed}"] if self.confirmed else []
         by_kernel = Counter(choice.kernel for choice in self.section.choices)
-        lines.append(
-            f"kernels  {by_kernel.pop(_TUNED, 0)} of {len(self.section.choices)} operations of convolutions and "
-            "norms run on kernels of their own"
-        )
-        for kernel, count in by_kernel.items():
-            lines.append(f"         {count} on torch, as {kernel.removeprefix('stock: ')}")
-        return lines
+        tuned = f"{by_kernel.pop(_TUNED, 0)} of {len(self.section.choices)}"
+        lines.append(f"kernels  {tuned} operations of convolutions and norms run on kernels of their own")
+        stock = [f"{count} on torch, as {kernel.removeprefix('stock: ')}" for kernel, count in by_kernel.items()]
+        return [*lines, *(f"         {line}" for line in stock)]
 
     def summary(self, run: Run) -> dict[str, Any]:
         """How many operations run on kernels, and the time that their records promise to save."""
@@ -94,11 +91,8 @@ def prepare_kernels(
         return None
     samples = plan.micro_batch_samples(config.samples_per_step)
     layout = Layout.CHANNELS_LAST if plan.channels_last else Layout.CONTIGUOUS
-    layers: list[DepthwiseLayer] = []
-    norms: list[NormLayer] = []
-    if len(sample_shape) == 3:
-        with without_replicas(model):  # looking must leave no trace in a step's statistics
-            layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
+    with without_replicas(model):  # looking must leave no trace in a step's statistics
+        layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
     dtype = "float32" if plan.compute.amp == "none" else "bfloat16"
     where = lane_threads(plan.layout, world.device), cpu_fingerprint()
     if world.device.type == "cuda":
@@ -113,17 +107,17 @@ def prepare_kernels(
         confirmed = _confirm(counts, choices, world)
         choices = active_choices() or choices
     choices.prepare(counts)
-    decisions = [(name, key, choices.decide(key)) for name, key in keys]
-    reasons = [(name, str(key.direction), decision.why) for name, key, decision in decisions]
+    decisions = [choices.decide(key) for _, key in keys]
+    why = [(name, str(key.direction), decision.why) for (name, key), decision in zip(keys, decisions, strict=True)]
     for norm in norms:
-        reasons.append((norm.name, "batch_norm_act", why_stock(norm.shape, norm.layout, world.device, dtype)))
-    operations = tuple(
-        KernelChoice(layer=layer, direction=direction, kernel=f"stock: {why}" if why else _TUNED)
-        for layer, direction, why in reasons
-    )
-    records = [decision.record for *_, decision in decisions if decision.kernel is not None]
+        why.append((norm.name, "batch_norm_act", why_stock(norm.shape, norm.layout, world.device, dtype)))
+    operations = [
+        KernelChoice(layer=layer, direction=direction, kernel=f"stock: {reason}" if reason else _TUNED)
+        for layer, direction, reason in why
+    ]
+    records = [decision.record for decision in decisions if decision.kernel is not None]
     saved = sum(record.saved_ms for record in records if record is not None) * plan.pipeline.micro_batches
-    section = Kernels(database=choices.database.name, choices=operations)
+    section = Kernels(database=choices.database.name, choices=tuple(operations))
     return KernelUse(section, saved if records else None, confirmed)
 
 

@@ -30,7 +30,7 @@ from hybridpar.planner.fixed import decided_options
 from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.checkpoints import Checkpoints, is_finished, resume
-from hybridpar.run.data import check_batch, example_batch, load_data, open_model, start_from_weights, steps_of
+from hybridpar.run.data import check_batch, example_batch, load_data, open_model, read_weights, steps_of
 from hybridpar.run.directory import claim_folder, find_folder, recall_options, recorded_batch, was_restarted
 from hybridpar.run.part import Part, Run, RunTrainer, sync_of
 from hybridpar.run.reporting import Recorder, describe
@@ -79,8 +79,8 @@ def open_run(run: Run) -> None:
     if run.config.batch_size == "auto":
         choose_batch(run, _module(model), data)
     check_batch(run.config, len(data.train), world.size)
-    if run.folder.checkpoint is None and run.config.weights is not None:
-        run.notes += read_weights(run, model)
+    if run.folder.checkpoint is None:
+        run.notes += read_weights(run.config, run.model_name, model, world)
     planned = open_plan(run, model, data)
     run.plan, run.notes = planned.plan, [*run.notes, *planned.lines]
     run.samples = Samples(data, run.config, run.plan, world, isinstance(model, DeferredModel))
@@ -125,20 +125,6 @@ def choose_batch(run: Run, model: nn.Module, data: ImageData) -> None:
         )
         batch, run.batch_line = choice.batch, choice.why
     run.config = replace(run.config, batch_size=batch)
-
-
-def read_weights(run: Run, model: Model) -> list[str]:
-    """Give a model the weights that a new run starts from; lines to show."""
-    config, world = run.config, run.world
-    if isinstance(model, DeferredModel):  # each worker reads what it will hold
-        return world.on_all(lambda: start_from_weights(config, run.model_name, model))
-    with world.patient():
-        lines = world.from_main(lambda: start_from_weights(config, run.model_name, model))
-    if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
-        from hybridpar.comm.replicate import broadcast_state
-
-        broadcast_state(model, 0, world)
-    return lines
 
 
 def open_plan(run: Run, model: Model, data: ImageData) -> PlannedRun:

@@ -236,13 +236,10 @@ def _compare(run: Run, summary: dict[str, Any]) -> list[str]:
 
 def say_finished(run: Run) -> int:
     """Show the result that a finished run has; what it left behind stays as it is."""
-    if run.world.is_main and (result := read_summary(run.folder.directory)) is not None:
-        longer = "--steps" if run.config.steps is not None else "--epochs"
-        done = f"has done all of its {run.total:,} steps"
-        if result["steps"] < run.total:
-            longer, done = "stop= of --checkpoints", str(run.over)
-        run.progress.message(
-            f"nothing left to train: the run in {run.folder.directory} {done}; a larger {longer} goes on"
-        )
-        print_report(result, [run.folder.directory / SUMMARY_FILE, run.folder.checkpoints])
+    directory, result = run.folder.directory, read_summary(run.folder.directory)
+    if run.world.is_main and result is not None:
+        done = f"has done all of its {run.total:,} steps" if result["steps"] >= run.total else str(run.over)
+        run.progress.message(f"nothing left to train: the run in {directory} {done}")
+        run.progress.message("a larger --epochs, --steps or stop= of --checkpoints goes on")
+        print_report(result, [directory / SUMMARY_FILE, run.folder.checkpoints])
     return 0

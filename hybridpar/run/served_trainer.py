@@ -70,7 +70,7 @@ class ServedTrainer(RunTrainer):
         #: Of this worker's last push.
         self._latest: StepRecord | None = None
         #: Of a checkpoint that was loaded: clocks and counts of the shards.
-        self._progress: Sequence[Mapping[str, Any]] | None = None
+        self._progress: Sequence[Mapping[str, Any]] = ()
         alone = replace(asked, sync="allreduce", compress="none", shares="equal")
         self.joins = world.process.joins
         super().__init__(model, config=alone, world=world, plan=PlannedRun(resolve(alone, 1)), **known)
@@ -160,23 +160,21 @@ class ServedTrainer(RunTrainer):
         except SyncError:
             if not (self.joins and self.world.process.is_over()):
                 raise
-            print(
-                f"worker {self.servers.worker} came back when the run was over; it has nothing to do", file=sys.stderr
-            )
+            print(f"worker {self.servers.worker} came back when the run was over", file=sys.stderr)
             return False
         self.model.load_state_dict(welcome.rest, strict=False)
         self.engine.gradients.take_weights()
         if self.joins:
             self.steps_done = welcome.step
             self.engine.go_on_from(welcome.step)
-        elif self._progress is None:
+        elif not self.steps_done:
             self.engine.load_average_state(self.model.state_dict())
         self.world.go_over(self.servers)
         return True
 
     def _starts(self) -> list[Start]:
         assert self.total_steps is not None
-        progress, workers = self._progress or (), self.world.size
+        workers, progress = self.world.size, self._progress
         return shard_starts(
             self.model,
             self.servers,

@@ -41,7 +41,7 @@ def steps_to_show(done: int, total: int) -> range:
 
 
 class StepTimes(NamedTuple):
-    """One step of a worker: `step_ms` is the sum of the other three.
+    """One step of a worker, from the end of the step before: its time is the sum of these.
 
     Attributes:
         compute_ms: All but the next two.
@@ -52,11 +52,6 @@ class StepTimes(NamedTuple):
     compute_ms: float
     exposed_sync_ms: float
     data_ms: float
-
-    @property
-    def step_ms(self) -> float:
-        """Time from the end of the step before to the end of this one."""
-        return sum(self)
 
 
 class StepClock:
@@ -129,7 +124,7 @@ def measured_step(result: StepResult, data_ms: float, epoch: int, clock: StepClo
         loss=result.loss,
         lr=result.lr,
         samples=outcome.samples,
-        step_ms=times.step_ms,
+        step_ms=sum(times),
         **times._asdict(),
         bytes_sent=outcome.bytes_sent,
         skipped=result.skipped,

@@ -34,7 +34,7 @@ def images(tmp_path_factory):
 
 
 def test_files_get_the_classes_that_a_test_gives_them(run_dir, images, capsys):
-    _, result = evaluate_trained(find_trained(str(run_dir), TrainedOptions()))
+    result = evaluate_trained(find_trained(str(run_dir), TrainedOptions()))
     assert main(["predict", str(run_dir), str(images), "--batch-size", "5"]) == 0
     out, err = capsys.readouterr()
     rows = list(csv.DictReader(io.StringIO(out)))
