@@ -16,9 +16,10 @@ import pytest
 from PIL import Image
 
 from hybridpar.cli import main
-from hybridpar.commands import COMMANDS, HELP_ALL, find_command
-from hybridpar.commands.train import GROUPS, SHOWN, Train
+from hybridpar.commands import COMMANDS, HELP_ALL, SHOWN, find_command
+from hybridpar.commands.train import StartOptions, Train
 from hybridpar.config import TrainConfig
+from hybridpar.config.train import GROUPS
 from hybridpar.errors import UsageError
 from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.observe.metrics import read_metrics
@@ -86,7 +87,8 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
     for title in GROUPS:
         for text in (short, full):
             assert re.search(rf"^\W*{title} options\W*$", text, flags=re.MULTILINE)
-    assert options_in(short) == {f"--{name.replace('_', '-')}" for name in SHOWN if name != "model"}
+    shown = {*SHOWN, *(field.name for field in fields(StartOptions))} - {"model"}
+    assert options_in(short) == {f"--{name.replace('_', '-')}" for name in shown}
     own = {field.name for field in fields(Train)} - {"model", "given"}
     named = {one.replace("--no-", "--") for one in options_in(full)}
     assert named == {f"--{name.replace('_', '-')}" for name in own}

@@ -17,46 +17,24 @@ from hybridpar import __version__
 from hybridpar.commands import find_command, register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS, data_set_kind
-from hybridpar.config.files import FileOptions, read_sources
+from hybridpar.config.files import FileOptions
 from hybridpar.config.sync import CODECS
-from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError, nearest, shortened
 from hybridpar.machine.devices import hide_gpus
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.spec import Options
 
-#: Options that `--help` shows; `--help-all` shows all.
-SHOWN = (
-    *("config", "preset"),
-    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment"),
-    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule"),
-    *("nproc", "stages", "replicas", "micro_batches"),
-    *("compress", "sync"),
-    *("amp", "kernels"),
-    *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoints", "overwrite", "log"),
-    "seed",
-)
 
-
-class NodeOptions(Options):
-    """Several machines: torchrun lines, ssh.
+class StartOptions(Options):
+    """What is started: workers on several machines, or nothing but the planning.
 
     Attributes:
-        hosts: Train on the machines that this file names, a line each such as `gpu-a slots=4`: print the torchrun
-            lines, or with `ssh:FILE` start them, show what they say, and stop all at Ctrl-C or when one fails.
+        hosts: Print the torchrun lines for the machines in a file, a line each such as `gpu-a slots=4`; or with
+            `ssh:FILE` start them, show what they say, and stop all at Ctrl-C or when one fails.
+        dry_run: Plan, say why, and end before the first step, as `hybridpar plan` does.
     """
 
     hosts: Annotated[str | None, tyro.conf.arg(metavar="[ssh:]FILE")] = None
-
-
-class DryRunOptions(Options):
-    """Planning without training.
-
-    Attributes:
-        dry_run: Plan, say why, and end before the first step; `hybridpar plan` is the same, and writes the plan.
-    """
-
     dry_run: bool = False
 
 
@@ -70,39 +48,28 @@ class ModelArgument(Options):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 
 
-class Train(ModelArgument, TrainConfig, FileOptions, NodeOptions, DryRunOptions):
-    """Train a vision model on all local workers, or as a worker of a torchrun job.
-
-    For all options, such as --hosts for several machines: `hybridpar train --help-all`.
-    """
+class Train(ModelArgument, TrainConfig, FileOptions, StartOptions):
+    """Train a vision model on all local workers, or as a worker of a torchrun job. More: --help-all."""
 
 
-@register_command(
-    "train",
-    "Train a vision model on all local workers, or as a worker of a torchrun job.",
-    Train,
-    groups={
-        "Configuration files": (FileOptions,),
-        **GROUPS,
-        "Parallelism": (*GROUPS["Parallelism"], NodeOptions),
-        "Planning": (*GROUPS["Planning"], DryRunOptions),
-    },
-    shown=SHOWN,
-    read=read_sources,
-)
-def run_train(command: Train, arguments: Sequence[str]) -> int:
-    """Train on this worker, or start the workers of this machine and wait for them."""
+def check_request(command: TrainConfig) -> None:
+    """Check the options, and before there are workers the names in them."""
     command.check()
     if command.device == "cpu":
         hide_gpus()
     if not in_job():
         check_names(command)
-        if command.hosts is not None:
-            return _on_several_machines(command, command.hosts, arguments)
+
+
+@register_command("train", "Train a vision model on all local workers, or as a worker of a torchrun job.", Train)
+def run_train(command: Train, arguments: Sequence[str]) -> int:
+    """Train on this worker, or start the workers of this machine and wait for them."""
+    check_request(command)
+    if command.hosts is not None and not in_job():
+        return _on_several_machines(command, command.hosts, arguments)
     if command.dry_run:
-        plan = find_command("plan")
-        shared = {field.name for field in fields(plan.options)} & {field.name for field in fields(Train)}
-        return plan.run(plan.options(**{name: getattr(command, name) for name in shared}), arguments)
+        plan, shared = find_command("plan"), [*fields(ModelArgument), *fields(TrainConfig)]
+        return plan.run(plan.options(**{field.name: getattr(command, field.name) for field in shared}), arguments)
     if not in_job():
         from hybridpar.machine.devices import default_workers, has_gpu_driver
         from hybridpar.run.directory import before_the_start, recall_options
@@ -223,10 +190,6 @@ def check_names(command: TrainConfig) -> None:
         if is_file(command.weights):
             check_file(Path(command.weights))
     _check_known("data set", data_set_kind(command.data), {*TORCHVISION_SETS, *OTHER_SETS}, "hybridpar.data")
-    if command.log:
-        from hybridpar.observe.loggers import logger_names
-
-        logger_names(command.log)
     if command.chooses:
         return
     if "->" not in command.compress:
