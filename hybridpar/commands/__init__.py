@@ -6,9 +6,7 @@ modules are imported to list the commands, which must not take the seconds that 
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
@@ -79,7 +77,7 @@ class Command:
         return replace(typed, given=named | files)
 
 
-COMMANDS: Registry[Command] = Registry("command")
+COMMANDS: Registry[Command] = Registry("command", __name__)
 
 
 def register_command(
@@ -110,19 +108,6 @@ def register_command(
         return run
 
     return enter
-
-
-def find_command(name: str) -> Command:
-    """Import the module that a command is named after, or all if there is none, and look the command up."""
-    load_commands(name)
-    return COMMANDS.get(name)
-
-
-def load_commands(name: str = "") -> None:
-    """Import the modules of this folder, so that their commands are registered."""
-    modules = [module.name for module in pkgutil.iter_modules(__path__)]
-    for module in [name] if name in modules else modules:
-        importlib.import_module(f"{__name__}.{module}")
 
 
 def named_options(arguments: Sequence[str], options: type) -> frozenset[str]:

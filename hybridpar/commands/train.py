@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from hybridpar import __version__
-from hybridpar.commands import find_command, register_command
+from hybridpar.commands import COMMANDS, register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS, data_set_kind
 from hybridpar.config.files import FileOptions
@@ -68,21 +68,17 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     if command.hosts is not None and not in_job():
         return _on_several_machines(command, command.hosts, arguments)
     if command.dry_run:
-        plan, shared = find_command("plan"), [*fields(ModelArgument), *fields(TrainConfig)]
+        plan, shared = COMMANDS.get("plan"), [*fields(ModelArgument), *fields(TrainConfig)]
         return plan.run(plan.options(**{field.name: getattr(command, field.name) for field in shared}), arguments)
     if not in_job():
-        from hybridpar.machine.devices import default_workers, has_gpu_driver
+        from hybridpar.machine.devices import default_workers
         from hybridpar.run.directory import before_the_start, recall_options
 
         with before_the_start():
             # What follows depends on the options of the run that is resumed; every worker recalls them again.
             command, _ = recall_options(command, command.model)
-            directory = _directory(command)
-        workers = command.nproc or command.workers_wanted or _workers_of_plan(command)
-        if not has_gpu_driver():
-            workers = workers or default_workers()
-        _announce(command, workers, directory)
-        workers = workers or default_workers()
+            _announce(command)
+        workers = command.nproc or command.workers_wanted or _workers_of_plan(command) or default_workers()
         servers, patient = 0, True
         if (sync := command.parameter_servers) is not None:
             sync.split_count(workers)
@@ -95,7 +91,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         check_workers(command)
         if os.environ["RANK"] == "0":
             with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
-                _announce(command, int(os.environ["WORLD_SIZE"]), _directory(command))
+                _announce(command)
     prepare_worker(command.tune_process)
     with leaving_at_once():
         if not command.compile:
@@ -104,12 +100,6 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     gc.freeze()  # what was imported stays, and need not be searched for garbage
 
     return run_training(command, command.model)
-
-
-def _directory(command: Train) -> Path:
-    from hybridpar.run.directory import find_folder
-
-    return find_folder(command, command.model).directory
 
 
 def _workers_of_plan(command: Train) -> int | None:
@@ -123,12 +113,14 @@ def _workers_of_plan(command: Train) -> int | None:
     return plan.workers if placed or plan.inputs is not None else None
 
 
-def _announce(command: Train, workers: int | None, directory: Path) -> None:
+def _announce(command: Train) -> None:
     """Say what is about to be trained, before the seconds that importing torch takes."""
-    count = "a worker per GPU" if workers is None else f"{workers} worker{'' if workers == 1 else 's'}"
-    text = f"hybridpar {__version__}: training {command.model} on {command.data}, {count}, in {directory}"
+    from hybridpar.run.directory import find_folder
+
+    directory = find_folder(command, command.model).directory
     with contextlib.suppress(OSError):  # a closed pipe does not end the training
-        print(f"{text}\nloading torch{'' if workers == 1 else ' and starting the workers'} ...", flush=True)
+        print(f"hybridpar {__version__}: training {command.model} on {command.data}, in {directory}")
+        print("loading torch and starting the workers ...", flush=True)
 
 
 def _on_several_machines(command: Train, hosts: str, arguments: Sequence[str]) -> int:
