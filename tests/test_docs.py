@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from hybridpar import cli, commands
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.compress import CODECS
 from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS
 from hybridpar.config.files import read_settings
@@ -140,7 +140,7 @@ def test_commands_parse(block: Block) -> None:
                 if "--config" in options:  # a file that is not here; it names the model
                     at = options.index("--config")
                     options = ["resnet18", *options[:at], *options[at + 2 :]]
-                find_command(name).parse(name, options)  # exits where it does not parse
+                COMMANDS.get(name).parse(name, options)  # exits where it does not parse
         elif command[0] == "make":
             assert command[1] in targets
         elif (arguments := words_of(command, "pip")) is not None:

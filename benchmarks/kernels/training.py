@@ -39,7 +39,7 @@ from benchmarks.rig.launch import run_command
 from benchmarks.rig.paired import balanced_orders
 from benchmarks.rig.records import append_dicts, print_markdown
 from benchmarks.rig.stats import Ratio, bootstrap_ratio
-from hybridpar.commands.tune.request import parse_seconds
+from hybridpar.commands.tune import parse_seconds
 from hybridpar.errors import HybridparError
 from hybridpar.machine.process import tune_this_process
 from hybridpar.tvm_kernels import Database, optimize, read_database

@@ -404,8 +404,8 @@ class TrainedOptions(Options):
 
     def changed(self, config: TrainConfig) -> TrainConfig:
         """The options of a run, or those by default, with what is otherwise."""
-        named = ("model_arg", "data", "data_root", "debug")
-        changes = {name: value for name in named if (value := getattr(self, name))}
+        named = ("model_arg", "data", "data_root", "batch_size", "loader_workers", "amp", "debug")
+        changes = {name: value for name in named if (value := getattr(self, name, None)) not in (None, ())}
         if self.image_size is not None:
             changes["image_size"] = images_over(config.image_size, f"{self.image_size},test=auto")
         return replace(config, **changes)

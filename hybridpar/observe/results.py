@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 BINS = 15
 
 #: Classes of which there is a confusion matrix at most.
-MOST_CLASSES = 2000
+MOST_CLASSES = 1000
 
 #: Classes, and confused pairs, that the text names.
 _NAMED = 5

@@ -11,10 +11,8 @@ import torch
 
 from hybridpar.cli import main
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands.tune.request import TuneRequest
-from hybridpar.commands.tune.tuning import find_work, run_tune
+from hybridpar.commands.tune import TuneRequest, find_work
 from hybridpar.config import TrainConfig
-from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.profile_cache import profile_key
 from hybridpar.partition.trace import trace_model
@@ -111,13 +109,14 @@ def test_ctrl_c_keeps_what_there_is(call):
     assert "1 left: the same command goes on" in said
 
 
-def test_without_a_compiler_it_says_so(tmp_path):
+def test_without_a_compiler_it_says_so(call, monkeypatch):
     def nothing(*_: object, **__: object) -> None:
         raise KernelsUnavailable("apache-tvm is not installed")
 
-    config = TuneRequest(shape=(SHAPE,), output=tmp_path / "k.jsonl")
-    with pytest.raises(KernelError, match="apache-tvm is not installed"):
-        run_tune(config, nothing)  # type: ignore[arg-type]
+    monkeypatch.setattr(tune, "search_all", nothing)
+    code, _, error = call("--shape", SHAPE, "-o", "k.jsonl")
+    assert code == 1
+    assert "apache-tvm is not installed" in error
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import torch
 from hybridpar.codegen import cuda_driver
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
-from hybridpar.commands.tune.request import TuneRequest
-from hybridpar.commands.tune.tuning import run_tune
+from hybridpar.commands.tune import TuneRequest, run_tune
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import cuda_kernel, measure
 from hybridpar.tvm_kernels import tune as tuning
