@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hybridpar.compress import CODECS, Coder, TensorSpec
 from hybridpar.compress.codec import LargeTensorCodec
-from hybridpar.compress.sparse import Picks, share
+from hybridpar.compress.codecs.topk import Picks, share
 from hybridpar.spec import AT_LEAST_1, AT_MOST_1, between
 
 

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,8 +43,11 @@ _group: dist.ProcessGroup | None = None
 _users = 0
 
 
-def enter_group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
-    """Use the default process group, which is made where there is none."""
+def enter_group(device: torch.device, timeout: float) -> Callable[[], None] | None:
+    """Use the default process group, which is made where there is none.
+
+    Gives what leaves it: when the last of those that entered it leaves, it is destroyed. None where it is not ours.
+    """
     global _users
     if not dist.is_initialized():
         _users = 0
@@ -51,11 +55,10 @@ def enter_group(device: torch.device, timeout: float) -> dist.ProcessGroup | Non
     elif dist.group.WORLD is not _group:
         return None
     _users += 1
-    return _group
+    return partial(_leave_group, _group)
 
 
-def leave_group(group: dist.ProcessGroup) -> None:
-    """Destroy the default process group when the last of those that entered it leaves."""
+def _leave_group(group: object) -> None:
     global _users
     if not dist.is_initialized() or dist.group.WORLD is not group:
         return

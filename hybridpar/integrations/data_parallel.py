@@ -118,7 +118,7 @@ class DataParallel(DistributedDataParallel):
             control=group if size > 1 else None,
             transport=dist.get_backend(group),
         )
-        agreed = agree_on_policy(policy, dict(self.module.named_parameters()), world.gather, fidelity)
+        agreed = agree_on_policy(policy, dict(self.module.named_parameters()), world, fidelity)
         if not isinstance(agreed, Policy):
             agreed = _choose(self.module, world, fidelity)
         self._may_differ = size == 1 or is_auto(policy)

@@ -24,7 +24,7 @@ from hybridpar.run.directory import plain_options
 from hybridpar.run.part import Part, Run, RunTrainer, sync_of
 from hybridpar.run.timings import OF_ANY_PART, Share, combine
 from hybridpar.run.worker import device_name
-from hybridpar.sync.compression_table import WireFormat
+from hybridpar.sync.figures import WireFormat
 
 #: Fields of `RunInfo` that loggers are given beside the options.
 _FACTS = ("workers", "device", "stages", "replicas", "micro_batches", "schedule", "codec", "parameters")

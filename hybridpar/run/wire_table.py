@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.text import format_bytes
-from hybridpar.sync.compression_table import LayerBytes, WireFormat
+from hybridpar.sync.figures import LayerBytes, WireFormat
 
 #: In the run directory: the codec of each parameter.
 TABLE_FILE = "compress.csv"

@@ -33,10 +33,9 @@ from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
-from hybridpar.sync.compression_table import WireFormat, layer_bytes
-from hybridpar.sync.figures import SyncFigures, add_up
-from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.figures import SyncFigures, WireFormat, add_up, layer_bytes
 from hybridpar.sync.outer import OuterLoop, OuterResult, OuterRound, Timetable
+from hybridpar.sync.stage_gradients import SyncOptions
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
 
@@ -148,7 +147,7 @@ class OuterEngine(Engine):
             config = replace(config, seed=config.seed + 1_000_003 * self._team.rank)
         super().__init__(replace(parts, world=self._party, config=config))
         names = dict(model.named_parameters())
-        policy = agree_on_policy(plan.sync.codec, names, world.gather)
+        policy = agree_on_policy(plan.sync.codec, names, world)
         assert isinstance(policy, Policy)
         self._policy = policy
         modules = [stage.module for stage in self.pipeline.stages.values()]

@@ -25,7 +25,7 @@ from hybridpar.compress import CODECS
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.step import whole_options
-from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.stage_gradients import SyncOptions
 from tests.lanes.checked import Checker, Lanes
 from tests.pipeline.oracle import run_step, step_optimizer
 from tests.ranks import run_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,10 +11,9 @@ from torch import Tensor
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, scale_of
+from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise, scale_of
 from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.memory import Memory, Residual, Scratch
-from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.quantised import Quantiser
 from tests.compress.team import Team, same_bits
@@ -251,27 +249,3 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
 def test_however_they_are_asked_for_they_are_loaded_once() -> None:
     assert kernels.table() is kernels.table(CPU) is kernels.table(torch.empty(1).device)
-
-
-def test_what_is_built_aside_is_waited_for(monkeypatch):
-    begun, ready = threading.Event(), threading.Event()
-
-    class Built:
-        @classmethod
-        def load(cls) -> Built:
-            if threading.current_thread() is not threading.main_thread():
-                begun.set()
-                assert ready.wait(60)
-            return cls()
-
-    monkeypatch.undo()  # it is about the table itself
-    kernels.table.cache_clear()
-    monkeypatch.setattr(kernels, "CpuKernels", Built)
-    kernels.prepare_aside([parse_codec("none"), parse_codec("fp16")])
-    before = threading.active_count()
-    kernels.prepare_aside([parse_codec("fp16"), parse_codec("onebit:decay=0.9")])
-    assert threading.active_count() == before + 1, "only a codec with kernels starts something"
-    assert begun.wait(60)
-    threading.Timer(0.2, ready.set).start()
-    assert isinstance(kernels.table(), Built)
-    assert ready.is_set(), "nobody goes on without what is being built"

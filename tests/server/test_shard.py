@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server import Push, Rules, Shard
-from hybridpar.server.ledger import Ledger
+from hybridpar.server.shard import Ledger
 from hybridpar.server.stripes import Piece, Stripe
 from tests.server.problems import sgd, small_shard
 

@@ -16,9 +16,8 @@ from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.optim.build import build_optimizer
-from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.reducer import Reducer
-from hybridpar.sync.stage_gradients import open_sync_lanes
+from hybridpar.sync.stage_gradients import SyncOptions, open_sync_lanes
 from hybridpar.train.trainer import Trainer
 from tests.lanes.checked import Checker, Lanes
 from tests.pipeline.oracle import Setting, batches_of, train_whole

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hybridpar import TrainConfig
 from hybridpar.comm.world import World
-from hybridpar.sync.sync_batchnorm import normalise_over_replicas
+from hybridpar.sync.batchnorm import normalise_over_replicas
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.small_nets import SmallNet

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.codecs.qsgd_mn import BITS, GridsCoder, steps_of
+from hybridpar.compress.codecs.topk import share
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.sparse import share
 from hybridpar.spec import AT_LEAST_1, AT_MOST_1
 
 

@@ -46,9 +46,8 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, write_scale
+from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise, write_scale
 from hybridpar.compress.memory import WORKER
-from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import QuantisedCoder
 from hybridpar.errors import check
@@ -72,7 +71,7 @@ class GridsCoder(Coder):
     Args:
         spec: The parameter.
         steps: From zero to the scale, of each grid, coarsest first.
-        rounding: How values are rounded, see `hybridpar.compress.noise`.
+        rounding: How values are rounded, see `Noise`.
         count: How many values are sent in a step; as many as the parameter has if it is not given.
     """
 

@@ -10,8 +10,8 @@ import torch
 
 from hybridpar.compress import TensorSpec, parse_codec
 from hybridpar.compress.codec import CHUNK
+from hybridpar.compress.codecs.qsgd import Noise
 from hybridpar.compress.memory import Scratch
-from hybridpar.compress.noise import Noise
 from hybridpar.errors import UsageError
 from tests.compress.codecs.test_qsgd import draws
 from tests.compress.team import Team, same_bits
