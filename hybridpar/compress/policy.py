@@ -120,11 +120,11 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _options(kind: type[Codec]) -> dict[str, Any]:
-    """Options of a codec with their types: its own, then those of all codecs."""
-    from hybridpar.compress.codec import Codec
-
-    types_of, common = fields_of(kind), fields_of(Codec)
-    return {name: types_of[name] for name in sorted(types_of, key=lambda name: name in common)}
+    """Options of a codec with their types: its own, then those of its bases."""
+    types_of = fields_of(kind)
+    declared = [vars(base).get("__annotations__", {}) for base in kind.__mro__]
+    depth = {name: max(number for number, names in enumerate(declared) if name in names) for name in types_of}
+    return {name: types_of[name] for name in sorted(types_of, key=depth.__getitem__)}
 
 
 def _write(value: Any) -> str:

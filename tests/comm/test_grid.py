@@ -10,13 +10,11 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybridpar.comm import connections
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
@@ -100,28 +98,6 @@ def test_a_pipeline_without_replicas(size: int, shared_memory: bool) -> None:
         assert answer["arrived"] == (5.0 + size - 1 if rank == size - 1 else None)
 
 
-@BOTH_FORMS
-@pytest.mark.parametrize("size", [2, 3])
-def test_replicas_without_a_pipeline(size: int, shared_memory: bool) -> None:
-    transport = "shared memory" if shared_memory else "sockets"
-    answers = run_ranks(one_line, size, 1, shared_memory=shared_memory)
-    for rank, answer in enumerate(answers):
-        assert answer["place"] == (0, rank, 1, size)
-        assert answer["replica world"] == (rank, size, transport, tuple(range(size)))
-        assert answer["sums"] == [size * (size + 1) / 2] * 4
-        assert answer["gathered"] == list(range(size))
-        assert answer["peers"] == ([], [])
-        assert answer["arrived"] == 5.0
-
-
-def test_one_worker_is_a_grid_too() -> None:
-    grid = Grid(World(), line(1, 1), [])
-    assert (grid.position, grid.replica, grid.layout.replicas, grid.replica_world.size) == (0, 0, 1, 1)
-    assert pass_on(grid, 2.0) == 2.0
-    grid.close()
-    assert not dist.is_initialized()
-
-
 # ------------------------------------------------------------------------------ what is refused
 
 
@@ -146,23 +122,6 @@ def test_workers_must_want_the_same_grid() -> None:
 
 
 # ------------------------------------------------------------------------------ without shared memory
-
-
-def no_room(world: World) -> tuple[set[str], float | None]:
-    """The last worker cannot map the memory that it is handed."""
-    with pytest.MonkeyPatch.context() as patched:
-        if world.rank == world.size - 1:
-            patched.setattr(connections.mmap, "mmap", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        grid = Grid(world, line(world.size, world.size), chain(world.size))
-    try:
-        channels = [*grid.senders.values(), *grid.receivers.values()]
-        return {channel.group.transport for channel in channels}, pass_on(grid, 1.0)
-    finally:
-        grid.close()
-
-
-def test_channels_without_shared_memory_use_the_network() -> None:
-    assert run_ranks(no_room, 3) == [({"sockets"}, None), ({"sockets"}, None), ({"sockets"}, 3.0)]
 
 
 # ------------------------------------------------------------------------------ what is left

@@ -253,9 +253,3 @@ def test_empty_tensors_launch_nothing(found: CudaKernels, monkeypatch: pytest.Mo
     out = torch.ones(1)
     assert kernels.largest(levels, out)
     assert out.item() == 0
-
-
-def test_what_is_too_long_goes_to_torch(found: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found, "most_values", 99, raising=False)
-    assert not kernels.largest(torch.ones(100), torch.empty(1))
-    assert kernels.largest(torch.ones(99), torch.empty(1))

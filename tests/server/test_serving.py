@@ -15,12 +15,11 @@ import torch
 from timm.utils import dispatch_clip_grad
 from torch import nn
 
-from hybridpar.comm.handshake import knock
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.optim.build import build_optimizer
 from hybridpar.server import Rules
-from hybridpar.server.wire import Connection, Gradient
+from hybridpar.server.wire import Gradient
 from tests.server.problems import unsent
 from tests.server.serving import OPTIMIZER, Clock, Worker, copies, images, serving, together
 from tests.waiting import eventually
@@ -143,17 +142,6 @@ def test_compressed_pushes_train_alike_on_all_workers(codec):
         kept = [unsent(link.encoder).norm() for worker in team for link in worker.servers.links]
         assert all(float(norm) > 0 for norm in kept)
         together([worker.close for worker in team])
-
-
-@pytest.mark.parametrize("rules", [Rules.synchronous(1), Rules.asynchronous(1)], ids=["ps", "ps-async"])
-def test_weights_may_come_as_float16(rules):
-    with serving(rules, half=True) as served:
-        (worker,), _ = train(served, rules, 1, 3)
-        held = served.servers[0].shard.values
-        mine = torch.cat(list(worker.servers.links[0]._views))
-        assert torch.equal(mine, held.half().float())
-        assert not torch.equal(mine, held)
-        worker.close()
 
 
 def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
@@ -409,19 +397,6 @@ def test_who_was_dropped_while_it_tested_saves_and_meets_the_others():
     assert not served.problems
 
 
-def test_servers_end_where_there_is_nothing_to_train():
-    rules = Rules.asynchronous(2)
-    with serving(rules, 2) as served:
-        worker = Worker(served, 0, copies(1)[0], rules)
-        worker.servers.dismiss()
-        worker.close()
-        eventually(lambda: all(server._ended for server in served.servers))
-        worker = Worker(served, 0, copies(1)[0], rules)
-        worker.servers.dismiss()  # nobody is there
-        worker.close()
-    assert not served.problems
-
-
 def test_a_goodbye_of_who_never_came_does_not_end_a_run():
     rules = Rules.asynchronous(2)
     with serving(rules) as served:
@@ -435,23 +410,6 @@ def test_a_goodbye_of_who_never_came_does_not_end_a_run():
         back = Worker(served, 0, copies(1)[0], rules)
         assert back.begin().step == 0
         back.close()
-
-
-def test_a_server_that_has_ended_takes_nobody_in():
-    rules = Rules.asynchronous(2)
-    with serving(rules) as served:
-        first, late = (Worker(served, number, model, rules) for number, model in enumerate(copies(2)))
-        first.begin()
-        link = late.servers.links[0]
-        host, _, port = link._address.rpartition(":")
-        link._connection = Connection(socket.create_connection((host, int(port)), 10), 10.0, 10.0)
-        knock(link._connection.socket, link._token, link._address)  # it is let in, and has not said who it is
-        eventually(lambda: any(peer.hello is None for peer in served.servers[0]._peers))
-        first.close()
-        eventually(lambda: served.servers[0]._ended)
-        with pytest.raises(OSError, match=r"closed|reset|pipe"):
-            link._connection.receive(1 << 20)
-        link._connection.end()
 
 
 def test_workers_with_different_models_are_told_apart_at_the_first_message():

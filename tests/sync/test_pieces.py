@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridpar.compress import received
-from hybridpar.compress.received import Sum, hand_over
+from hybridpar.compress.received import Sum
 from hybridpar.sync.pieces import PIECE, Gradients, can_step
 from tests.pipeline.oracle import step_optimizer
 
@@ -102,19 +102,3 @@ def test_hooks_on_the_step_run() -> None:
     optimizer.register_step_pre_hook(lambda *_: norms.append(sum(one.grad is not None for one in parameters)))
     step_optimizer(optimizer, gradients_of(parameters, 2, 3))
     assert norms == [len(SIZES)]
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 100, 70000])
-def test_handing_over_copies_and_measures(count: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not compiled:
-        monkeypatch.setattr(received, "functions", dict)
-    source = torch.randn(count, generator=torch.Generator().manual_seed(1))
-    target, squares = torch.full((count,), 7.0), torch.full((1,), 7.0, dtype=torch.float64)
-    hand_over(source, target, squares[0])
-    assert torch.equal(source, target)
-    assert squares.item() == pytest.approx(source.double().square().sum().item(), rel=1e-5)
-    if count:
-        source[count - 1] = float("nan")
-        hand_over(source, target, squares[0])
-        assert squares.isnan().item()

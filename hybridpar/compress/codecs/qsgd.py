@@ -40,7 +40,7 @@ from hybridpar.compress.codec import CHUNK, CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import Fields, aligned, magnitude
 from hybridpar.compress.quantised import Meet, QuantisedCoder, Quantiser, put
-from hybridpar.spec import AT_LEAST_1, between
+from hybridpar.spec import between
 
 #: Noise is a multiple of 1 / GRAINS, so that adding it to a whole number of up to 255 is exact in float32.
 GRAINS = 1 << 16
@@ -238,32 +238,39 @@ class PowerQuantiser(LevelQuantiser):
         return codes.sign_().mul_(exponents.bitwise_left_shift_(_FRACTION).view(torch.float32)).div_(divisor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundingCodec(LargeTensorCodec):
+    """A codec that rounds values up or down.
+
+    Attributes:
+        rounding: `random`, or `zero` for towards zero, which is biased: the papers' comparison. With `feedback=on` what
+            is rounded off is sent later.
+    """
+
+    rounding: Literal["random", "zero"] = "random"
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """Rounding towards zero is a bias, drawing is none."""
+        return self.rounding != "random"
+
+
 @CODECS.register("qsgd", "QSGD: unbiased rounding to even steps of the Euclidean norm of each bucket")
 @dataclass(frozen=True, kw_only=True)
-class Qsgd(LargeTensorCodec):
+class Qsgd(RoundingCodec):
     """Stochastic rounding on the scale of a bucket's norm.
 
     Attributes:
         bits: Of a code, its sign included: 2**(bits - 1) - 1 levels above zero.
         bucket: Consecutive elements that share a norm.
         meet: How messages are reduced, as in `onebit`: `shard`, `gather` or `auto`. The paper's is `gather`.
-        rounding: `random`, or `zero` for towards zero, which is biased. With `feedback=on` what is rounded off is sent
-            later.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: Annotated[int, between(2, 8)] = 4
     bucket: Annotated[int, between(1, CHUNK)] = 512
     meet: Meet = "auto"
-    rounding: Literal["random", "zero"] = "random"
-    least: Annotated[int, AT_LEAST_1] = 1000
     at_once = True
     quantiser: ClassVar[type[LevelQuantiser]] = LevelQuantiser
-
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        """Rounding towards zero is a bias, drawing is none."""
-        return self.rounding != "random"
 
     def coder(self, spec: TensorSpec) -> QuantisedCoder:
         noise, steps = Noise(spec, self.rounding), 2 ** (self.bits - 1) - 1

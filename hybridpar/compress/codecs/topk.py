@@ -29,7 +29,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
 from hybridpar.compress.memory import WORKER, Scratch
 from hybridpar.compress.packing import aligned
-from hybridpar.spec import AT_LEAST_1, AT_MOST_1
+from hybridpar.spec import AT_MOST_1
 
 #: A sample is each of so many elements, a prime number, so that it does not follow the shape of a parameter; where
 #: there are at most `_SMALL` elements none is taken. So many standard deviations more than is needed are taken of it.
@@ -147,12 +147,10 @@ class TopK(LargeTensorCodec):
     Attributes:
         rate: Share of a parameter's elements that is sent.
         scope: Of what they are the largest: `layer` or `bucket`, see above.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     rate: Annotated[float, AT_MOST_1] = 0.01
     scope: Literal["layer", "bucket"] = "layer"
-    least: Annotated[int, AT_LEAST_1] = 1000
     feedback: bool = True
     castable = True
 
