@@ -256,6 +256,7 @@ class RollCall:
         self._beat = beat
         self._lock = threading.Lock()
         self._missing: list[int] | None = None
+        self._named: dict[int, str] = {}  # what a worker was last said to be busy with
 
     def show_life(self) -> Callable[[], None]:
         """Write signs of life on a thread, until what this returns is called."""
@@ -272,12 +273,13 @@ class RollCall:
         return closed.set
 
     def is_busy(self) -> bool:
-        """Whether some other worker is alive outside of a step. One worker then logs which, and what it does."""
+        """Whether some other worker is alive outside of a step. One worker then logs once which, and what it does."""
         busy: dict[int, str] = _within(5 * self._beat, self._watch, {})
         with self._lock:
             for rank, doing in busy.items():
-                if self._rank == min({self._rank, *self._others} - busy.keys()):
+                if self._rank == min({self._rank, *self._others} - busy.keys()) and self._named.get(rank) != doing:
                     _log.warning("worker %d waits for worker %d, which is alive: %s", self._rank, rank, doing)
+                    self._named[rank] = doing
         return bool(busy)
 
     def leave(self, reason: str) -> None:

@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridpar.comm.flight import FLIGHT, noted
+from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.errors import HybridparError, LaunchError, SyncError, first_line, shortened
 from hybridpar.machine.process import host_identity
 
@@ -40,9 +38,6 @@ _T = TypeVar("_T")
 
 #: What a worker that leaves without an error says.
 GOOD_ORDER = "left in good order"
-
-#: Part of the time-out after which workers that are at work say so.
-SIGN_OF_LIFE = 0.25
 
 
 def all_reduce_bytes(payload: int, workers: int) -> int:
@@ -282,28 +277,9 @@ class World:
         return decided
 
     def on_all_patiently(self, act: Callable[[], _T]) -> _T:
-        """As `on_all`, for what may take longer than the time-out: workers tell each other that they are at work.
-
-        `act` runs in a thread of its own and meets no other worker.
-        """
-        if self._meeting is None:
+        """As `on_all`, for what may take longer than the time-out: who waits sees that the others are at work."""
+        with outside("what takes long, and is no step"):
             return self.on_all(act)
-        done: Future[_T] = Future()
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
-        def run() -> None:
-            try:
-                with on_device:
-                    done.set_result(act())
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="at work", daemon=True).start()
-        is_over = False
-        while not is_over:
-            wait([done], SIGN_OF_LIFE * self.timeout)
-            is_over = all(self.gather(done.done()))
-        return self.on_all(done.result)
 
     def on_all(self, act: Callable[[], _T]) -> _T:
         """What `act` returns on this worker; the first problem of a worker is everybody's. As `gather`."""

@@ -164,51 +164,6 @@ def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
         together([worker.close for worker in team])
 
 
-def in_float16(workers, batches):
-    """One process with torch's own loss scaling; its model, and the scale after each step."""
-    (model,), scales = copies(1), []
-    optimizer = build_optimizer(model, OPTIMIZER)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
-    for batch in batches:
-        optimizer.zero_grad()
-        before = copy.deepcopy(model.norm.state_dict())
-        for inputs, targets in batch:
-            model.norm.load_state_dict(before)
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = nn.functional.cross_entropy(model(inputs), targets)
-            scaler.scale(loss * (1 / workers)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return model, scales
-
-
-@pytest.mark.parametrize("rules", [Rules.synchronous(2), Rules.asynchronous(1)], ids=["ps", "ps-async"])
-def test_float16_has_the_steps_and_scales_of_one_process(rules):
-    count = rules.learners
-    batches = [[images(10 * number + n) for n in range(count)] for number in range(12)]
-    batches[4][-1] = 1e6 * batches[4][-1][0], batches[4][-1][1]  # overflows, on one worker
-    expected, scales = in_float16(count, batches)
-    assert min(scales) < 2**16 <= max(scales)
-    with serving(rules, 2) as served:
-        team = [Worker(served, n, model, rules, amp="fp16") for n, model in enumerate(copies(count))]
-        together([worker.begin for worker in team])
-        kept = [worker.engine.loss_scales[0] for worker in team]
-        for one in kept:
-            one._interval = 3
-        applied = []
-        for batch, scale in zip(batches, scales, strict=True):
-            pairs = zip(team, batch, strict=True)
-            results = together([lambda w=w, one=one: w.step_on(one, count) for w, one in pairs])
-            applied.append(all(one.applied for one in results))
-            assert [float(one.value) for one in kept] == [scale] * count
-        for worker in team:
-            assert same(worker.model, expected)
-            assert worker.model.norm.num_batches_tracked == sum(applied)
-        assert not applied[4]
-        together([worker.close for worker in team])
-
-
 def test_without_a_barrier_each_worker_has_a_loss_scale_of_its_own():
     rules = Rules.asynchronous(2)
     with serving(rules) as served:
