@@ -326,8 +326,8 @@ def check_compression(
         )
     if policy.changes_nothing:
         return
-    for codec, optimizer in itertools.product(policy.codecs, optimizers):
-        check_optimizer(codec, optimizer)
+    for each, optimizer in itertools.product(policy.codecs, optimizers):
+        check_optimizer(each, optimizer)
     if tell and replicas == 1:
         _log.warning("--compress %s can gain nothing: there is a single replica, and its gradients go nowhere", codec)
 

@@ -15,7 +15,6 @@ import torch
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
-from hybridpar.errors import SyncError, UsageError
 from hybridpar.schedule.layout import Layout
 from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
@@ -96,26 +95,6 @@ def test_a_pipeline_without_replicas(size: int, shared_memory: bool) -> None:
 
 
 # ------------------------------------------------------------------------------ what is refused
-
-
-@pytest.mark.parametrize("workers", [2, 4])
-def test_workers_must_fill_the_layout(workers: int) -> None:
-    with pytest.raises(UsageError) as caught:
-        Grid(World(rank=1, size=3), line(2, workers), [])
-    assert f"stages are placed on {workers} worker(s), and the job has 3" in caught.value.what
-    assert f"Start {workers} workers" in caught.value.fix
-
-
-def disagree(world: World) -> str:
-    with pytest.raises(SyncError) as caught:
-        Grid(world, line(2, 2), [(0, 1)] if world.rank else [(0, 1), (1, 0)])
-    return str(caught.value)
-
-
-def test_workers_must_want_the_same_grid() -> None:
-    first, second = run_ranks(disagree, 2)
-    assert "worker 1 wants stages on ['0,1'] and pairs [(0, 1)], worker 0 wants ['0,1'] and [(0, 1), (1, 0)]" in first
-    assert "worker 0 wants" in second
 
 
 # ------------------------------------------------------------------------------ without shared memory
