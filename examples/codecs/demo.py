@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hybridpar.compress import CODECS, Coder, TensorSpec
 from hybridpar.compress.codec import LargeTensorCodec
-from hybridpar.compress.sparse import Picks, share
-from hybridpar.spec import AT_LEAST_1, AT_MOST_1, between
+from hybridpar.compress.codecs.topk import Picks, share
+from hybridpar.spec import AT_MOST_1, between
 
 
 @functools.cache
@@ -48,13 +48,11 @@ class DecoupledMomentum(LargeTensorCodec):
         rate: Share of a tile's components that is sent.
         momentum: m.
         chunk: Elements of a tile's sides.
-        least: Parameters with fewer elements, and vectors, are sent in full.
     """
 
     rate: Annotated[float, AT_MOST_1] = 0.0078125
     momentum: Annotated[float, between(0, 1)] = 0.999
     chunk: Annotated[int, between(2, 256)] = 64
-    least: Annotated[int, AT_LEAST_1] = 1000
     castable = True
     takes_feedback = False
     keeps_momentum = True

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.sparse import Picks, largest, share
+from hybridpar.compress.codecs.topk import Picks, largest, share
 from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, BELOW_1
 
 

@@ -33,7 +33,7 @@ SHOWN = (
     *("compress", "sync"),
     *("amp", "kernels"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoints", "overwrite", "log"),
+    *("run_dir", "resume", "checkpoints", "log"),
     "seed",
 )
 

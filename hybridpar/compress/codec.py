@@ -29,7 +29,7 @@ from hybridpar.compress.memory import Memory, Residual, Scratch, State
 from hybridpar.compress.received import Decoded, Received, Sum
 from hybridpar.errors import CheckpointError
 from hybridpar.registry import Registry
-from hybridpar.spec import AT_LEAST_0, AT_MOST_1
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1
 
 #: Elements that a coder works on at a time: 256 KB of float32.
 CHUNK = 1 << 16
@@ -455,11 +455,15 @@ class Codec(ABC):
         return FeedbackCoder(spec, coder, self.decay, self.warmup) if self.feedback else coder
 
 
+@dataclass(frozen=True, kw_only=True)
 class LargeTensorCodec(Codec):
-    """A codec for matrices and convolutions of at least `least` elements; smaller parameters are sent in full."""
+    """A codec for large matrices and convolutions.
 
-    #: An option of each such codec.
-    least: int
+    Attributes:
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
+    """
+
+    least: Annotated[int, AT_LEAST_1] = 1000
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a matrix or more, and large enough."""

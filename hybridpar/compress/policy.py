@@ -27,16 +27,17 @@ import glob
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridpar.errors import HybridparError, UsageError, check, shortened
+from hybridpar.errors import UsageError, check, shortened
 from hybridpar.spec import defaults_of, fields_of, read_values, split_fields
 
 if TYPE_CHECKING:
+    from hybridpar.comm.world import World
     from hybridpar.compress.codec import Codec
 
 _log = logging.getLogger(__name__)
@@ -119,11 +120,11 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _options(kind: type[Codec]) -> dict[str, Any]:
-    """Options of a codec with their types: its own, then those of all codecs."""
-    from hybridpar.compress.codec import Codec
-
-    types_of, common = fields_of(kind), fields_of(Codec)
-    return {name: types_of[name] for name in sorted(types_of, key=lambda name: name in common)}
+    """Options of a codec with their types: its own, then those of its bases."""
+    types_of = fields_of(kind)
+    declared = [vars(base).get("__annotations__", {}) for base in kind.__mro__]
+    depth = {name: max(number for number, names in enumerate(declared) if name in names) for name in types_of}
+    return {name: types_of[name] for name in sorted(types_of, key=depth.__getitem__)}
 
 
 def _write(value: Any) -> str:
@@ -283,34 +284,16 @@ def _canonical(text: str) -> str:
     return "none" if text.strip() == "none" else format_codec(parse_codec(text))
 
 
-def agree_on_policy(
-    codec: str | Policy, names: Collection[str], gather: Callable[[Any], Sequence[Any]], fidelity: str = ""
-) -> str | Policy:
+def agree_on_policy(codec: str | Policy, names: Collection[str], world: World, fidelity: str = "") -> str | Policy:
     """Read a policy on all workers and compare them; a collective.
 
     Workers that compress by different rules would read each other's messages wrongly. `auto` stays as it is, and an
     error of a single worker is raised on all of them.
     """
-    mine: str | Policy = ""
-    problem = None
-    try:
-        mine = read_for(codec, names)
-    except HybridparError as error:
-        problem = error
-    answers = gather(
-        (f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine), problem.what if problem else "")
-    )
-    if problem:
-        raise problem
-    first = answers[0][0]
-    for rank, (text, refused) in enumerate(answers):
-        check(
-            not refused,
-            f"worker {rank} cannot use the compression policy that it was given: {refused}",
-            "All workers compress alike.",
-            "Give every worker the same policy.",
-        )
-        for rule, other in itertools.zip_longest(text.split("; "), first.split("; "), fillvalue="no rule"):
+    mine = world.on_all(lambda: read_for(codec, names))
+    answers: list[Any] = world.gather(f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine))
+    for rank, text in enumerate(answers):
+        for rule, other in itertools.zip_longest(text.split("; "), answers[0].split("; "), fillvalue="no rule"):
             check(
                 rule == other,
                 f"worker {rank} was given another compression policy than worker 0: {rule} and not {other}",
@@ -343,8 +326,8 @@ def check_compression(
         )
     if policy.changes_nothing:
         return
-    for codec, optimizer in itertools.product(policy.codecs, optimizers):
-        check_optimizer(codec, optimizer)
+    for each, optimizer in itertools.product(policy.codecs, optimizers):
+        check_optimizer(each, optimizer)
     if tell and replicas == 1:
         _log.warning("--compress %s can gain nothing: there is a single replica, and its gradients go nowhere", codec)
 

@@ -116,7 +116,7 @@ class DataParallel(DistributedDataParallel):
             control=group if size > 1 else None,
             transport=dist.get_backend(group),
         )
-        agreed = agree_on_policy(compress, dict(self.module.named_parameters()), world.gather, fidelity)
+        agreed = agree_on_policy(compress, dict(self.module.named_parameters()), world, fidelity)
         if not isinstance(agreed, Policy):
             from hybridpar.planner.codecs import choose_codecs
 

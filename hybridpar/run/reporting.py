@@ -34,7 +34,7 @@ from hybridpar.run.directory import plain_options
 from hybridpar.run.part import Part, Run, sync_of
 from hybridpar.run.timings import Share, combine
 from hybridpar.run.worker import device_name
-from hybridpar.sync.compression_table import WireFormat
+from hybridpar.sync.figures import WireFormat
 
 #: In the run directory: the codec of each parameter.
 TABLE_FILE = "compress.csv"

@@ -42,8 +42,7 @@ from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import StepOutcome, StepRequest, whole_options
 from hybridpar.plan import ResolvedPlan
-from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.stage_gradients import StageGradients
+from hybridpar.sync.stage_gradients import StageGradients, SyncOptions
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from hybridpar.partition.stage import Stage
     from hybridpar.pipeline.cuda_graph import StepGraph
     from hybridpar.sync.compression import Compression
-    from hybridpar.sync.compression_table import WireFormat
+    from hybridpar.sync.figures import WireFormat
     from hybridpar.sync.pieces import Gradients
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
@@ -391,7 +390,7 @@ class Engine:
 
     def wire_format(self) -> WireFormat:
         """What gradients are sent as; a collective."""
-        from hybridpar.sync.compression_table import WireFormat
+        from hybridpar.sync.figures import WireFormat
 
         return WireFormat(self.pipeline.options.sync.policy, self.pipeline.layer_bytes())
 

@@ -33,10 +33,9 @@ from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
-from hybridpar.sync.compression_table import WireFormat, layer_bytes
-from hybridpar.sync.figures import SyncFigures, add_up
-from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.figures import SyncFigures, WireFormat, add_up, layer_bytes
 from hybridpar.sync.outer import OuterLoop, OuterResult, OuterRound, Timetable
+from hybridpar.sync.stage_gradients import SyncOptions
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
 
@@ -142,7 +141,7 @@ class OuterEngine(Engine):
         modules = [stage.module for stage in self.pipeline.stages.values()]
         local = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
         buffer_names = {name for name, buffer in model.named_buffers() if id(buffer) in local}
-        policy = agree_on_policy(plan.sync.codec, dict(model.named_parameters()), self._party.gather)
+        policy = agree_on_policy(plan.sync.codec, dict(model.named_parameters()), parts.world)
         assert isinstance(policy, Policy)
         self._policy = policy
         lr, momentum = loop.rates(None if total is None else total // loop.every)

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.codecs.qsgd_mn import BITS, GridsCoder, steps_of
+from hybridpar.compress.codecs.topk import share
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.sparse import share
-from hybridpar.spec import AT_LEAST_1, AT_MOST_1
+from hybridpar.spec import AT_MOST_1
 
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
@@ -37,12 +37,10 @@ class GlobalRandomK(LargeTensorCodec):
     Attributes:
         rate: Share of a parameter's elements that is sent.
         levels: Bits of the grid, or of several grids as in `qsgd_mn_ms`.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     rate: Annotated[float, AT_MOST_1] = 0.01
     levels: tuple[Annotated[int, BITS], ...] = (4,)
-    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     reads_state = True
     feedback: bool = True

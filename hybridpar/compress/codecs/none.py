@@ -7,9 +7,10 @@ the range of float32. A gradient that leaves the range arrives as infinity on al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
-from hybridpar.compress.codec import CODECS, WIRE_TYPES, Codec, Full, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Full, TensorSpec
 
 
 @CODECS.register("none", "full precision; every codec falls back to it where it does not fit")
@@ -27,17 +28,15 @@ class NoCompression(Codec):
 
 @CODECS.register("fp16", "float16 on the wire, half the bytes; ends at 65504")
 @dataclass(frozen=True, kw_only=True)
-class Float16(Codec):
+class Float16(NoCompression):
     """The gradient in float16. DDP's `fp16_compress_hook` does the same."""
 
-    biased = False
-    at_once = True
-
-    def coder(self, spec: TensorSpec) -> Full:
-        return Full(replace(spec, wire=WIRE_TYPES[self.name]))
+    cast: Literal["fp32", "fp16", "bf16"] = "fp16"
 
 
 @CODECS.register("bf16", "bfloat16 on the wire, half the bytes; 8 significant bits")
 @dataclass(frozen=True, kw_only=True)
-class BFloat16(Float16):
+class BFloat16(NoCompression):
     """The gradient in bfloat16. DDP's `bf16_compress_hook` does the same."""
+
+    cast: Literal["fp32", "fp16", "bf16"] = "bf16"

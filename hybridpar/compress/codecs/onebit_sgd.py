@@ -106,16 +106,14 @@ class OwnerCoder(QuantisedCoder):
         self._rule = rule
         self.in_warmup = plain or self
         if plain is not None:
-            self._states, self._squares, self._momentum = plain._states, plain._squares, plain._momentum
-            return
-        stripe = len(self._ranges[spec.rank])
-        sizes = {"worker": spec.count, "off": 0}
-        squares, momentum = (
-            torch.zeros(size, dtype=torch.float32, device=spec.device)
-            for size in (sizes.get(rule.adagrad, stripe), stripe if rule.momentum else 0)
-        )
-        self._squares = self.register_state("squares", squares)
-        self._momentum = self.register_state("momentum", momentum)
+            self._states = plain._states
+        else:
+            stripe = len(self._ranges[spec.rank])
+            sizes = {"squares": {"worker": spec.count, "off": 0}.get(rule.adagrad, stripe)}
+            sizes["momentum"] = stripe if rule.momentum else 0
+            for name, size in sizes.items():
+                self.register_state(name, torch.zeros(size, dtype=torch.float32, device=spec.device))
+        self._squares, self._momentum = self._states["squares"], self._states["momentum"]
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         if self._rule.adagrad == "worker":
