@@ -66,9 +66,7 @@ class TuneRequest(TrainConfig, FileOptions, SearchOptions):
         parse_seconds(self.budget)
         check(self.batch_size != "auto", "--batch-size auto", "Kernels are tuned for one size.", "Name it.")
         if self.target == "cpu":
-            check(
-                self.amp == "none", f"--amp {self.amp} on the CPU", "Kernels for it are float32.", "Add --target cuda."
-            )
+            check(self.amp != "fp16", "--amp fp16 on the CPU", "Its kernels are float32 and bf16.", "Use --amp bf16.")
             check(
                 self.memory_format != "contiguous",
                 "--memory-format contiguous on the CPU",

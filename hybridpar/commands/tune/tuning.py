@@ -14,21 +14,18 @@ from rich.console import Console
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.commands.tune.request import TuneRequest, parse_seconds
 from hybridpar.data import load_dataset
-from hybridpar.errors import KernelError, UsageError
+from hybridpar.errors import KernelError, UsageError, check
 from hybridpar.machine.devices import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.observe.progress import progress_bar
-from hybridpar.planner.resolve import share_of_worker
+from hybridpar.planner.resolve import DTYPES, share_of_worker
 from hybridpar.run.data import configured_model, with_images_of_model
 from hybridpar.tvm_kernels.database import read_database, user_database
 from hybridpar.tvm_kernels.layers import step_keys
-from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
+from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at, this_machine
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 from hybridpar.tvm_kernels.table import best_records, summary_lines, table_of
 from hybridpar.tvm_kernels.tune import Progress, SearchReport, search_all, weigh
-
-#: The type of a convolution's tensors under each `--amp`.
-_DTYPES = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def run_tune(config: TuneRequest, search: Callable[..., SearchReport] = search_all) -> int:
@@ -94,10 +91,16 @@ def find_work(config: TuneRequest) -> Counter[KernelKey]:
 def _where(config: TuneRequest, threads: int) -> tuple[int, str, str]:
     """Threads, device and dtype of what is tuned."""
     if config.target == "cpu":
-        return config.threads or threads, cpu_fingerprint(), _DTYPES[config.amp]
+        check(
+            config.amp == "none" or this_machine().bfloat16,
+            "--amp bf16 on this CPU",
+            "Kernels for bf16 need the instructions AVX512_BF16, which it has not.",
+            "Leave --amp out, or add --target cuda.",
+        )
+        return config.threads or threads, cpu_fingerprint(), DTYPES[config.amp]
     if not torch.cuda.is_available():
         raise UsageError("--target cuda without a GPU", "Kernels are measured on the GPU that they are for.")
-    return 1, gpu_at(torch.cuda.current_device()).fingerprint, _DTYPES[config.amp]
+    return 1, gpu_at(torch.cuda.current_device()).fingerprint, DTYPES[config.amp]
 
 
 def _show(path: Path, only: set[KernelKey] | None) -> None:
