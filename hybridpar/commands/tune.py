@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
-#: The type of a convolution's tensors under each `--amp`.
-_DTYPES = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
 
 class SearchOptions(Options):
     """What is searched, for how long, and where it is kept.
@@ -81,9 +78,9 @@ class TuneRequest(TrainConfig, FileOptions, SearchOptions):
         )
         parse_seconds(self.budget)
         check(self.batch_size != "auto", "--batch-size auto", "Kernels are tuned for one size.", "Name it.")
-        amp, layout = f"--amp {self.amp} on the CPU", f"--memory-format {self.memory_format} on the CPU"
-        on_gpu = self.target == "cuda"
-        check(on_gpu or self.amp == "none", amp, "Kernels for it are float32.", "Add --target cuda.")
+        layout, on_gpu = f"--memory-format {self.memory_format} on the CPU", self.target == "cuda"
+        rule, fix = "Kernels for it are for float32 and bf16.", "Use --amp bf16."
+        check(on_gpu or self.amp != "fp16", "--amp fp16 on the CPU", rule, fix)
         rule, fix = "Kernels for it are for channels_last, in which they are as fast or faster.", "Leave it out."
         check(on_gpu or self.memory_format != "contiguous", layout, rule, fix)
         rule, fix = "They are threads of the CPU.", "Leave --threads out."
@@ -191,13 +188,20 @@ def _where(config: TuneRequest, threads: int) -> tuple[int, str, str]:
     """Threads, device and dtype of what is tuned."""
     import torch
 
-    from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
+    from hybridpar.planner.resolve import DTYPES
+    from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at, this_machine
 
     if config.target == "cpu":
-        return config.threads or threads, cpu_fingerprint(), _DTYPES[config.amp]
+        check(
+            config.amp == "none" or this_machine().bfloat16,
+            "--amp bf16 on this CPU",
+            "Kernels for bf16 need the instructions AVX512_BF16, which it has not.",
+            "Leave --amp out, or add --target cuda.",
+        )
+        return config.threads or threads, cpu_fingerprint(), DTYPES[config.amp]
     if not torch.cuda.is_available():
         raise UsageError("--target cuda without a GPU", "Kernels are measured on the GPU that they are for.")
-    return 1, gpu_at(torch.cuda.current_device()).fingerprint, _DTYPES[config.amp]
+    return 1, gpu_at(torch.cuda.current_device()).fingerprint, DTYPES[config.amp]
 
 
 def _show(path: Path, only: set[KernelKey] | None) -> None:
