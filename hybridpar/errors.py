@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -145,15 +144,18 @@ def nearest(name: str, choices: Iterable[str], most: int = 3) -> str:
     return f"Valid: {shown}, ..." if len(valid) > 12 else f"Valid: {shown}."
 
 
-def user_frames(error: BaseException, *, packages: bool = True, most: int = 6) -> list[str]:
+def user_frames(error: BaseException, most: int = 6) -> list[str]:
     """The lines of an exception's traceback that lie in the user's own code.
 
-    Left out are the frames up to the last one of hybridpar, and those of torch and of Python's library.
+    Left out are the frames up to the last one of hybridpar, and those of installed packages and of Python's library.
     """
     frames = traceback.extract_tb(error.__traceback__)
     package = f"{os.path.dirname(os.path.abspath(__file__))}{os.sep}"
     last = max((index for index, frame in enumerate(frames) if frame.filename.startswith(package)), default=-1)
-    users = [frame for frame in frames[last + 1 :] if _is_users(frame.filename, packages)]
+    paths = sysconfig.get_paths()
+    # Names such as <frozen importlib._bootstrap>, <string> and <eval_with_key> are of no file.
+    others = ("<", *(f"{paths[kind]}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")))
+    users = [frame for frame in frames[last + 1 :] if not frame.filename.startswith(others)]
     return [text.rstrip("\n") for text in traceback.format_list(users[-most:])]
 
 
@@ -164,18 +166,6 @@ def user_error(what: str, error: BaseException, *, fix: str = "") -> UsageError:
     why = "\n".join(user_frames(error))
     fix = fix or "Mend it there; --debug shows the whole traceback."
     return UsageError(f"{what}: {shortened(text, 800)}", why, fix)
-
-
-def _is_users(file: str, packages: bool) -> bool:
-    if file.startswith("<"):  # <frozen importlib._bootstrap>, <string>, <eval_with_key>
-        return False
-    paths = sysconfig.get_paths()
-    torch = getattr(sys.modules.get("torch"), "__path__", None)
-    if torch and file.startswith(f"{next(iter(torch))}{os.sep}"):
-        return False
-    if any(file.startswith(f"{paths[kind]}{os.sep}") for kind in ("purelib", "platlib")):
-        return packages
-    return not any(file.startswith(f"{paths[kind]}{os.sep}") for kind in ("stdlib", "platstdlib"))
 
 
 def first_line(error: BaseException) -> str:

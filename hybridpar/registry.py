@@ -11,8 +11,7 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from hybridpar.errors import UsageError, nearest, shortened, user_error
@@ -79,29 +78,12 @@ class Registry(Generic[T]):
 def find_factory(name: str, kind: str) -> Callable[..., object]:
     """What `package.module:factory` names, of a user's own; the current directory is searched, too."""
     module_name, _, factory_name = name.partition(":")
-    module = user_module(module_name, name, kind)
-    factory: Callable[..., object] | None = getattr(module, factory_name, None)
-    if factory is None or not callable(factory):
-        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise no_factory(module_name, factory_name, callables)
-    return factory
-
-
-def no_factory(module_name: str, factory: str, callables: Sequence[str]) -> UsageError:
-    """The error for a name that a module does not define."""
-    return UsageError(
-        f"module {module_name!r} has no factory {factory!r}",
-        nearest(factory, callables) if callables else "The module defines nothing that can be called.",
-    )
-
-
-def user_module(module_name: str, name: str, kind: str) -> ModuleType:
-    """Import the module that the name of a user's own begins with."""
-    search_here()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         if not all(part.isidentifier() for part in module_name.split(".")):
             raise ModuleNotFoundError(f"{module_name!r} is no absolute module name", name=module_name)
-        return importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script that reads its command line when it is imported exits
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module_name}.".startswith(f"{missing}."):
@@ -111,12 +93,12 @@ def user_module(module_name: str, name: str, kind: str) -> ModuleType:
             "The part before the colon is a module that Python finds in the current directory or the environment.",
             "Check the spelling, or run from the directory that holds it.",
         ) from error
-
-
-def search_here() -> None:
-    """Have Python find modules in the current directory, too."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    factory: Callable[..., object] | None = getattr(module, factory_name, None)
+    if factory is None or not callable(factory):
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        fix = nearest(factory_name, callables) if callables else "The module defines nothing that can be called."
+        raise UsageError(f"module {module_name!r} has no factory {factory_name!r}", fix=fix)
+    return factory
 
 
 def lazy_names(

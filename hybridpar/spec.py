@@ -12,6 +12,7 @@ The keys are the fields of the dataclass, and pydantic reads their values as the
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import json
@@ -19,7 +20,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from annotated_types import Ge, Gt, Interval
 
@@ -49,10 +50,23 @@ class Unnamed(NamedTuple):
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 class Options:
-    """Base of options: a subclass is a frozen dataclass that is made by keywords."""
+    """Base of options: a subclass is a frozen dataclass that is made by keywords.
 
-    def __init_subclass__(cls) -> None:
+    With `class Cosine(Schedule, choice="cosine")` that is its name among the subclasses of `Schedule`.
+    """
+
+    choice: ClassVar[str] = ""
+
+    def __init_subclass__(cls, choice: str = "") -> None:
+        cls.choice = choice
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+@functools.cache
+def choices_of(kind: type) -> dict[str, type]:
+    """A class and the classes derived from it by the names that users choose them by, where they have one."""
+    here = {kind.choice: kind} if issubclass(kind, Options) and kind.choice else {}
+    return here | {name: found for below in kind.__subclasses__() for name, found in choices_of(below).items()}
 
 
 class Spec(Generic[_T]):
@@ -60,15 +74,13 @@ class Spec(Generic[_T]):
 
     Args:
         option: The field with the text.
-        kinds: The dataclass, or several by the name that stands before the colon.
+        kind: The dataclass, or the base of several, one of which is chosen by the name before the colon.
         usual: The name of a text without one.
         absent: What None stands for.
     """
 
-    def __init__(
-        self, option: str, kinds: type[_T] | Mapping[str, type[_T]], *, usual: str = "", absent: _T | None = None
-    ) -> None:
-        self._option, self._kinds, self._usual, self._absent = option, kinds, usual, absent
+    def __init__(self, option: str, kind: type[_T], *, usual: str = "", absent: _T | None = None) -> None:
+        self._option, self._kind, self._usual, self._absent = option, kind, usual, absent
 
     def __get__(self, options: object, owner: type) -> _T:
         text = getattr(options, self._option)
@@ -76,25 +88,20 @@ class Spec(Generic[_T]):
             return typing.cast("_T", self._absent)
         text = str(text)
         label = f"--{self._option.replace('_', '-')} {shortened(text)}"
-        if not isinstance(self._kinds, Mapping):
-            return read_fields(label, text, self._kinds)
+        if not (choices := choices_of(self._kind)):
+            return typing.cast("_T", read_fields(label, text, self._kind))
         name, rest = split_name(text)
         if self._usual and "=" in name:
             name, rest = self._usual, text
-        if name not in self._kinds:
-            near = nearest(name.partition(",")[0], self._kinds)
+        if name not in choices:
+            near = nearest(name.partition(",")[0], choices)
             raise UsageError(label, f"There is no {shortened(repr(name))}.", near)
-        return read_fields(label, rest, self._kinds[name])
-
-
-def read_fields(label: str, text: str, kind: type[_T]) -> _T:
-    """A dataclass of the values in `value,key=value,...`."""
-    made: _T = _made(label, text, kind)  # type: ignore[arg-type]  # classes can be hashed
-    return made
+        return typing.cast("_T", read_fields(label, rest, choices[name]))
 
 
 @functools.cache
-def _made(label: str, text: str, kind: type) -> Any:
+def read_fields(label: str, text: str, kind: type) -> Any:
+    """A dataclass of the values in `value,key=value,...`."""
     types_of, defaults = fields_of(kind), defaults_of(kind)
     values = read_values(label, _split(label, text, kind), types_of, defaults)
     for name in types_of.keys() - defaults.keys() - values.keys():
@@ -154,6 +161,14 @@ def overlay(label: str, below: str, above: str, kind: type) -> str:
     given = _split(label, below, kind) | _split(label, above, kind)
     unnamed = _unnamed(kind)
     return ",".join(given[key] if key in unnamed else f"{key}={given[key]}" for key in fields_of(kind) if key in given)
+
+
+def read_literal(text: str) -> Any:
+    """A Python literal, also `true` and `false`; else the text as it is."""
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text.lower(), text))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
 
 
 def with_options(text: str, **options: object) -> str:

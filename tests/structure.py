@@ -21,8 +21,8 @@ LAYERS: dict[str, set[str]] = {
     "codegen": {"errors", "formats"},
     "registry": {"errors"},
     "tvm_kernels": {"codegen", "errors", "formats", "machine", "registry"},
-    "models": {"errors", "formats", "registry"},
     "spec": {"errors"},
+    "models": {"errors", "formats", "registry", "spec"},
     "schedule": {"errors", "formats", "registry"},
     "lanes": {"errors"},
     "comm": {"errors", "formats", "machine", "models", "schedule"},
@@ -32,6 +32,7 @@ LAYERS: dict[str, set[str]] = {
     "pipeline": {"comm", "compress", "errors", "lanes", "models", "schedule", "sync"},
     "partition": {"errors", "formats", "machine", "models", "plan", "registry", "schedule"},
     "config": {"errors", "formats", "schedule", "spec"},
+    "optim": {"compress", "config", "errors", "models", "spec"},
     "planner": {
         "comm",
         "compress",
@@ -41,6 +42,7 @@ LAYERS: dict[str, set[str]] = {
         "lanes",
         "machine",
         "models",
+        "optim",
         "partition",
         "pipeline",
         "plan",
@@ -48,7 +50,6 @@ LAYERS: dict[str, set[str]] = {
         "sync",
         "tvm_kernels",
     },
-    "optim": {"compress", "config", "errors", "models", "spec"},
     "data": {"config", "errors", "formats", "lanes", "registry"},
     "train": {
         "comm",

@@ -25,7 +25,7 @@ from benchmarks.rig.network import Network
 from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig
 from hybridpar.formats.checkpoint_files import load_model_state
-from hybridpar.models.deferred import DeferredModel, imagined, places
+from hybridpar.models.deferred import DeferredModel, imagined, named_tensors
 from hybridpar.train.trainer import Trainer
 
 #: Width and number of its square layers: 255 MB in each.
@@ -97,7 +97,7 @@ def measure(width: int, count: int, stages: int, directory: str, cap: int, outpu
         losses = [trainer.step(batch(width, step)).outcome.loss for step in range(first, first + STEPS)]
         trainer.save(directory)
         evaluation = trainer.evaluate([batch(width, 100 + index) for index in range(2)])
-        held = [tensors[key] for _, tensors, key in places(trainer.model) if not tensors[key].is_meta]
+        held = [tensors[key] for _, tensors, key in named_tensors(trainer.model) if not tensors[key].is_meta]
         report = {
             "losses": losses,
             "test_loss": evaluation.loss,

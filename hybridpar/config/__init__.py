@@ -3,16 +3,9 @@
 They are frozen dataclasses: Python users fill them in, and the command line is made from them.
 """
 
-from hybridpar.config.data import DataConfig, ModelConfig
-from hybridpar.config.optimizer import OptimizerConfig
-from hybridpar.config.sync import SyncConfig
-from hybridpar.config.train import PipelineConfig, TrainConfig
-
-__all__ = [
-    "DataConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PipelineConfig",
-    "SyncConfig",
-    "TrainConfig",
-]
+from hybridpar.config.data import DataConfig as DataConfig
+from hybridpar.config.data import ModelConfig as ModelConfig
+from hybridpar.config.optimizer import OptimizerConfig as OptimizerConfig
+from hybridpar.config.sync import SyncConfig as SyncConfig
+from hybridpar.config.train import PipelineConfig as PipelineConfig
+from hybridpar.config.train import TrainConfig as TrainConfig

@@ -1,4 +1,4 @@
-"""Options of a run that contradict each other: a table of features of runs, and tables of those that exclude others."""
+"""Options of a run that contradict each other: a table of features of runs, and one of those that exclude others."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ NEED_WHOLE_MODEL = (
 #: Features that need replicas of equal numbers of workers.
 NEED_EQUAL_REPLICAS = ("batch norm sync", "codec auto", "late", "outer", "timeline", "shard_optimizer")
 
-#: A feature, others that contradict it, and why.
-Row = tuple[str, tuple[str, ...], str]
-
-CONFLICTS: tuple[Row, ...] = (
+#: Features, others that contradict each of them, and why.
+CONFLICTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "servers",
         ("placed", "stages", "recompute all", "replicas without stages", "plan file", "select_batch", "cuda_graph"),
@@ -61,35 +59,26 @@ CONFLICTS: tuple[Row, ...] = (
         "With parameter servers no step is made by all workers together.",
     ),
     ("asynchronous", ("model_ema", "plateau"), "No worker sees the weights and the tests of every step."),
-    ("servers", ("no share",), "A worker without samples has nothing to push."),
-    ("servers", ("kron",), "It draws random numbers of its own: a shard could neither save nor redraw them."),
+    ("no share", ("batch norm sync", "servers"), "A worker without samples has nothing to normalise and to push."),
+    ("kron", ("servers", "shard_optimizer"), "It draws random numbers of its own, which a part could not redraw."),
     ("servers", ("adafactor",), "It looks at the order of dimensions; servers hold parameters as channels_last lies."),
     ("batch auto", ("stages", "recompute all", "shares"), "It times steps of the whole model, in equal parts."),
     ("batch auto", ("plan file",), "A plan is for the batch that it was made with."),
-    ("batch auto", ("select_batch",), "Both choose the batch."),
-    ("shares auto", ("select_batch",), "Both change batches by trials."),
     ("weights", ("resume_from",), "Both say where to start."),
     ("resume_from", ("resume",), "--resume goes on with the run in the run directory; --resume-from starts a new one."),
-    ("cuda_graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
-    ("cuda_graph", ("shares auto", "timeline"), "A graph is of one size, and runs as a whole."),
-    ("no share", ("batch norm sync",), "Every replica must have samples to normalise."),
     (
         "shard_optimizer",
         ("outer", "servers", "recipe", "late", "cuda_graph"),
         "In every step each replica updates its part of the parameters, from gradients of that step, and sends it.",
     ),
-    ("shard_optimizer", ("kron",), "It draws random numbers for one parameter after the other."),
-)
-
-#: Those of recipes, of the outer loop and of what changes gradients or weights, which a `Trainer` checks, too.
-GRADIENT_CONFLICTS: tuple[Row, ...] = (
     ("recipe", ("another codec",), "The recipe says what gradients travel as."),
     ("recipe", ("nesterov", "not sgd"), "The recipe is one of SGD with plain momentum."),
     ("compile", ("batch norm sync",), "A compiled pass cannot wait for other workers in its middle."),
+    ("cuda_graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
     (
         "cuda_graph",
-        ("late", "outer", "model_ema", "fp16", "select_batch"),
-        "A captured step is replayed as it is: of one size, with its own gradients, and the same in every step.",
+        ("late", "outer", "model_ema", "fp16", "select_batch", "shares auto", "timeline"),
+        "A captured step is replayed as a whole: of one size, with its own gradients, and the same in every step.",
     ),
     ("half", ("not sgd", "model_ema"), "Half a batch is half a step for SGD alone, and no step for an average."),
     ("local", ("codec",), "Parameters are averaged in full precision; outer:H sends them by a codec."),
@@ -101,6 +90,7 @@ GRADIENT_CONFLICTS: tuple[Row, ...] = (
     ("fp16", ("guard",), "A step whose gradients overflow is rolled back, and the loss scale falls."),
     ("fp16", ("late", "select_batch"), "Gradients must have the scale of the step that they are used in."),
     ("fp16", ("kernels",), "Tuned kernels compute in float32 and bfloat16."),
+    ("select_batch", ("batch auto", "shares auto"), "Both change batches by trials."),
     ("select_batch", ("steps",), "How many steps there are depends on what is selected."),
     ("select_batch", ("model_ema",), "Trials are undone, and averages are not."),
     ("select_batch", ("not sgd",), "Learning rates follow the batch size by the rule of SGD."),
@@ -120,13 +110,13 @@ def first_of(run: Any, names: Iterable[str]) -> str | None:
     return next((features[name] for name in names if name in features), None)
 
 
-def refuse_conflicts(run: Any, rows: Iterable[Row]) -> None:
+def refuse_conflicts(run: Any) -> None:
     """Refuse the first two features of a `TrainConfig` that contradict each other."""
     features = features_of(run)
-    for name, others, why in rows:
-        for other in others:
-            if name in features and other in features:
-                raise refuse(features[other], features[name], why)
+    for name, others, why in CONFLICTS:
+        other = next((other for other in others if other in features), None)
+        if name in features and other is not None:
+            raise refuse(features[other], features[name], why)
 
 
 def _typed(option: str, value: object) -> str:

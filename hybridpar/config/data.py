@@ -64,7 +64,7 @@ class Images(Options):
             check(fits, f"--image-size: {key} has {len(values or ())} numbers", why)
 
 
-class Augmentation(Options):
+class Augmentation(Options, choice="none"):
     """`none`: no policy; and how training images are changed with and without one.
 
     Attributes:
@@ -95,7 +95,7 @@ class Augmentation(Options):
             check(values[0] <= values[1], what, "It must be two numbers, the smaller one first.")
 
 
-class RandAugment(Augmentation):
+class RandAugment(Augmentation, choice="ra"):
     """`ra`: RandAugment.
 
     Attributes:
@@ -107,11 +107,11 @@ class RandAugment(Augmentation):
     m: Annotated[int, between(0, 30)] = 9
 
 
-class TrivialAugment(Augmentation):
+class TrivialAugment(Augmentation, choice="ta"):
     """`ta`: TrivialAugment."""
 
 
-class AutoAugment(Augmentation):
+class AutoAugment(Augmentation, choice="aa"):
     """`aa`: AutoAugment.
 
     Attributes:
@@ -121,11 +121,11 @@ class AutoAugment(Augmentation):
     set: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
 
 
-class AugMix(Augmentation):
+class AugMix(Augmentation, choice="augmix"):
     """`augmix`: AugMix."""
 
 
-class TimmAugment(Augmentation):
+class TimmAugment(Augmentation, choice="timm"):
     """`timm:SPEC`: a policy of timm.
 
     Attributes:
@@ -133,16 +133,6 @@ class TimmAugment(Augmentation):
     """
 
     spec: Annotated[str, Unnamed("SPEC")]
-
-
-_POLICIES: dict[str, type[Augmentation]] = {
-    "none": Augmentation,
-    "ra": RandAugment,
-    "ta": TrivialAugment,
-    "aa": AutoAugment,
-    "augmix": AugMix,
-    "timm": TimmAugment,
-}
 
 
 class Mixing(Options):
@@ -287,46 +277,42 @@ class TorchvisionSet(NamedTuple):
 
 
 _TRAIN, _TEST, _VAL = {"split": "train"}, {"split": "test"}, {"split": "val"}
-_TRAINVAL = {"split": "trainval"}
-_IS_TRAIN, _IS_TEST = {"train": True}, {"train": False}
+_SPLIT, _TRAINVAL = (_TRAIN, _TEST), ({"split": "trainval"}, _TEST)
+_FLAG: tuple[dict[str, Any], dict[str, Any]] = {"train": True}, {"train": False}
+_ONE_PART = {}, None
 _BALANCED, _SMALL = {"split": "balanced"}, {"small": True}
+
+
+def _alike(
+    classes: str, train: dict[str, Any], test: dict[str, Any] | None, size: int = USUAL_SIZE, *, flip: bool = True
+) -> dict[str, TorchvisionSet]:
+    """Data sets that are loaded in the same way, by the names of their classes in lower case."""
+    return {cls.lower(): TorchvisionSet(cls, train, test, size, flip) for cls in classes.split()}
+
 
 #: The data sets by the name users type: torchvision's own in lower case.
 TORCHVISION_SETS = {
-    "cifar10": TorchvisionSet("CIFAR10", _IS_TRAIN, _IS_TEST, 32),
-    "cifar100": TorchvisionSet("CIFAR100", _IS_TRAIN, _IS_TEST, 32),
+    **_alike("CIFAR10 CIFAR100 FashionMNIST", *_FLAG, 32),
+    **_alike("MNIST KMNIST QMNIST USPS", *_FLAG, 32, flip=False),
+    **_alike("EMNIST", *(_BALANCED | part for part in _FLAG), 32, flip=False),
+    **_alike("SEMEION", *_ONE_PART, 32, flip=False),
+    **_alike("EuroSAT", *_ONE_PART, 64),
+    **_alike("SUN397 Caltech256", *_ONE_PART),
+    **_alike("LFWPeople", {"split": "10fold"}, None),
     # 30 training images per class: the usual protocol (Fei-Fei, Fergus and Perona 2004).
     "caltech101": TorchvisionSet("Caltech101", {}, None, per_class=30),
-    "mnist": TorchvisionSet("MNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
-    "fashionmnist": TorchvisionSet("FashionMNIST", _IS_TRAIN, _IS_TEST, 32),
-    "kmnist": TorchvisionSet("KMNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
-    "qmnist": TorchvisionSet("QMNIST", _IS_TRAIN, _IS_TEST, 32, flip=False),
-    "emnist": TorchvisionSet("EMNIST", _BALANCED | _IS_TRAIN, _BALANCED | _IS_TEST, 32, flip=False),
-    "usps": TorchvisionSet("USPS", _IS_TRAIN, _IS_TEST, 32, flip=False),
-    "semeion": TorchvisionSet("SEMEION", {}, None, 32, flip=False),
-    "svhn": TorchvisionSet("SVHN", _TRAIN, _TEST, 32, flip=False),
-    "stl10": TorchvisionSet("STL10", _TRAIN, _TEST, 96),
-    "gtsrb": TorchvisionSet("GTSRB", _TRAIN, _TEST, 48, flip=False),
-    "food101": TorchvisionSet("Food101", _TRAIN, _TEST),
-    "flowers102": TorchvisionSet("Flowers102", _TRAIN, _TEST),
-    "oxfordiiitpet": TorchvisionSet("OxfordIIITPet", _TRAINVAL, _TEST),
-    "stanfordcars": TorchvisionSet("StanfordCars", _TRAIN, _TEST),
-    "fgvcaircraft": TorchvisionSet("FGVCAircraft", _TRAINVAL, _TEST),
-    "dtd": TorchvisionSet("DTD", _TRAIN, _TEST),
-    "eurosat": TorchvisionSet("EuroSAT", {}, None, 64),
-    "country211": TorchvisionSet("Country211", _TRAIN, _TEST),
-    "sun397": TorchvisionSet("SUN397", {}, None),
-    "caltech256": TorchvisionSet("Caltech256", {}, None),
-    "pcam": TorchvisionSet("PCAM", _TRAIN, _TEST, 96),
-    "renderedsst2": TorchvisionSet("RenderedSST2", _TRAIN, _TEST, USUAL_SIZE, flip=False),
-    "fer2013": TorchvisionSet("FER2013", _TRAIN, _TEST, 48),
+    **_alike("SVHN", *_SPLIT, 32, flip=False),
+    **_alike("GTSRB", *_SPLIT, 48, flip=False),
+    **_alike("FER2013", *_SPLIT, 48),
+    **_alike("STL10 PCAM", *_SPLIT, 96),
+    **_alike("CelebA", *_SPLIT, 128),
+    **_alike("RenderedSST2", *_SPLIT, flip=False),
+    **_alike("Food101 Flowers102 StanfordCars DTD Country211", *_SPLIT),
+    **_alike("OxfordIIITPet FGVCAircraft", *_TRAINVAL),
     "clevr": TorchvisionSet("CLEVRClassification", _TRAIN, _VAL),
-    "celeba": TorchvisionSet("CelebA", _TRAIN, _TEST, 128),
-    "inaturalist": TorchvisionSet("INaturalist", {"version": "2021_train"}, {"version": "2021_valid"}),
-    "places365": TorchvisionSet("Places365", _SMALL | {"split": "train-standard"}, _SMALL | _VAL),
-    "lfwpeople": TorchvisionSet("LFWPeople", {"split": "10fold"}, None),
-    "imagenet": TorchvisionSet("ImageNet", _TRAIN, _VAL),
-    "imagenette": TorchvisionSet("Imagenette", _TRAIN, _VAL),
+    **_alike("ImageNet Imagenette", _TRAIN, _VAL),
+    **_alike("INaturalist", {"version": "2021_train"}, {"version": "2021_valid"}),
+    **_alike("Places365", _SMALL | {"split": "train-standard"}, _SMALL | _VAL),
 }
 
 #: How data sets of a user's own are named.
@@ -385,7 +371,7 @@ class DataConfig(Options):
         return self.batch_size
 
     images = Spec("image_size", Images, absent=Images())
-    augmentation = Spec("augment", _POLICIES, usual="none")
+    augmentation = Spec("augment", Augmentation, usual="none")
     mixing = Spec("mix", Mixing, absent=Mixing())
 
     @property

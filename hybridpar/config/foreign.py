@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from hybridpar.errors import UsageError, shortened
 
@@ -17,8 +18,12 @@ from hybridpar.errors import UsageError, shortened
 @functools.cache
 def foreign_names() -> dict[str, dict[str, str]]:
     """By who calls them so: the names, and what to write instead, with VALUE for what stands behind the name."""
-    names: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return names
+    return {who: rows for who, rows in _file().items() if isinstance(rows, dict)}
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def check_foreign(words: Sequence[str], options: type) -> None:
@@ -41,20 +46,7 @@ def check_foreign(words: Sequence[str], options: type) -> None:
 
 def page() -> str:
     """The page of the documentation that lists all names."""
-    lines = [
-        "# Names of options in other trainers",
-        "",
-        "Where a name on the left is typed, the command line answers with what stands on the right. VALUE is what was",
-        "typed behind the name. All options: `hybridpar train --help-all`.",
-        "",
-        "## Same words, another meaning",
-        "",
-        "- `--batch-size` counts the whole batch, over all workers.",
-        "- Training processes are `--nproc`; loader processes, per worker, are `--loader-workers`.",
-        "- The warm-up and the cool-down lie within `--epochs`. timm adds the cool-down to them, and with",
-        "  `--warmup-prefix` the warm-up.",
-        "- The milestones of `multistep` are those of torch's MultiStepLR. timm lowers the rate one epoch earlier.",
-    ]
+    lines = [_file()["page"].rstrip()]
     for who, rows in foreign_names().items():
         lines += ["", f"## {who}", "", "| there | here |", "|---|---|"]
         lines += [f"| {', '.join(f'`{name}`' for name in key.split())} | {text} |" for key, text in rows.items()]

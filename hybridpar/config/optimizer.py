@@ -5,7 +5,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.util
 import math
@@ -27,40 +26,23 @@ from hybridpar.spec import (
     Unnamed,
     defaults_of,
     fields_of,
+    read_literal,
     read_values,
     split_fields,
     split_name,
 )
 
-#: Optimizers of torch.optim by the names that users type: the class, and the tensors that it keeps per parameter.
-TORCH_OPTIMIZERS: dict[str, tuple[str, int]] = {
-    "adadelta": ("Adadelta", 2),
-    "adafactor": ("Adafactor", 1),
-    "adagrad": ("Adagrad", 1),
-    "adam": ("Adam", 2),
-    "adamax": ("Adamax", 2),
-    "adamw": ("AdamW", 2),
-    "asgd": ("ASGD", 1),
-    "muon": ("Muon", 1),
-    "nadam": ("NAdam", 2),
-    "radam": ("RAdam", 2),
-    "rmsprop": ("RMSprop", 1),
-    "sgd": ("SGD", 0),
+#: Optimizers of torch.optim by the names that users type.
+TORCH_OPTIMIZERS = {
+    name.lower(): name
+    for name in (
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW"),
+        *("ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "SGD"),
+    )
 }
 
 #: What stands before the name of an optimizer of timm.
 TIMM = "timm/"
-
-#: Tensors per parameter of timm's optimizers that keep another number than 2.
-_TIMM_COPIES = {
-    **dict.fromkeys(("adan", "adanw", "cadan", "cadanw"), 4),
-    **dict.fromkeys(("cmars", "madgrad", "madgradw", "mars"), 3),
-    **dict.fromkeys(
-        ("adafactor", "adagrad", "clion", "clionc", "csgdc", "csgdp", "csgdw", "kron", "kronc", "kronw"), 1
-    ),
-    **dict.fromkeys(("larc", "lars", "lion", "lionc", "momentum", "muon", "nlarc", "nlars", "nmuon", "novograd"), 1),
-    **dict.fromkeys(("novogradc", "novogradw", "sgd", "sgdc", "sgdp", "sgdw"), 1),
-}
 
 
 class Groups(Options):
@@ -103,7 +85,7 @@ class Optimizer(Options):
         return float(self.arguments.get("momentum", 0.9))  # as `check_optimizer` has checked
 
 
-class Loss(Options):
+class Loss(Options, choice="ce"):
     """`ce`: cross-entropy; and what all losses have.
 
     Attributes:
@@ -113,7 +95,7 @@ class Loss(Options):
     smoothing: Annotated[float, BELOW_1] = 0.0
 
 
-class Binary(Loss):
+class Binary(Loss, choice="bce"):
     """`bce`: binary cross-entropy of each class.
 
     Attributes:
@@ -123,11 +105,8 @@ class Binary(Loss):
     threshold: Annotated[float | None, BELOW_1] = None
 
 
-class Automatic(Binary):
+class Automatic(Binary, choice="auto"):
     """`auto`: `bce` where samples have several labels, else `ce`."""
-
-
-_LOSSES: dict[str, type[Loss]] = {"auto": Automatic, "ce": Loss, "bce": Binary}
 
 
 class GradientLimit(Options):
@@ -143,7 +122,7 @@ class GradientLimit(Options):
     mode: Literal["norm", "value", "agc"] = "norm"
 
 
-class Schedule(Options):
+class Schedule(Options, choice="constant"):
     """`constant`: the peak rate after the warm-up; and what all schedules have.
 
     Attributes:
@@ -188,7 +167,7 @@ class Ending(Counted):
     cooldown: Annotated[float, AT_LEAST_0] = 0.0
 
 
-class Cosine(Ending):
+class Cosine(Ending, choice="cosine"):
     """`cosine`: half a period of a cosine, or several with warm restarts.
 
     Attributes:
@@ -202,7 +181,7 @@ class Cosine(Ending):
     decay: Annotated[float, AT_MOST_1] = 1.0
 
 
-class Poly(Ending):
+class Poly(Ending, choice="poly"):
     """`poly`: a power of what is left of the run.
 
     Attributes:
@@ -212,19 +191,20 @@ class Poly(Ending):
     power: Annotated[float, POSITIVE] = 1.0
 
 
-class StableThenDown(Falling):
+class StableThenDown(Falling, choice="wsd"):
     """`wsd`: constant, then down.
 
     Attributes:
         cooldown: As that of `cosine`.
-        decay: Epochs of the way down; below 1 a fraction of the run. 0.2: Hägele et al. 2024, section 3.
+        decay: Epochs of the way down; below 1 a fraction of what lies between warm-up and cool-down. 0.2: Hägele et
+            al. 2024, section 3.
     """
 
     cooldown: Annotated[float, AT_LEAST_0] = 0.0
     decay: Annotated[float, POSITIVE] = 0.2
 
 
-class Exponential(Counted):
+class Exponential(Counted, choice="exp"):
     """`exp`: exponential decay.
 
     Attributes:
@@ -236,7 +216,7 @@ class Exponential(Counted):
     rate: Annotated[float, AT_MOST_1] = 0.1
 
 
-class Steps(Counted):
+class Steps(Counted, choice="step"):
     """`step`: equal falls.
 
     Attributes:
@@ -250,7 +230,7 @@ class Steps(Counted):
     rate: Annotated[float, AT_MOST_1] = 0.1
 
 
-class MultiStep(Counted):
+class MultiStep(Counted, choice="multistep"):
     """`multistep`: falls after named epochs.
 
     Attributes:
@@ -262,7 +242,7 @@ class MultiStep(Counted):
     rate: Annotated[float, AT_MOST_1] = 0.1
 
 
-class OnPlateau(Falling):
+class OnPlateau(Falling, choice="plateau"):
     """`plateau`: falls where the test accuracy does not rise.
 
     Attributes:
@@ -272,18 +252,6 @@ class OnPlateau(Falling):
 
     patience: Annotated[int, AT_LEAST_0] = 10
     rate: Annotated[float, AT_MOST_1] = 0.1
-
-
-_SCHEDULES: dict[str, type[Schedule]] = {
-    "cosine": Cosine,
-    "step": Steps,
-    "multistep": MultiStep,
-    "poly": Poly,
-    "exp": Exponential,
-    "wsd": StableThenDown,
-    "plateau": OnPlateau,
-    "constant": Schedule,
-}
 
 
 class Average(Options):
@@ -358,8 +326,8 @@ class OptimizerConfig(Options):
     select_batch: Annotated[int, AT_LEAST_0] = 0
 
     rate = Spec[LearningRate | None]("lr", LearningRate)
-    rate_schedule = Spec("lr_schedule", _SCHEDULES)
-    criterion = Spec("loss", _LOSSES)
+    rate_schedule = Spec("lr_schedule", Schedule)
+    criterion = Spec("loss", Loss)
     clipping = Spec[GradientLimit | None]("clip_grad", GradientLimit)
     ema = Spec[Average | None]("model_ema", Average)
 
@@ -404,13 +372,7 @@ def _read_argument(text: str) -> Any:
     """The value of an optimizer's argument: a number, on or off, a tuple of such with `/` between them, or text."""
     if "/" in text:
         return tuple(map(_read_argument, text.split("/")))
-    words = {"on": True, "true": True, "off": False, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        value = ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
+    value = read_literal({"on": "True", "off": "False", "none": "None"}.get(text.lower(), text))
     is_finite = not isinstance(value, float) or math.isfinite(value)
     check(is_finite, f"--optimizer with {shortened(text)}", "Numbers are finite.")
     return value
@@ -428,14 +390,3 @@ def check_optimizer(config: OptimizerConfig) -> None:
     # The worker that makes the optimizer knows timm's names: timm takes long to import.
     if name not in TORCH_OPTIMIZERS and not name.startswith(TIMM):
         raise UsageError(f"unknown optimizer {shortened(repr(name))}", fix=nearest(name, TORCH_OPTIMIZERS))
-
-
-def state_copies(config: OptimizerConfig) -> int:
-    """Tensors of a parameter's size that are kept for it: momentum and the like, and its moving average."""
-    name, arguments, average = config.optim.name, config.optim.arguments, int(config.model_ema is not None)
-    if name.startswith(TIMM):
-        return average + _TIMM_COPIES.get(name.removeprefix(TIMM), 2)
-    _, copies = TORCH_OPTIMIZERS.get(name, ("", 2))
-    copies += sum(arguments.get(key) is True for key in ("amsgrad", "centered"))
-    momentum = config.momentum if name == "sgd" else arguments.get("momentum", 0.0) if name == "rmsprop" else 0.0
-    return average + copies + (momentum > 0)

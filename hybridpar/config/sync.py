@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -22,7 +22,11 @@ WARM_PART = 0.08
 ONEBIT_RATE = 1e-2
 
 
-class Exchange(Options):
+class Sync(Options):
+    """What `--sync` may be."""
+
+
+class Exchange(Sync):
     """What all have by which replicas meet without servers.
 
     Attributes:
@@ -42,7 +46,7 @@ class Exchange(Options):
         return max(1, int(self.bucket * 2**20))
 
 
-class AllReduce(Exchange):
+class AllReduce(Exchange, choice="allreduce"):
     """`allreduce`: the gradients of every step are summed.
 
     Attributes:
@@ -53,7 +57,7 @@ class AllReduce(Exchange):
     late: Literal["off", "delay", "half"] = "off"
 
 
-class OneBit(AllReduce):
+class OneBit(AllReduce, choice="onebit-sgd"):
     """`onebit-sgd`: 1-bit SGD, AdaGrad, momentum at owners of stripes (Seide et al. 2014).
 
     Attributes:
@@ -75,7 +79,7 @@ class OneBit(AllReduce):
         return math.ceil(WARM_PART * total)
 
 
-class Local(Exchange):
+class Local(Exchange, choice="local"):
     """`local:H`: workers train alone for H steps, then take the plain mean of their parameters.
 
     Attributes:
@@ -85,7 +89,7 @@ class Local(Exchange):
     every: Annotated[int, Unnamed("H"), AT_LEAST_1]
 
 
-class Outer(Local):
+class Outer(Local, choice="outer"):
     """`outer:H,opt=nesterov,...`: workers train alone for H steps, then make an outer step of their progress.
 
     Attributes:
@@ -123,7 +127,7 @@ class Outer(Local):
         return 0.7 if self.lr is None else self.lr, usual if self.momentum is None else self.momentum
 
 
-class ParameterServers(Options):
+class ParameterServers(Sync, choice="ps"):
     """`ps`: gradients go to parameter servers, which wait for all workers.
 
     Attributes:
@@ -141,7 +145,7 @@ class ParameterServers(Options):
         return 1
 
 
-class AsyncServers(ParameterServers):
+class AsyncServers(ParameterServers, choice="ps-async"):
     """`ps-async`: the servers wait for no worker.
 
     Attributes:
@@ -159,7 +163,7 @@ class AsyncServers(ParameterServers):
         return workers
 
 
-class SoftSync(AsyncServers):
+class SoftSync(AsyncServers, choice="softsync"):
     """`softsync:N`: the servers wait for W/N of W workers.
 
     Attributes:
@@ -177,20 +181,6 @@ class SoftSync(AsyncServers):
                 f"softsync:1 waits for as many gradients as there are workers, softsync:{workers} for one.",
             )
         return self.split
-
-
-#: What `--sync` may be.
-Sync: TypeAlias = AllReduce | Local | ParameterServers
-
-_CHOICES: dict[str, type[Sync]] = {
-    "allreduce": AllReduce,
-    "onebit-sgd": OneBit,
-    "outer": Outer,
-    "local": Local,
-    "ps": ParameterServers,
-    "ps-async": AsyncServers,
-    "softsync": SoftSync,
-}
 
 
 #: Codecs that ship with the package, by the name users type; each registers itself in `hybridpar.compress.codecs`.
@@ -225,7 +215,7 @@ class SyncConfig(Options):
     ] = True
     shard_optimizer: bool = False
 
-    sync_mode = Spec[Sync]("sync", _CHOICES)
+    sync_mode = Spec("sync", Sync)
 
     @property
     def exchange(self) -> Exchange:

@@ -338,7 +338,6 @@ class TrainConfig(
             "Add for instance --model-ema 0.9998.",
         )
         self.check_conflicts()
-        self.check_gradients()
         if self.layout is not None and not self.layout.is_equal:
             self.check_unequal()
         # With hosts, `nproc` is the workers of each.
@@ -355,11 +354,7 @@ class TrainConfig(
 
     def check_conflicts(self) -> None:
         """Refuse two options that contradict each other."""
-        conflicts.refuse_conflicts(self, conflicts.CONFLICTS)
-
-    def check_gradients(self) -> None:
-        """Refuse two options on gradients that contradict each other; they are all that a `Trainer` knows of."""
-        conflicts.refuse_conflicts(self, conflicts.GRADIENT_CONFLICTS)
+        conflicts.refuse_conflicts(self)
 
     def check_unequal(self) -> None:
         """Refuse what needs replicas of equal numbers of workers."""
@@ -409,8 +404,8 @@ class TrainedOptions(Options):
 
     def changed(self, config: TrainConfig) -> TrainConfig:
         """The options of a run, or those by default, with what is otherwise."""
-        named = ("model_arg", "data", "data_root", "debug")
-        changes = {name: value for name in named if (value := getattr(self, name))}
+        named = ("model_arg", "data", "data_root", "batch_size", "loader_workers", "amp", "debug")
+        changes = {name: value for name in named if (value := getattr(self, name, None)) not in (None, ())}
         if self.image_size is not None:
             changes["image_size"] = images_over(config.image_size, f"{self.image_size},test=auto")
         return replace(config, **changes)

@@ -137,7 +137,7 @@ def error_text(error: BaseException, debug: bool) -> str:
     """
     if isinstance(error, HybridparError) and not debug:
         return f"error: {error}"
-    if not debug and (frames := user_frames(error, packages=False)):
+    if not debug and (frames := user_frames(error)):
         raised = shortened("".join(traceback.format_exception_only(error)).strip(), 800)
         hint = "It was raised by the code above, which is not hybridpar's; --debug shows the whole traceback."
         return "\n".join([*frames, f"error: {raised}", hint])

@@ -5,16 +5,15 @@ Plans, profiles and checkpoints know a model by the fingerprint of its architect
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hybridpar.errors import UsageError, check, nearest, not_installed, refuse, shortened, user_error
 from hybridpar.registry import find_factory
+from hybridpar.spec import read_literal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,9 +48,7 @@ def parse_arguments(texts: Sequence[str]) -> dict[str, object]:
         valid = bool(equals) and key.isidentifier()
         check(valid, f"--model-arg {shortened(text)}", rule, "Write for example --model-arg width=64.")
         check(key not in arguments, f"--model-arg {key} is given twice", fix="Leave out one of them.")
-        arguments[key] = value
-        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            arguments[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+        arguments[key] = read_literal(value)
         check(
             value[:1] not in ("[", "(", "{") or not isinstance(arguments[key], str),
             f"--model-arg {shortened(text)}",

@@ -1,20 +1,15 @@
 """A model of which a worker holds some tensors only.
 
-A model may be larger than a GPU, or than a worker's share of the host's memory. A worker builds it in the host's memory
-and keeps the shapes of its tensors: that is enough to trace the model and to cut it. Once it is known which tensors the
-worker needs, it builds the model again from the same state of the random generators, keeps these, and frees the rest
-before it moves anything. So initial weights are those of the whole model, bit for bit. Of the workers of a host one at
-a time has a whole model.
+A model may be larger than a GPU, or leave no room beside it for gradients and the optimizer's state. A worker builds
+the whole model in the host's memory, so initial weights are those of a model that is not divided. It is traced and cut
+on the meta device; once it is known which tensors the worker needs, it keeps these, and frees the others before it
+moves anything.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,15 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridpar.errors import UsageError
-from hybridpar.formats.cache import locked
-from hybridpar.models.state import (
-    give_back_memory,
-    like_tensor,
-    random_state,
-    restore_random_state,
-    same_random,
-    twin_of,
-)
+from hybridpar.models.state import give_back_memory, like_tensor, same_random, twin_of
 from hybridpar.models.state_dicts import tensors_of
 
 _T = TypeVar("_T")
@@ -40,13 +27,15 @@ MEASURED_BYTES = 128 << 20
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
+#: Where a tensor is held: its name in the model, the dictionary, and the key there.
+Slot = tuple[str, dict[str, Any], str]
+
 
 class DeferredModel:
-    """A model without memory, and how some of its tensors get their values.
+    """A model on the meta device, and the values that some of its tensors will have.
 
     Args:
-        factory: Builds the model, on the CPU, in the same way whenever it is called in the same state of the random
-            generators; in the state that they have now.
+        factory: Builds the model, on the CPU.
 
     Attributes:
         module: The model, on the meta device but for what `fill` has made.
@@ -56,85 +45,45 @@ class DeferredModel:
     """
 
     def __init__(self, factory: Callable[[], nn.Module]) -> None:
-        self._factory = factory
-        self._state = random_state()
-        self._start: Callable[[nn.Module], object] | None = None
-        with locked(_building_file()):
-            self.module = self._build()
-            _check_held(self.module)
-            on_meta: dict[int, Tensor] = {}
-            tensors = [held[key] for _, held, key in places(self.module)]  # alive, so that ids are of one each
-            for _, held, key in places(self.module):
-                held[key] = on_meta.setdefault(id(held[key]), like_tensor(held[key], held[key].detach().to(_META)))
-            del tensors
-            give_back_memory()
+        with same_random():
+            self.module = factory()
+        _check_held(self.module)
+        self._values = self._take_values()
 
     def fill(self, names: Iterable[str], device: torch.device = _CPU) -> None:
-        """Give some tensors of the model their initial values; other tensors keep those that they have.
+        """Give some tensors of the model their values, and free those of the others; to be called once.
 
         Args:
-            names: Of parameters, buffers, and tensors that are plain attributes, as `places` gives them.
+            names: Of parameters, buffers, and tensors that are plain attributes, as `named_tensors` gives them.
             device: Where they are wanted.
         """
-        wanted = set(names)
-        values: dict[str, Tensor] = {}
-        with locked(_building_file()):
-            for name, held, key in places(self.whole()):
-                tensor = held.pop(key)
-                if name in wanted:
-                    values[name] = tensor.detach()
-                del tensor
-            give_back_memory()
-        filled: dict[int, Tensor] = {}
-        for name, held, key in places(self.module):
-            if name in wanted and id(held[key]) not in filled:
-                filled[id(held[key])] = like_tensor(held[key], _placed(values.pop(name), held[key], device))
-        for _, held, key in places(self.module):  # under all of its names
-            held[key] = filled.get(id(held[key]), held[key])
+        wanted = {id(self._values[name]) for name in names}
+        values = {name: value.detach() for name, value in self._values.items() if id(value) in wanted}
+        self._values = {}
+        give_back_memory()
+        replace_tensors(
+            self.module, lambda name, tensor: _placed(values[name], tensor, device) if name in values else None
+        )
 
-    def start_from(self, give: Callable[[nn.Module], _T]) -> _T:
-        """Let `fill` give tensors other values than the constructor's.
-
-        Args:
-            give: Gives a model its values, for instance those of a file. Called now with the model without memory, and
-                with each that is built from now on.
-
-        Returns:
-            What it returned.
-        """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that nothing is copied where there is no memory
-            result = give(self.module)
-        self._start = give
-        return result
+    def with_values(self, act: Callable[[nn.Module], _T]) -> _T:
+        """What a function returns of the whole model with its values, which it may change."""
+        replace_tensors(self.module, lambda name, _: self._values[name].detach())
+        try:
+            return act(self.module)
+        finally:
+            self._values = self._take_values()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers."""
         return sum(tensor.nbytes for tensor in tensors_of(self.module).values())
 
-    def whole(self) -> nn.Module:
-        """The whole model with its initial values and the modes of `module`; it shares nothing."""
-        model = self._build()
-        for twin, module in zip(model.modules(), self.module.modules(), strict=True):
-            twin.training = module.training
-        return model
-
-    def _build(self) -> nn.Module:
-        with same_random():
-            restore_random_state(self._state)
-            model = self._factory()
-        if self._start is not None:
-            self._start(model)
-        return model
+    def _take_values(self) -> dict[str, Tensor]:
+        before = replace_tensors(self.module, lambda _, tensor: tensor.detach().to(_META))
+        return {name: tensor for (name, _, _), tensor in before}
 
 
-def _building_file() -> Path:
-    """A file that one process of this user on this host locks while it has a whole model."""
-    return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}-building.lock"
-
-
-def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+def named_tensors(module: nn.Module) -> Iterator[Slot]:
     """Where a module and those in it hold tensors."""
     for path, part in module.named_modules():
         for held in (part._parameters, part._buffers, vars(part)):
@@ -143,9 +92,24 @@ def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
                     yield f"{path}.{key}" if path else key, held, key
 
 
+def replace_tensors(module: nn.Module, values_of: Callable[[str, Tensor], Tensor | None]) -> list[tuple[Slot, Tensor]]:
+    """Let a module hold tensors with other values, each under all of its names; returns what was where.
+
+    `values_of` gets the first name of a tensor, and returns None where it stays.
+    """
+    before = [(slot, slot[1][slot[2]]) for slot in named_tensors(module)]
+    made: dict[int, Tensor] = {}
+    for (name, held, key), tensor in before:
+        if id(tensor) not in made:
+            values = values_of(name, tensor)
+            made[id(tensor)] = tensor if values is None else like_tensor(tensor, values)
+        held[key] = made[id(tensor)]
+    return before
+
+
 def _check_held(module: nn.Module) -> None:
     """Refuse tensors that are not found when others are replaced, or that would no longer share memory then."""
-    storages = {storage_of(held[key]) for _, held, key in places(module)}
+    storages = {storage_of(held[key]) for _, held, key in named_tensors(module)}
     state = module.state_dict(keep_vars=True).values()
     saved = {storage_of(tensor): tensor for tensor in state if isinstance(tensor, Tensor)}
     for path, part in module.named_modules():
@@ -154,7 +118,7 @@ def _check_held(module: nn.Module) -> None:
                 inside = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
                 if any(storage_of(tensor) in storages for tensor in inside):
                     raise _hidden(part, f"{path}.{key}" if path else key, "in a list or dictionary, too")
-    for name, held, key in places(module):
+    for name, held, key in named_tensors(module):
         if saved.get(storage_of(held[key]), held[key]) is not held[key]:
             raise _hidden(module, name, "that shares memory with another")
 
@@ -174,7 +138,7 @@ def storage_of(tensor: Tensor) -> int:
 
 def is_deferred(module: nn.Module) -> bool:
     """Whether a module holds tensors that have a shape only."""
-    return any(held[key].is_meta for _, held, key in places(module))
+    return any(held[key].is_meta for _, held, key in named_tensors(module))
 
 
 def without_values(model: nn.Module) -> nn.Module:
@@ -188,20 +152,15 @@ def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
     """Inside, a module runs without memory and without computing: its tensors have a shape, a type and a device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    before = [(held, key, held[key]) for _, held, key in places(module)]
-    fakes: dict[int, Tensor] = {}
-    with mode:
-        for held, key, value in before:
-            if id(value) not in fakes:
-                empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-                fakes[id(value)] = like_tensor(value, empty)
-            held[key] = fakes[id(value)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        before = replace_tensors(
+            module, lambda _, real: torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+        )
         try:
             yield mode
         finally:
-            for held, key, value in before:
-                held[key] = value
+            for (_, held, key), tensor in before:
+                held[key] = tensor
 
 
 def _placed(values: Tensor, like: Tensor, device: torch.device) -> Tensor:

@@ -119,26 +119,18 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
 
 def _layers(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[list[str], bool]]:
     """Names of parameters that belong together, in order, and whether a new layer starts with them."""
-    names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
-    if names:
+    from torch import nn
+
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    if names := [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]:
         yield names, False
     for name, child in module.named_children():
         parameters = dict(child.named_parameters(prefix=f"{prefix}{name}"))
-        if parameters and _is_container(child, half):
+        is_large = sum(parameter.numel() for parameter in parameters.values()) > half
+        if parameters and (isinstance(child, containers) or (is_large and list(child.children()))):
             yield from _layers(child, f"{prefix}{name}.", half)
         elif parameters:
             yield list(parameters), any(parameter.ndim > 1 for parameter in parameters.values())
-
-
-def _is_container(module: nn.Module, half: float) -> bool:
-    from torch import nn
-
-    children = list(module.children())
-    if isinstance(module, nn.Sequential):  # a subclass of leaves, as a convolution with its norm, is one layer
-        return type(module) is nn.Sequential or any(any(True for _ in child.children()) for child in children)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return True
-    return bool(children) and sum(parameter.numel() for parameter in module.parameters()) > half
 
 
 def head_parameters(model: nn.Module) -> list[str]:

@@ -10,9 +10,8 @@ tutorial trains Inception v3), or 0.3 times that of each of several (GoogLeNet: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import UsageError, shortened
@@ -67,12 +66,9 @@ def _named(outputs: Any) -> Mapping[Any, Any] | None:
     """Outputs by name; None where they have none."""
     if isinstance(outputs, Mapping):
         return outputs
-    if isinstance(outputs, tuple):
-        names: Sequence[str] = getattr(outputs, "_fields", ())
-        return dict(zip(names, outputs, strict=False)) if names else None
-    if is_dataclass(outputs):
-        return {field.name: getattr(outputs, field.name, None) for field in fields(outputs)}
-    return None if isinstance(outputs, list) else getattr(outputs, "__dict__", None)
+    if isinstance(outputs, (tuple, list)):
+        return outputs._asdict() if hasattr(outputs, "_asdict") else None
+    return getattr(outputs, "__dict__", None)
 
 
 class OutputLoss:

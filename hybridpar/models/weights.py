@@ -6,15 +6,14 @@ import contextlib
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hybridpar.errors import UsageError, nearest, shortened
-from hybridpar.formats.checkpoint_files import load_model_state, resolve_checkpoint
+from hybridpar.formats.checkpoint_files import load_model_state, read_tensors, resolve_checkpoint
 from hybridpar.formats.file_reader import Unreadable, read_torch
-from hybridpar.formats.tensor_files import read_tensors
 from hybridpar.models.layers import head_parameters
 from hybridpar.models.pretrained import SUFFIXES, is_file, published_weights
 
@@ -69,12 +68,10 @@ def clean(loaded: Any, source: object) -> dict[str, Tensor]:
     held = loaded
     if isinstance(held, Mapping):
         held = next((held[key] for key in _NESTED if isinstance(held.get(key), Mapping)), held)
-    state = _State()
-    for name, value in held.items() if isinstance(held, Mapping) else ():
-        if isinstance(name, str) and isinstance(value, torch.Tensor):
-            while name.startswith(_WRAPPERS):
-                name = name.partition(".")[2]
-            state[_DENSE.sub(r"\1\2", name)] = value
+    entries = held.items() if isinstance(held, Mapping) else ()
+    state: Any = OrderedDict(
+        (name, value) for name, value in entries if isinstance(name, str) and isinstance(value, torch.Tensor)
+    )
     if not state:
         keys = ", ".join(map(repr, list(held)[:5])) if isinstance(held, Mapping) else type(held).__name__
         raise UsageError(
@@ -82,14 +79,8 @@ def clean(loaded: Any, source: object) -> dict[str, Tensor]:
             f"Tensors by name, or under {', '.join(_NESTED)}, are wanted; it has {shortened(keys) or 'nothing'}.",
             "Save them: torch.save(model.state_dict(), file).",
         )
-    state._metadata = getattr(held, "_metadata", None)
-    return state
-
-
-class _State(dict[str, "Tensor"]):
-    """Tensors by name, with the versions of the modules that they are of, where these are known."""
-
-    _metadata: Any = None
+    state._metadata = getattr(held, "_metadata", None)  # versions of the modules that the tensors are of
+    return cast("dict[str, Tensor]", state)
 
 
 @dataclass(frozen=True)
@@ -164,11 +155,11 @@ def load_weights(
                 state = clean(loaded, label)
         return _put(module, _converted(module, state), label, name or type(module).__name__)
 
-    return model.start_from(put) if isinstance(model, DeferredModel) else put(model)
+    return model.with_values(put) if isinstance(model, DeferredModel) else put(model)
 
 
 def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names that the model has, where they are in another form of the same architecture."""
+    """Tensors in the form in which most of them fit the model."""
     from hybridpar.models.state_dicts import tensors_of
 
     wanted = tensors_of(model)
@@ -176,20 +167,23 @@ def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     def fits(tensors: Mapping[str, Tensor]) -> int:
         return sum(name in tensors and tensors[name].shape == tensor.shape for name, tensor in wanted.items())
 
-    best = fits(state)
-    for prefix in sorted({f"{name.partition('.')[0]}." for name in state if "." in name}):  # as Lightning's `model.`
-        stripped = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        if fits(stripped) > max(best, len(wanted) // 2):
-            state, best = stripped, fits(stripped)
-            break
+    return max(_forms(model, state), key=fits)
+
+
+def _forms(model: nn.Module, state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Tensors as they are, and under the other names that the same architecture may have for them."""
+    yield state
+    while wrapper := next((first for first in _WRAPPERS if all(name.startswith(first) for name in state)), None):
+        state = {name.removeprefix(wrapper): tensor for name, tensor in state.items()}
+        yield state
+    yield {_DENSE.sub(r"\1\2", name): tensor for name, tensor in state.items()}
+    for prefix in sorted({f"{name.partition('.')[0]}." for name in state}):  # as Lightning's `model.`
+        yield {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     # timm knows the original names, and how position embeddings change their size.
     convert = getattr(sys.modules.get(type(model).__module__), "checkpoint_filter_fn", None)
-    if convert is not None and hasattr(model, "pretrained_cfg") and best < len(wanted):
+    if convert is not None and hasattr(model, "pretrained_cfg"):
         with contextlib.suppress(Exception):  # it expects weights of the architecture
-            converted: dict[str, Tensor] = convert(dict(state), model)
-            if fits(converted) > best:
-                return converted
-    return state
+            yield convert(dict(state), model)
 
 
 def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> WeightsReport:

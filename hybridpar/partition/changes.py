@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridpar.models.deferred import places, storage_of
+from hybridpar.models.deferred import named_tensors, storage_of
 from hybridpar.models.state import MODULE_ATTRIBUTES
 
 #: Modules do not hand on values in objects of these packages, nor of Python's library.
@@ -81,7 +81,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
         self._refuse = refuse
         # Of several names of a tensor the first counts.
-        self._names = {_storage(held[key]): name for name, held, key in reversed([*places(model)])}
+        self._names = {_storage(held[key]): name for name, held, key in reversed([*named_tensors(model)])}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

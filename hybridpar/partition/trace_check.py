@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hybridpar.models.deferred import imagined, is_deferred, places
+from hybridpar.models.deferred import imagined, is_deferred, named_tensors
 from hybridpar.models.state import held_state, put_state, untouched
 from hybridpar.partition.changes import Changes, Writes, attributes_of, changed, python_random_state
 from hybridpar.partition.nest import tensor_leaves
@@ -134,7 +134,7 @@ class TraceCheck:
             with untouched(self.model, training=training) as copied, torch.set_grad_enabled(training):
                 values = copied(dict(traced.constants))
                 if wide:
-                    for tensor in (*(held[name] for _, held, name in places(self.model)), *values.values()):
+                    for tensor in (*(held[name] for _, held, name in named_tensors(self.model)), *values.values()):
                         tensor.data = _double(tensor.data)
                 call = call_of(values)
                 return [_pass(self.model, call, batch, seed) for seed, batch in enumerate(batches)]

@@ -21,8 +21,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress.policy import agree_on_policy
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.models.deferred import places
-from hybridpar.models.state import like_tensor
+from hybridpar.models.deferred import replace_tensors
 from hybridpar.models.state_dicts import extra_states, load_values
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from hybridpar.comm.grid import Grid
     from hybridpar.comm.transport import MessagePart
     from hybridpar.compress.nodes import NodeWorlds
-    from hybridpar.sync.compression_table import LayerBytes
+    from hybridpar.sync.figures import LayerBytes
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -95,7 +94,7 @@ class PipelineEngine:
                 for target in consumers_of(stages, stage.index):
                     pairs |= {(stage.index, target), (target, stage.index)}
         names = dict(model.named_parameters())
-        policy = agree_on_policy(options.sync.codec, names, world.gather)
+        policy = agree_on_policy(options.sync.codec, names, world)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
@@ -235,7 +234,7 @@ class PipelineEngine:
 
     def layer_bytes(self) -> list[LayerBytes]:
         """What each parameter is sent as, of all stages; empty where gradients are added as they are. A collective."""
-        from hybridpar.sync.compression_table import layer_bytes
+        from hybridpar.sync.figures import layer_bytes
 
         self.wait()  # the step under way uses the same process group
         reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
@@ -286,10 +285,8 @@ class PipelineEngine:
             }
             for is_local in (True, False)
         )
-        made: dict[int, Tensor] = {}
-        for _, held, key in places(self.model):
-            if id(value := held[key]) in others - local:
-                held[key] = made.setdefault(id(value), like_tensor(value, value.detach().to("meta")))
+        gone = others - local
+        replace_tensors(self.model, lambda _, tensor: tensor.detach().to("meta") if id(tensor) in gone else None)
 
     def gather_on_main(self, value: Any) -> list[Any] | None:
         """Something of every position, on rank 0; None elsewhere. A collective."""

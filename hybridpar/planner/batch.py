@@ -20,7 +20,6 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.launch import launched_here
 from hybridpar.machine.process import usable_memory
@@ -28,6 +27,7 @@ from hybridpar.models import autocast
 from hybridpar.models.deferred import is_deferred, without_values
 from hybridpar.models.layers import freeze
 from hybridpar.models.state import same_random, twin_of
+from hybridpar.optim.build import state_copies
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import decided_options, fixed_by
 from hybridpar.planner.inputs import PlannerInputs, Question

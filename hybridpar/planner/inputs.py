@@ -15,10 +15,10 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter, ValidationError, with_config
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import PlanError, UsageError, check, nearest
 from hybridpar.formats.file_reader import first_problem
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts
+from hybridpar.optim.build import state_copies
 from hybridpar.plan import Plan
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.profile import ModelProfile

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import agree_on_policy, is_auto
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.state_dicts import require_saved, require_unwrapped
+from hybridpar.optim.build import state_copies
 from hybridpar.plan import ModelInfo, Plan, ResolvedPlan, parse_plan, read_plan
 from hybridpar.planner.fixed import (
     decided_options,
@@ -93,7 +93,7 @@ def plan_run(
         named &= config.given or frozenset()
     decided, insists = decided_options(config) if decided is None else decided, "plan" in (config.given or ())
     names = [path for path, _ in model.named_parameters()]
-    agree_on_policy(config.compress, names, world.gather, config.fidelity)
+    agree_on_policy(config.compress, names, world, config.fidelity)
     _require_effect(config, named, world.size)
     require_unwrapped(model)
     require_saved(model)

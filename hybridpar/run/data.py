@@ -18,10 +18,9 @@ from hybridpar.config.data import Interpolation, images_over, is_of_any_size
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError, check
-from hybridpar.models import build_model, check_model_name, freeze, load_weights, parse_arguments, require_trained
+from hybridpar.models import build_model, check_model_name, freeze, parse_arguments, require_trained
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 from hybridpar.models.layers import freeze_batch_norm
-from hybridpar.models.pretrained import is_file, is_published, model_input
 from hybridpar.plan import ResolvedPlan
 from hybridpar.run.state import RunState
 from hybridpar.train.model_check import check_outputs
@@ -99,6 +98,10 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
     are.
     """
     check_model_name(name)  # before any data set is loaded
+    if config.weights is None and not is_of_any_size(config.data):
+        return config
+    from hybridpar.models.pretrained import is_published, model_input  # most runs need nothing of it
+
     published = config.weights is not None and is_published(config.weights)
     if not published and not is_of_any_size(config.data):
         return config
@@ -118,6 +121,8 @@ def read_weights(config: TrainConfig, name: str, model: nn.Module | DeferredMode
     """Give a model the weights that a new run starts from; lines to show."""
     if config.weights is None:
         return []
+    from hybridpar.models import load_weights
+
     source, arguments = config.weights, parse_arguments(config.model_arg)
 
     def read() -> list[str]:
@@ -145,8 +150,7 @@ def open_model(
         imagined = partial(configured_model, config, name, data.classes)
         world.on_all(lambda: require_room(imagined, config, world.device, world.size))
     with world.patient():  # others may be loading data still
-        weights = config.weights
-        seen = all(world.gather(weights is None or (is_file(weights) and Path(weights).exists())))
+        seen = all(world.gather(config.weights is None or _is_there(config.weights)))
 
     def build() -> tuple[nn.Module | DeferredModel, str | None]:
         torch.manual_seed(config.seed)
@@ -165,6 +169,13 @@ def open_model(
         return model, note
 
     return world.on_all(build)
+
+
+def _is_there(weights: str) -> bool:
+    """Whether weights are a file that this worker can read."""
+    from hybridpar.models.pretrained import is_file
+
+    return is_file(weights) and Path(weights).exists()
 
 
 def _deferred(

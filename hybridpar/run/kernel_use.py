@@ -14,7 +14,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.machine.process import host_identity
 from hybridpar.plan import KernelChoice, Kernels, ResolvedPlan
-from hybridpar.planner.resolve import lane_threads
+from hybridpar.planner.resolve import DTYPES, lane_threads
 from hybridpar.run.part import Part, Run
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
@@ -88,7 +88,7 @@ def prepare_kernels(
     layout = Layout.CHANNELS_LAST if plan.channels_last else Layout.CONTIGUOUS
     with without_replicas(model):  # looking must leave no trace in a step's statistics
         layers, norms = tunable_layers(model, (samples, *shape), layout=layout)
-    dtype = "float32" if plan.compute.amp == "none" else "bfloat16"
+    dtype = DTYPES[plan.compute.amp]
     where = lane_threads(plan.layout, world.device), cpu_fingerprint()
     if world.device.type == "cuda":
         where = 1, gpu_at(world.device.index or 0).fingerprint
@@ -98,7 +98,7 @@ def prepare_kernels(
         for direction in layer.needs
     ]
     counts, confirmed = Counter(key for _, key in keys), ""
-    if confirm and plan.kernels.database == "auto" and world.device.type == "cpu" and dtype == "float32":
+    if confirm and plan.kernels.database == "auto" and world.device.type == "cpu":
         confirmed = _confirm(counts, choices, world)
         choices = active_choices() or choices
     choices.prepare(counts)

@@ -13,22 +13,21 @@ from typing import Any
 
 import torch
 
-from hybridpar.compress import format_codec, read_policy
+from hybridpar.compress import read_policy
 from hybridpar.formats.output_files import replace_file
 from hybridpar.machine.devices import machine_load
 from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
-from hybridpar.observe.report import print_report
-from hybridpar.observe.summary import step_without_data_ms, summarize, write_summary
+from hybridpar.observe.summary import print_report, step_without_data_ms, summarize, write_summary
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import ResolvedPlan, StepFigures, SyncRule
 from hybridpar.run.directory import plain_options
 from hybridpar.run.part import Part, Run, sync_of
 from hybridpar.run.timings import Share, combine
 from hybridpar.run.worker import device_name
-from hybridpar.sync.compression_table import WireFormat
+from hybridpar.sync.figures import WireFormat
 
 #: In the run directory: the codec of each parameter.
 TABLE_FILE = "compress.csv"
@@ -87,7 +86,7 @@ def _written_plan(plan: ResolvedPlan, device: str, wire_format: WireFormat) -> R
     update: dict[str, object] = {}
     if plan.inputs is None:  # a search has said of every parameter what it is sent as
         rules = wire_format.applied.rules
-        policy = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in rules)
+        policy = tuple(SyncRule(pattern=rule.pattern, codec=rule.codec) for rule in rules)
         update["sync"] = plan.sync.model_copy(update={"policy": policy})
     if plan.measured.profile is None:  # else it says what the times of stages are from, which may be another machine
         here = {"device": device, "threads": torch.get_num_threads(), "versions": {"torch": torch.__version__}}
@@ -138,7 +137,7 @@ class Recorder(Part):
         self._writer = MetricsWriter(directory, resumed_from)
         options = {"model": run.model_name, **plain_options(run.config)}
         options |= {name: getattr(run.info, name) for name in _FACTS}
-        logged = LoggedRun(directory, run.info, options, resumed_from)
+        logged = LoggedRun(directory, options, resumed_from)
         self._loggers = Loggers(logger_names(run.config.log), logged, run.progress.message)
 
     def _put(self, record: StepRecord | EpochRecord) -> None:

@@ -18,7 +18,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.observe.progress import Progress, open_progress
+from hybridpar.observe.progress import open_progress
 from hybridpar.observe.records import EpochRecord
 from hybridpar.run.data import with_images_of_model
 from hybridpar.run.directory import before_the_start
@@ -40,7 +40,7 @@ def run_training(config: TrainConfig, model_name: str) -> int:
             config, changes = world.from_main(partial(recall, config, model_name))
             config = with_images_of_model(config, model_name)
             tune_worker(config, world if config.parameter_servers is None else World(device=world.device))
-            with open_progress() if world.is_main else Progress() as progress:
+            with contextlib.closing(open_progress(shown=world.is_main)) as progress:
                 notes = [*describe_worker(config), *changes]
                 run = Run(config=config, model_name=model_name, world=world, progress=progress, notes=notes)
                 with before_the_start():

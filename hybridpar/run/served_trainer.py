@@ -29,11 +29,10 @@ from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.directory import RunFolder
 from hybridpar.run.part import RunTrainer
-from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.ledger import StepRow
-from hybridpar.server.link import Servers
+from hybridpar.server.link import Servers, merged_states, shard_starts
 from hybridpar.server.process import ServerWorld, find_process
+from hybridpar.server.shard import StepRow
 from hybridpar.server.wire import AskState, Start, Weights
 from hybridpar.train.engine import EngineParts
 from hybridpar.train.results import StepResult

@@ -183,7 +183,7 @@ class Timings:
         """What the other workers are sent of it; `ahead` is how far this worker's clock is ahead of rank 0's."""
         computed = self._computed[WARM_UP_STEPS:] or self._computed
         return Share(
-            {row.summary: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
+            {row.key: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
             dict(peaks or {}),
             step_shares([*zip(*map(self._steady, STEP_PARTS), strict=True)]),
             [step._replace(begin=step.begin - ahead, end=step.end - ahead) for step in computed],
@@ -197,9 +197,9 @@ def combine(
     known = list(shares.values())
     result: dict[str, Any] = divided_step(step_ms, [share.parts for share in known])
     for row in _OF_WORKERS:
-        values = [share.means[row.summary] for share in known]
+        values = [share.means[row.key] for share in known]
         measured = [value for value in values if value is not None]
-        result[row.summary] = reduced(replace(row, reduce="mean"), measured)
+        result[row.key] = reduced(replace(row, reduce="mean"), measured)
     for name in known[0].peaks:
         peaks = [peak for share in known if (peak := share.peaks[name]) is not None]
         result[name] = max(peaks, default=None) if len(peaks) == len(known) else None

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, check, shortened
-from hybridpar.formats.checkpoint_files import list_checkpoints, read_manifest, resolve_checkpoint, step_of
-from hybridpar.formats.tensor_files import shards_of
+from hybridpar.formats.checkpoint_files import list_checkpoints, read_manifest, resolve_checkpoint, shards_of, step_of
 from hybridpar.models import parse_arguments
 from hybridpar.models.pretrained import is_file
 from hybridpar.models.weights import check_file

@@ -19,8 +19,8 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.models import autocast
-from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, places
-from hybridpar.models.state import same_modes
+from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, named_tensors
+from hybridpar.models.state import same_modes, twin_of
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
@@ -48,7 +48,7 @@ def cut_model(
             threads = lane_threads(layout, device)
             measured = model
             if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
-                measured = deferred.whole().to(device)
+                measured = deferred.with_values(twin_of).to(device)
                 if partition.memory_format_name(example) == "channels_last":
                     measured.to(memory_format=torch.channels_last)
             with autocast(config.amp, device):
@@ -68,8 +68,8 @@ def cut_model(
 
     def fill(stages: list[Stage]) -> None:
         mine = [stage for stage in stages if ranks[stage.index][0] == world.rank]
-        held = {name for name, _, _ in places(model)}
-        deferred.fill((name for stage in mine for name, _, _ in places(stage) if name in held), example.device)
+        held = {name for name, _, _ in named_tensors(model)}
+        deferred.fill((name for stage in mine for name, _, _ in named_tensors(stage) if name in held), example.device)
 
     return plan, partition.stages_from_plan(model, plan, (example,), fill=fill)
 

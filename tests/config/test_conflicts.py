@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridpar.config import TrainConfig
-from hybridpar.config.conflicts import CONFLICTS, FEATURES, GRADIENT_CONFLICTS, NEED_EQUAL_REPLICAS, features_of
+from hybridpar.config.conflicts import CONFLICTS, FEATURES, NEED_EQUAL_REPLICAS, features_of
 from hybridpar.errors import UsageError
 
 #: Options with which a run has a feature, and no other that it does not need.
@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"weights": "default"},
 }
 
-PAIRS = [frozenset((name, other)) for name, others, _ in (*CONFLICTS, *GRADIENT_CONFLICTS) for other in others]
+PAIRS = [frozenset((name, other)) for name, others, _ in CONFLICTS for other in others]
 
 
 def test_the_table_knows_every_feature_and_each_pair_once():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridpar.cli import main
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.commands.train import Train
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import config_text, preset_names, read_settings
@@ -18,7 +18,7 @@ from hybridpar.optim.schedule import rate_factor
 
 
 def parsed(*words: str) -> Train:
-    return find_command("train").parse("train", words)
+    return COMMANDS.get("train").parse("train", words)
 
 
 def write(tmp_path: Path, text: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 import warnings
 from collections.abc import Callable
 
@@ -12,11 +10,9 @@ import torch
 from torch import nn
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, model_names
-from hybridpar.models.deferred import DeferredModel, imagined, is_deferred, places
-from tests.ranks import run_ranks
+from hybridpar.models.deferred import DeferredModel, imagined, is_deferred, named_tensors
 
 #: One of each way of initialising: kaiming, torch's `trunc_normal_` with its loop and tables of indices, timm's own.
 FEW = ("mobilenet_v3_small", "swin_t", "googlenet", "timm/deit_tiny_patch16_224")
@@ -29,16 +25,16 @@ TIMM = (
 
 def check(factory: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
-    real = {name: held[key] for name, held, key in places(factory())}
+    real = {name: held[key] for name, held, key in named_tensors(factory())}
     torch.manual_seed(3)
     before = torch.get_rng_state()
     deferred = DeferredModel(factory)
-    assert all(held[key].is_meta for name, held, key in places(deferred.module))
-    assert [name for name, _, _ in places(deferred.module)] == list(real)
+    assert all(held[key].is_meta for name, held, key in named_tensors(deferred.module))
+    assert [name for name, _, _ in named_tensors(deferred.module)] == list(real)
     own = list(real)[len(real) // 3 : 2 * len(real) // 3]
     deferred.fill(own)
     assert torch.equal(torch.get_rng_state(), before)
-    filled = {name: held[key] for name, held, key in places(deferred.module) if not held[key].is_meta}
+    filled = {name: held[key] for name, held, key in named_tensors(deferred.module) if not held[key].is_meta}
     tied = {id(filled[name]) for name in own}
     assert {name for name, tensor in filled.items() if id(tensor) in tied} == filled.keys()
     for name in own:
@@ -131,28 +127,6 @@ def test_tensors_that_would_be_lost_are_named(kind: type[nn.Module], said: str) 
     with pytest.raises(UsageError, match=said):
         DeferredModel(lambda: nn.Sequential(kind()))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def build_in_turn(world: World) -> list[float]:
-    """Build and fill a model, and note when that was."""
-    times: list[float] = []
-
-    def build() -> nn.Module:
-        times.append(time.monotonic())
-        time.sleep(0.2)
-        times.append(time.monotonic())
-        return nn.Linear(3, 3)
-
-    world.barrier()
-    DeferredModel(build).fill(["weight"])
-    return times
-
-
-def test_the_workers_of_a_host_build_one_after_the_other() -> None:
-    times = list(itertools.chain(*run_ranks(build_in_turn, 3)))
-    spans = sorted(zip(times[::2], times[1::2], strict=True))
-    assert all(ended <= begun for (_, ended), (begun, _) in itertools.pairwise(spans))
-    assert len(spans) == 6
 
 
 def test_it_runs_without_memory() -> None:

@@ -61,6 +61,14 @@ def test_files_of_all_forms_are_read(tmp_path, source, name):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_model_may_have_a_part_that_is_called_as_wrappers_call_it(tmp_path, source, wrapper):
+    model = nn.ModuleDict({"module": plain()})
+    torch.save({f"{wrapper}module.{key}": value for key, value in source.items()}, tmp_path / "w.pt")
+    assert load_weights(model, tmp_path / "w.pt").taken == len(source)
+    assert equal(model["module"], source)
+
+
 def test_a_model_without_memory_takes_what_it_is_filled_with(tmp_path, source):
     write(tmp_path / "state.pt", source)
     model = DeferredModel(plain)

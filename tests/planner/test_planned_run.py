@@ -34,7 +34,7 @@ from hybridpar.planner.resolve import join_workers, resolve
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.ways import Way, Worth
 from hybridpar.run.reporting import wire_format_lines
-from hybridpar.sync.compression_table import LayerBytes, WireFormat
+from hybridpar.sync.figures import LayerBytes, WireFormat
 from tests.planner.small import chain, cluster, inputs
 from tests.ranks import run_ranks
 from tests.runs import check_run, saved_state, train, train_rank

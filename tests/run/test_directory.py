@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridpar.comm.world import World
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, RunDirectoryError, UsageError
 from hybridpar.run.directory import (
@@ -106,7 +106,7 @@ def test_what_a_file_says_was_for_the_beginning(tmp_path):
     file.write_text("[optimisation]\nlr = 0.1\nepochs = 9\n")
     words = ["resnet18", "--run-dir", "mine", "--config", str(file), "--epochs", "4"]
     for resume, lr in (((), 0.1), (("--resume",), 0.5)):
-        asked = find_command("train").parse("train", [*words, *resume])
+        asked = COMMANDS.get("train").parse("train", [*words, *resume])
         assert isinstance(asked, TrainConfig)
         config, _ = recall_options(asked, "resnet18")
         assert (config.lr, config.epochs) == (lr, 4)

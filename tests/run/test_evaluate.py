@@ -13,6 +13,7 @@ from PIL import Image
 from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
+from hybridpar.data.sources import IMAGENET_MEAN, IMAGENET_STD
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.formats.checkpoint_files import latest_checkpoint
 from hybridpar.observe.metrics import read_metrics
@@ -108,7 +109,8 @@ def test_a_file_of_weights_needs_model_and_data(run_dir):
 def test_of_several_classes_each_is_right_by_itself():
     labels = torch.tensor([[1, 0], [0, 0], [1, 1]], dtype=torch.bool)
     source = MemoryImages(torch.zeros(3, 3, 8, 8, dtype=torch.uint8), labels)
-    data = ImageData(name="several", class_names=("a", "b"), sample_shape=(3, 8, 8), train=source, test=source)
+    form = {"sample_shape": (3, 8, 8), "test_size": 8, "mean": IMAGENET_MEAN, "std": IMAGENET_STD, "multi_label": True}
+    data = ImageData(name="several", class_names=("a", "b"), **form, train=source, test=source)
     scores = torch.tensor([[1.0, -1.0]] * 3)
     parts = [_noted(scores[part], labels[part].float(), 2, TrainConfig()) for part in (slice(2), slice(2, 3))]
     result = _put_together([*parts, {}], data, Evaluation(1 / 3, 0.5, 3), 4)

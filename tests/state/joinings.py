@@ -24,6 +24,15 @@ class Root(nn.Module):
         super().__init__()
         self.stem, self.parts, self.head = linear(), nn.ModuleList(parts), nn.Linear(WIDTH, CLASSES)
 
+    def body(self, x: Tensor, first: int = 0) -> Tensor:
+        """What the pieces make of a tensor, one after the other."""
+        for part in self.parts[first:]:
+            x = part(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(x)))
+
 
 def joining(**held: Callable[[], Any]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Enter a root with this forward, which also holds what the functions return."""
@@ -43,15 +52,8 @@ def joining(**held: Callable[[], Any]) -> Callable[[Callable[..., Tensor]], Call
     return made
 
 
+JOININGS["loop"] = Root
 JOININGS["sequential"] = lambda parts: nn.Sequential(linear(), *parts, nn.Linear(WIDTH, CLASSES))
-
-
-@joining()
-def loop(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(x)
-    return self.head(x)
 
 
 @joining()
@@ -64,25 +66,18 @@ def residual(self, x):
 
 @joining()
 def shared(self, x):
-    x = self.parts[0](self.stem(x))
-    for part in self.parts[1:]:
-        x = part(x)
-    return self.head(self.parts[0](x))
+    return self.head(self.parts[0](self.body(self.stem(x))))
 
 
 @joining()
 def asks_the_head(self, x):
-    x = self.stem(x.to(self.head.weight.dtype) / self.head.weight.shape[0])
-    for part in self.parts:
-        x = part(x)
+    x = self.body(self.stem(x.to(self.head.weight.dtype) / self.head.weight.shape[0]))
     return self.head(x.type_as(self.stem.weight) * (self.stem.weight.numel() / 256))
 
 
 @joining()
 def tied_decoder(self, x):
-    x = self.stem(x).tanh()
-    for part in self.parts:
-        x = part(x)
+    x = self.body(self.stem(x).tanh())
     return self.head(functional.linear(x, self.stem.weight.t()).tanh())
 
 
@@ -98,12 +93,6 @@ JOININGS["tied_layers"] = tied_layers
 class KeepsFirst(Root):
     """Its first piece is in evaluation mode, whatever it is asked for."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for part in self.parts:
-            x = part(x)
-        return self.head(x)
-
     def train(self, mode: bool = True) -> KeepsFirst:
         super().train(mode)
         self.parts[0].eval()
@@ -118,24 +107,18 @@ def parameters_of_the_root(self, x):
     x = self.stem(x)
     for part, scale in zip(self.parts, self.scale, strict=False):
         x = part(x * (1 + scale)) + self.shift
-    for part in self.parts[3:]:
-        x = part(x)
-    return self.head(x)
+    return self.head(self.body(x, 3))
 
 
 @joining(auxiliary=lambda: nn.Linear(WIDTH, CLASSES))
 def mode_asked_by_the_root(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(x)
+    x = self.body(self.stem(x))
     return self.head(x) + 0.1 * self.auxiliary(x) if self.training else self.head(x)
 
 
 @joining(n=zeros)
 def buffer_of_the_root(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(x)
+    x = self.body(self.stem(x))
     if self.training:
         self.n.add_(1)
     return self.head(x * (1 + self.n / 50))
@@ -144,27 +127,19 @@ def buffer_of_the_root(self, x):
 @joining(calls=lambda: 0)
 def counter_of_the_root(self, x):
     self.calls += 1
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(x)
-    return self.head(x)
+    return self.head(self.body(self.stem(x)))
 
 
 @joining(norm=lambda: nn.BatchNorm1d(WIDTH))
 def statistics_read_early(self, x):
-    x = self.stem(x) - self.norm.running_mean
-    for part in self.parts:
-        x = part(x)
-    return self.head(self.norm(x))
+    return self.head(self.norm(self.body(self.stem(x) - self.norm.running_mean)))
 
 
 @joining()
 def attribute_read_later(self, x):
     x = self.stem(x)
     self.parts[0].activation = x
-    for part in self.parts:
-        x = part(x)
-    return self.head(x + self.parts[0].activation)
+    return self.head(self.body(x) + self.parts[0].activation)
 
 
 def keeps_features(parts: list[nn.Module]) -> nn.Module:
@@ -176,9 +151,7 @@ def keeps_features(parts: list[nn.Module]) -> nn.Module:
 
 @joining(seen=dict)
 def features(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(x)
+    x = self.body(self.stem(x))
     return self.head(x + self.seen["stem"] if "stem" in self.seen else x)
 
 

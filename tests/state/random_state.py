@@ -1,27 +1,21 @@
 """Trains random models that keep state in random layouts, beside a plain loop: equal, or refused for a listed reason.
 
-    python -m tests.state.random_state --seeds 0:1000 --workers 1 --jobs 2
+    python -m tests.state.random_state --seeds 0:1000 --workers 1
 
-Each case follows from its number. Cases run in processes of their own, so that one which hangs or dies is counted, and
-its number printed, as are those that differ.
+Each case follows from its number; those that differ are printed. One that hangs ends all, with its stack.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
-import multiprocessing
-import os
 import re
 import sys
-import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.state.cases import Case, draw
 from tests.state.plain_loop import differences, plain_loop, with_trainer
 
-#: Seconds after which a case counts as hung.
+#: Seconds that a case may take.
 LONGEST = 60.0
 
 #: What may be refused: how the message begins, and of which cases it is right.
@@ -86,68 +80,25 @@ def _on(case: Case, world: World | None) -> tuple[tuple[str, int] | None, list[s
     return found.refused, [] if found.refused else differences(case, plain_loop(case, rank), found)
 
 
-# ---------------------------------------------------------------- many cases, each where it can do no harm
-
-
-def run_cases(seeds: Sequence[int], workers: int, jobs: int) -> Iterator[tuple[int, str, list[str]]]:
-    """The outcomes of cases, in their order; those of a hundred are known together."""
-    hundreds = [seeds[first : first + 100] for first in range(0, len(seeds), 100)]
-    with ThreadPoolExecutor(jobs) as pool:
-        for known in pool.map(partial(_run_apart, workers=workers), hundreds):
-            yield from known
-
-
-def _run_apart(seeds: Sequence[int], workers: int) -> list[tuple[int, str, list[str]]]:
-    known: list[tuple[int, str, list[str]]] = []
-    while len(known) < len(seeds):
-        pipe, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_serve, args=(theirs, seeds[len(known) :], workers))
-        process.start()
-        theirs.close()
-        try:
-            while len(known) < len(seeds) and pipe.poll(LONGEST + 10):
-                known.append((seeds[len(known)], *pipe.recv()))
-        except EOFError:
-            known.append((seeds[len(known)], "died", []))
-        else:
-            known += [(seed, "hung", []) for seed in seeds[len(known) : len(known) + 1]]
-        process.kill()
-        process.join()
-    return known
-
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.state.plain_loop"])
-
-
-def _serve(pipe: Connection, seeds: Sequence[int], workers: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable()
-    os.environ["HYBRIDPAR_KERNELS"] = "off"
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["HYBRIDPAR_CACHE"] = cache
-        for seed in seeds:
-            pipe.send(run_case(seed, workers))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases that the arguments name; 1 if any was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", default="0:200", help="first and last number, as 0:200, or numbers joined by commas")
+    parser.add_argument("--seeds", default="0:200", help="first and last number")
     parser.add_argument("--workers", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     given = parser.parse_args(arguments)
-    first, _, last = given.seeds.partition(":")
-    seeds = range(int(first), int(last)) if last else [int(seed) for seed in first.split(",")]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable()
     outcomes: Counter[str] = Counter()
-    for seed, outcome, lines in run_cases(seeds, given.workers, given.jobs):
+    for seed in range(*map(int, given.seeds.split(":"))):
+        faulthandler.dump_traceback_later(LONGEST, exit=True)
+        outcome, lines = run_case(seed, given.workers)
         outcomes[outcome] += 1
         if outcome not in ("equal", "unfit") and not outcome.startswith("refused"):
             print(f"{seed} {outcome}: {draw(seed, given.workers)}", *lines[:12], sep="\n    ", flush=True)
     for outcome, count in outcomes.most_common():
         print(f"{count:6} {outcome}")
-    return int(bool({"wrong", "crashed", "hung", "died"} & outcomes.keys()))
+    return int(bool({"wrong", "crashed"} & outcomes.keys()))
 
 
 if __name__ == "__main__":
