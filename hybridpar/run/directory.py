@@ -130,7 +130,7 @@ def before_the_start() -> Iterator[None]:
 
 
 def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...]]:
-    """With `--resume`: the options that the run began with, but for those that are typed now, and lines on both.
+    """With `--resume`: the options that the run began with, but for those that are typed now, and lines on these.
 
     What files and presets say was for the run when it began.
     """
@@ -153,7 +153,7 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
         config = dataclasses.replace(config, image_size=images_over(began.image_size, config.image_size))
     # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
     stays = _NOT_RECALLED | ({"steps"} if "epochs" in typed else set())
-    taken, recalled, changed = dict[str, Any](), [], []
+    taken, changed = dict[str, Any](), []
     for name in (name for name in _OPTIONS if name not in OPTIONS_OF_THE_COMMAND):
         option, before, now = name.replace("_", "-"), getattr(began, name), getattr(config, name)
         was, is_now = option_text(before), option_text(now)
@@ -161,7 +161,6 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
             continue
         if name not in typed:
             taken[name] = before
-            recalled.append(f"{option} {was}")
             continue
         check(
             name not in _FIXED and (name != "image_size" or _seen(now) == _seen(before)),
@@ -170,8 +169,7 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
             f"Leave --{option} away, or start a new run.",
         )
         changed.append(f"resumed  {option}: {was} -> {is_now} after step {step_of(checkpoint)}")
-    lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
-    return dataclasses.replace(config, **taken), (*lines, *changed)
+    return dataclasses.replace(config, **taken), tuple(changed)
 
 
 def _seen(image_size: int | str | None) -> tuple[Any, ...]:

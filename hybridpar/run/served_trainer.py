@@ -110,13 +110,15 @@ class ServedTrainer(RunTrainer):
 
     def _records_of(self, rows: Sequence[StepRow]) -> list[StepRecord]:
         """Of steps in which this worker's pushes took a part like its last one."""
+        if (latest := self._latest) is None:
+            return []
         squares, records = self.servers.squares, []
-        for row in rows if self._latest is not None else ():
+        for row in rows:
             figures = asdict(row)
             figures |= {"lr": row.lr * self.peak_rate, "skipped": row.skipped > 0}
             figures |= {"epoch": (row.step - 1) // self.steps_per_epoch}
             figures |= {"grad_norm": None if squares is None else math.sqrt(squares)}
-            records.append(replace(self._latest, **figures))
+            records.append(replace(latest, **figures))
         return records
 
     def gather_in_the_end(self, item: object) -> list[object]:

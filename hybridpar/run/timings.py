@@ -25,12 +25,6 @@ _SHOWN_STEPS = 3
 #: Figures of a step that the summary takes over the workers.
 _OF_WORKERS = tuple(row for row in STEP_FIGURES if row.workers)
 
-#: Figures of the sync of gradients that are fields of a step's record, too.
-_OF_SYNC = (
-    *("bytes_before", "bytes_after", "encode_ms", "wire_ms", "decode_ms", "sync_ms"),
-    *("residual_norm", "residual_norms"),
-)
-
 
 def steps_to_show(done: int, total: int) -> range:
     """The steps of a run that timelines and profiles have: some after the first ones, which meet cold caches; at least
@@ -113,9 +107,8 @@ def measured_step(result: StepResult, data_ms: float, epoch: int, clock: StepClo
         times, spans = clock.divide(spans, data_ms, max(0.0, exposed - spans.exposed_sync_ms))
     else:
         times = StepTimes(result.host_ms - exposed, exposed, data_ms)
-    sync, figures = outcome.sync, dict[str, Any]()
-    if sync.bytes_before:  # else none were sent
-        figures = {name: getattr(sync, name) for name in _OF_SYNC}
+    sync = outcome.sync
+    figures: dict[str, Any] = dict(vars(sync)) if sync.bytes_before else {}  # else none were sent
     if summing := sync.sync_ms or (spans.sync_ms if result.staged else 0.0):
         figures["hidden_share"] = max(0.0, 1 - exposed / summing)
     record = StepRecord(

@@ -91,13 +91,10 @@ def recall(named=(), model="resnet18", **options):
 def test_a_resumed_run_takes_the_options_that_it_began_with():
     began(lr=0.5, optimizer="sgd:betas=0.3", data_root=Path("there"), steps=9, guard=False)
     config, lines = recall()
+    assert lines == ()
     assert (config.lr, config.data_root, config.steps) == (0.5, Path("there"), 9)
     assert config.optimizer == "sgd:betas=0.3"
     assert not config.guard
-    (line,) = lines
-    assert "as the run began" in line
-    assert "lr 0.5" in line
-    assert "steps 9" in line
 
 
 def test_what_a_file_says_was_for_the_beginning(tmp_path):
