@@ -52,10 +52,10 @@ class ImageFiles(Dataset[tuple[Image.Image, Any]]):
     Args:
         root: Directory that `paths` are relative to.
         paths: Image files.
-        labels: Class of each file; or which classes it has, bool of shape (samples, classes).
+        labels: Class of each file; or which classes it has, bool of shape (samples, classes); or given later.
     """
 
-    def __init__(self, root: Path, paths: Sequence[str], labels: Sequence[int] | Tensor) -> None:
+    def __init__(self, root: Path, paths: Sequence[str], labels: Sequence[int] | Tensor = ()) -> None:
         self.root = root
         self.labels = torch.as_tensor(labels)
         # One array and not a list: reading a million strings in a forked process would copy the pages they lie on,
