@@ -23,7 +23,7 @@ from hybridpar.config.data import TORCHVISION_SETS, HubOptions, data_name, sampl
 from hybridpar.data.augment import open_image
 from hybridpar.data.images import ImageFiles
 from hybridpar.data.sources import IMAGENET, ImageData, image_data, labels_of, listed_names, number_labels, reading
-from hybridpar.errors import DataError, HybridparError, UsageError, check, not_installed, user_error
+from hybridpar.errors import DataError, HybridparError, check, not_installed, user_error
 from hybridpar.registry import find_factory
 
 #: Images that mean and standard deviation of a set of arrays are taken from: of the training part, where it has one.
@@ -190,14 +190,10 @@ def load_users(config: DataConfig) -> ImageData:
     try:
         result = factory(root=config.data_root) if takes_root else factory()
         parts = list(result) if isinstance(result, (tuple, list)) else [result]
-        if not 1 <= len(parts) <= 2 or not all(
-            hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in parts
-        ):
-            raise UsageError(
-                f"{name} returned no data sets",
-                "A factory returns one or two map-style data sets, whose items are (image, label).",
-                "Return (training set, test set) from it.",
-            )
+        map_style = all(hasattr(part, needed) for part in parts for needed in ("__getitem__", "__len__"))
+        rule = "A factory returns one or two map-style data sets, whose items are (image, label)."
+        fix = "Return (training set, test set) from it."
+        check(map_style and len(parts) in (1, 2), f"{name} returned no data sets", rule, fix)
         return image_data(config, parts)
     except HybridparError:
         raise
