@@ -230,16 +230,6 @@ def data_set_kind(data: str) -> str:
     return USERS if is_factory and not is_named else name
 
 
-def with_download(data: str) -> str:
-    """What `data` says to have the files fetched."""
-    return with_options(samples_of(data), download="on")
-
-
-def without_download(data: str) -> str:
-    """What `data` says once the files are there."""
-    return with_options(data, download=None)
-
-
 def samples_of(data: str) -> str:
     """What `data` says of the samples and their order: all but how their files are got and read."""
     return with_options(data, bad=None, download=None)

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import HubOptions, data_name, with_download
+from hybridpar.config.data import HubOptions, data_name
 from hybridpar.data.augment import open_image
 from hybridpar.data.sources import DATA_SETS, ImageData, image_data, number_labels
 from hybridpar.errors import DataError, check
 from hybridpar.formats.cache import locked
+from hybridpar.spec import with_options
 
 #: Names of the part that is tested on, best first.
 _TEST_PARTS = ("test", "validation", "val", "valid")
@@ -102,7 +103,7 @@ def _read(name: str, config: DataConfig) -> dict[str, Any]:
     root, options = config.data_root.resolve(), config.data_options
     assert isinstance(options, HubOptions)
     rule = "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it."
-    fix = f"Run again with --data {with_download(config.data)}, or name a copy with --data-root."
+    fix = f"Run again with --data {with_options(config.data, download='on')}, or name a copy with --data-root."
     if name in _FILES:
         rule = f"It is read from the files train*.{_FILES[name]} and test*.{_FILES[name]} in --data-root."
         fix = "Check these files, or name another directory."
