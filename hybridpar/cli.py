@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 
 from hybridpar import __version__
-from hybridpar.commands import COMMANDS, find_command, load_commands
+from hybridpar.commands import COMMANDS
 from hybridpar.errors import HybridparError, LaunchError, SyncError
 from hybridpar.machine.launch import error_text, failure_recorded, leaving_at_once, record_failure, tell_interrupted
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     try:
         with leaving_at_once():
-            command = find_command(arguments[0])
+            command = COMMANDS.get(arguments[0])
             options = command.parse(arguments[0], arguments[1:])
         _make_torchs_cache()
         return command.run(options, arguments)
@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def help_text() -> str:
     """The help screen of `hybridpar` itself."""
-    load_commands()
     lines = [
         f"usage: hybridpar [-h] [--version] {{{','.join(COMMANDS)}}} ...",
         "\nTrain PyTorch vision models faster on the hardware you have.",

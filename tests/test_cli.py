@@ -16,9 +16,10 @@ import pytest
 from PIL import Image
 
 from hybridpar.cli import main
-from hybridpar.commands import COMMANDS, HELP_ALL, find_command
-from hybridpar.commands.train import GROUPS, SHOWN, Train
+from hybridpar.commands import COMMANDS, HELP_ALL, SHOWN
+from hybridpar.commands.train import StartOptions, Train
 from hybridpar.config import TrainConfig
+from hybridpar.config.train import GROUPS
 from hybridpar.errors import UsageError
 from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.observe.metrics import read_metrics
@@ -86,7 +87,8 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
     for title in GROUPS:
         for text in (short, full):
             assert re.search(rf"^\W*{title} options\W*$", text, flags=re.MULTILINE)
-    assert options_in(short) == {f"--{name.replace('_', '-')}" for name in SHOWN if name != "model"}
+    shown = {*SHOWN, *(field.name for field in fields(StartOptions))} - {"model"}
+    assert options_in(short) == {f"--{name.replace('_', '-')}" for name in shown}
     own = {field.name for field in fields(Train)} - {"model", "given"}
     named = {one.replace("--no-", "--") for one in options_in(full)}
     assert named == {f"--{name.replace('_', '-')}" for name in own}
@@ -94,7 +96,7 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
 
 
 def test_none_unsets_what_a_preset_sets():
-    parse = find_command("train").parse
+    parse = COMMANDS.get("train").parse
     assert parse("train", ["m", "--weights", "none", "--drop=none", "--compress", "none"]) == Train(
         model="m", given=frozenset({"weights", "drop", "compress"})
     )
@@ -215,11 +217,9 @@ def test_an_existing_run_exits_with_2_and_stays(call, tmp_path):
     assert call(*arguments)[0] == 0
     code, error = call(*arguments)
     assert code == 2
-    assert_one_error(error, "already holds a run", "--resume", "--overwrite")
+    assert_one_error(error, "already holds a run", "--resume", "--run-dir")
     check_run(tmp_path / "run", steps=12)
     assert call(*arguments, "--resume")[0] == 0
-    assert call(*arguments, "--overwrite", "--steps=3")[0] == 0
-    check_run(tmp_path / "run", steps=3)
 
 
 def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
@@ -242,11 +242,10 @@ def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("other", ["--overwrite", "--resume-from=somewhere"])
-def test_options_that_contradict_resume_exit_with_2(call, tmp_path, other):
-    code, error = call(*small_arguments(tmp_path / "run", "--resume", other))
+def test_options_that_contradict_resume_exit_with_2(call, tmp_path):
+    code, error = call(*small_arguments(tmp_path / "run", "--resume", "--resume-from=somewhere"))
     assert code == 2
-    assert_one_error(error, f"--resume with {other.partition('=')[0]}")
+    assert_one_error(error, "--resume with --resume-from")
 
 
 def test_a_batch_of_more_samples_than_there_are_exits_with_2(call, tmp_path):
@@ -283,8 +282,8 @@ def test_a_port_in_use_is_named(call, monkeypatch):
     assert_one_error(error, f"127.0.0.1:{port}", "in use", "another MASTER_PORT", "port= in the line of the first host")
 
 
-@pytest.mark.parametrize(("workers", "said"), [("2", "2 workers"), ("1", "1 worker")])
-def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers, said):
+@pytest.mark.parametrize("workers", ["2", "1"])
+def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers):
     """The launching process has said it, and loaded no torch, when it starts the workers or becomes the only one."""
     program = (
         "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
@@ -298,7 +297,7 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers, said)
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (7, "False\n")
-    assert f"training resnet18 on digits, {said}, in runs/resnet18-digits\n" in done.stdout
+    assert "training resnet18 on digits, in runs/resnet18-digits\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -311,7 +310,7 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers, said)
     ],
 )
 def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, monkeypatch, options, said):
-    for name in ("machine.supervise.launch_workers", "commands.train.prepare_worker", "commands.train._announce"):
+    for name in ("machine.supervise.launch_workers", "commands.train.prepare_worker"):
         monkeypatch.setattr(f"hybridpar.{name}", lambda *more, **given: pytest.fail("something was started"))
     code, error = call("train", "resnet18", *options)
     assert code == 2

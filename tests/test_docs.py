@@ -23,10 +23,10 @@ from pathlib import Path
 import pytest
 
 from hybridpar import cli, commands
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.compress import CODECS
+from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS
 from hybridpar.config.files import read_settings
-from hybridpar.data import DATA_SETS
 from hybridpar.observe.loggers import LOGGERS
 from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.schedule.schedules import SCHEDULES
@@ -91,7 +91,7 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
-    for registry in (CODECS, DATA_SETS, LOGGERS, SCHEDULES):
+    for registry in (CODECS, LOGGERS, SCHEDULES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
     for block in blocks(document):
         if not block.runs or block.kind in ("toml", "diff"):
@@ -140,7 +140,7 @@ def test_commands_parse(block: Block) -> None:
                 if "--config" in options:  # a file that is not here; it names the model
                     at = options.index("--config")
                     options = ["resnet18", *options[:at], *options[at + 2 :]]
-                find_command(name).parse(name, options)  # exits where it does not parse
+                COMMANDS.get(name).parse(name, options)  # exits where it does not parse
         elif command[0] == "make":
             assert command[1] in targets
         elif (arguments := words_of(command, "pip")) is not None:
@@ -201,4 +201,4 @@ def test_every_command_is_described() -> None:
 
 
 def test_every_data_set_is_described() -> None:
-    assert set(re.findall(r"`([\w/.:]+)`", first_cells("docs/data.md"))) == set(DATA_SETS)
+    assert set(re.findall(r"`([\w/.:]+)`", first_cells("docs/data.md"))) == {*TORCHVISION_SETS, *OTHER_SETS}

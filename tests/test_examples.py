@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.commands.train import Train, check_names
 from hybridpar.config.data import images_over
 from hybridpar.observe.metrics import read_metrics
@@ -140,7 +140,7 @@ LIGHT = {
 
 def read_recipe(path: Path, *words: str) -> Train:
     """A recipe with more options, without published weights, which would have to be downloaded."""
-    command = find_command("train")
+    command = COMMANDS.get("train")
     options = command.parse("train", ["--config", str(path), *words])
     assert isinstance(options, Train)
     return replace(options, weights=None) if options.weights == "default" else options

@@ -35,9 +35,8 @@ from hybridpar.optim.losses import as_sum
 from hybridpar.pipeline.step import StepRequest
 from hybridpar.planner.resolve import resolve
 from hybridpar.server import Rules
-from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.link import Servers
+from hybridpar.server.link import Servers, shard_starts
 from hybridpar.server.process import own_host
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.wire import Weights

@@ -9,6 +9,7 @@ rounds; the ratio is to the faster of torch's two.
 
     python -m benchmarks.kernels.depthwise                                # tunes what has no record, then the table
     python -m benchmarks.kernels.depthwise --threads 2
+    python -m benchmarks.kernels.depthwise --dtype bfloat16 --batches 8   # on CPUs with AVX512_BF16
     python -m benchmarks.kernels.depthwise --report                       # geometric means of the rows that are there
 
 Rows are written as they come, and what is there is not measured again.
@@ -24,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -56,6 +58,8 @@ PROMISED: dict[int, dict[str, float]] = {
     1: {"forward": 1.5, "input_gradient": 2.0, "weight_gradient": 4.5},
     2: {"forward": 1.4, "input_gradient": 1.8, "weight_gradient": 4.0},
 }
+#: The same in bfloat16.
+BFLOAT16_PROMISED = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,8 @@ class Options:
 
     threads: int = 1
     """That each side may use."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of all tensors."""
     batches: tuple[int, ...] = (8, 32)
     """Images at a time."""
     seconds: float = 8.0
@@ -101,6 +107,7 @@ class Row:
     layout: str
     threads: int
     device: str
+    dtype: str
     runs_on: str
     own_ms: float
     last_ms: float
@@ -115,9 +122,9 @@ class Row:
     loaded: bool
 
     @property
-    def key(self) -> tuple[str, str, int, str]:
+    def key(self) -> tuple[str, str, int, str, str]:
         """What makes it this row."""
-        return self.shape, self.direction, self.threads, self.device
+        return self.shape, self.direction, self.threads, self.device, self.dtype
 
 
 def main(options: Options) -> None:
@@ -133,11 +140,11 @@ def measure_missing(options: Options) -> None:
     torch.set_num_threads(options.threads)
     done, device = {row.key for row in read_records(Row, options.output)}, cpu_fingerprint()
     left = [
-        (name, KernelKey(direction, shape, Layout.CHANNELS_LAST, options.threads, device))
+        (name, KernelKey(direction, shape, Layout.CHANNELS_LAST, options.threads, device, options.dtype))
         for batch in options.batches
         for name, shape in named_shapes(batch)
         for direction in Direction
-        if (shape.text, direction.value, options.threads, device) not in done
+        if (shape.text, direction.value, options.threads, device, options.dtype) not in done
     ]
     options.records.parent.mkdir(parents=True, exist_ok=True)
     known = read_database(options.records) if options.records.exists() else Database("none")
@@ -176,11 +183,12 @@ def measure(name: str, key: KernelKey, choices: Choices, speed: tuple[float, flo
         layout=key.layout.value,
         threads=key.threads,
         device=key.device,
+        dtype=key.dtype,
         runs_on="torch" if choices.decide(key).kernel is None else "kernel",
         own_ms=round(result.median_ms("operation"), 4),
         last_ms=round(result.median_ms("channels_last"), 4),
         contiguous_ms=round(result.median_ms("contiguous"), 4),
-        floor_ms=round(1e3 * max(multiply_adds(key.shape) / per_second, key.shape.least_bytes / bandwidth), 4),
+        floor_ms=round(1e3 * max(multiply_adds(key.shape) / per_second, key.least_bytes / bandwidth), 4),
         ratio=round(ratio.median, 3),
         low=round(ratio.low, 3),
         high=round(ratio.high, 3),
@@ -220,18 +228,18 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
 
 def report(rows: Sequence[Row]) -> None:
     """Print geometric means by device, threads, batch and direction."""
-    groups: dict[tuple[str, int, int, str], list[Row]] = defaultdict(list)
+    groups: dict[tuple[str, str, int, int, str], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[row.device, row.threads, int(row.shape.partition("x")[0]), row.direction].append(row)
-    titles = ("device", "threads", "batch", "direction", "on kernels", "times as fast", "by shortest", "least")
+        groups[row.device, row.dtype, row.threads, int(row.shape.partition("x")[0]), row.direction].append(row)
+    titles = ("device", "dtype", "threads", "batch", "direction", "on kernels", "times as fast", "by shortest", "least")
     lines = []
-    for (device, threads, batch, direction), group in sorted(groups.items()):
+    for (device, dtype, threads, batch, direction), group in sorted(groups.items()):
         means = [statistics.geometric_mean(getattr(row, name) for row in group) for name in ("ratio", "best_ratio")]
         floor = statistics.geometric_mean(min(1.0, row.floor_ms / row.own_ms) for row in group)
         kernels = f"{sum(row.runs_on == 'kernel' for row in group)} of {len(group)}"
         numbers = [f"{value:.2f}" for value in (*means, min(row.ratio for row in group))]
-        promised = PROMISED.get(threads, {}).get(direction, "-")
-        lines.append((device, threads, batch, direction, kernels, *numbers, f"{floor:.0%}", promised))
+        promised = PROMISED.get(threads, {}).get(direction, "-") if dtype == "float32" else BFLOAT16_PROMISED
+        lines.append((device, dtype, threads, batch, direction, kernels, *numbers, f"{floor:.0%}", promised))
     print_markdown((*titles, "of floor", "promised"), lines)
 
 

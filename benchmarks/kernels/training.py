@@ -14,6 +14,7 @@ The table also has the gain that the records predict.
 
 Run from the root of the repository, on an idle machine; what the database lacks is tuned first:
     python -m benchmarks.kernels.training --database kernels.jsonl [--models mobilenet_v2] [--threads 1] [--budget 15m]
+    python -m benchmarks.kernels.training --database kernels.jsonl --models mobilenet_v2 --amp   # with AVX512_BF16
 Writes results/training.csv, a row for each model and method.
 """
 
@@ -39,7 +40,7 @@ from benchmarks.rig.launch import run_command
 from benchmarks.rig.paired import balanced_orders
 from benchmarks.rig.records import append_dicts, print_markdown
 from benchmarks.rig.stats import Ratio, bootstrap_ratio
-from hybridpar.commands.tune.request import parse_seconds
+from hybridpar.commands.tune import parse_seconds
 from hybridpar.errors import HybridparError
 from hybridpar.machine.process import tune_this_process
 from hybridpar.tvm_kernels import Database, optimize, read_database
@@ -54,6 +55,8 @@ from hybridpar.tvm_kernels.tune import search_all, weigh
 TARGETS = {"mobilenet_v2": 1.2, "efficientnet_b0": 1.25, "convnext_tiny": 1.12}
 #: Largest relative difference of a loss from torch's, and least cosine of a gradient with torch's.
 MOST_DIFFERENCE, LEAST_COSINE = 1e-4, 0.99
+#: The former for a step in bfloat16, whose rounding an untrained network amplifies until gradients are hardly alike.
+BFLOAT16_DIFFERENCE = 3e-2
 #: Rounds to take in any case.
 LEAST_ROUNDS = 7
 CLASSES = 1000
@@ -67,6 +70,8 @@ class Options:
     """Records; what is missing is tuned and appended."""
     models: tuple[str, ...] = tuple(TARGETS)
     """Of torchvision."""
+    amp: bool = False
+    """Compare steps in bfloat16, by torch and with kernels, with the step in float32 with kernels."""
     batch: int = 32
     """Images of a step."""
     size: int = 160
@@ -90,11 +95,20 @@ class Method:
         database: The records; None for torch alone.
         compiled: Whether torch.compile runs it, which happens in the first step.
         norms: Whether norms are fused where there are records.
+        amp: Whether it computes in bfloat16.
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, database: Database | None, *, compiled: bool = False, norms: bool = True
+        self,
+        model: nn.Module,
+        layout: Layout,
+        database: Database | None,
+        *,
+        compiled: bool = False,
+        norms: bool = True,
+        amp: bool = False,
     ) -> None:
+        self.amp = amp
         last = layout is Layout.CHANNELS_LAST
         self._format = torch.channels_last if last else torch.contiguous_format
         self.model = copy.deepcopy(model).to(memory_format=self._format)
@@ -117,7 +131,8 @@ class Method:
         start, began = time.perf_counter(), clock()
         use_choices(self.choices)
         self._optimizer.zero_grad()
-        loss = functional.cross_entropy(self._run(images), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.amp):
+            loss = functional.cross_entropy(self._run(images), labels)
         loss.backward()
         self._optimizer.step()
         self.losses.append(loss.item())
@@ -139,15 +154,17 @@ class Method:
         return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
 
-def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey]:
-    """Tune what the database lacks for a model; returns what a step runs, and how often."""
-    sizes = (options.batch, 3, options.size, options.size)
-    work = step_keys(model, sizes, Layout.CHANNELS_LAST, options.threads, cpu_fingerprint())
-    report = search_all(weigh(work), options.database, parse_seconds(options.budget))
-    if report.stopped:
-        raise KeyboardInterrupt
-    print(f"{report.tuned} tuned, {report.skipped} were before, {report.left} left for lack of time", flush=True)
-    return work
+def tune_missing(model: nn.Module, options: Options) -> dict[bool, Counter[KernelKey]]:
+    """Tune what the database lacks for a model; returns what a step runs, in bfloat16 and not, and how often."""
+    sizes, works = (options.batch, 3, options.size, options.size), {}
+    for amp in (False, True) if options.amp else (False,):
+        dtype = "bfloat16" if amp else "float32"
+        work = step_keys(model, sizes, Layout.CHANNELS_LAST, options.threads, cpu_fingerprint(), dtype)
+        works[amp], report = work, search_all(weigh(work), options.database, parse_seconds(options.budget))
+        if report.stopped:
+            raise KeyboardInterrupt
+        print(f"{report.tuned} tuned, {report.skipped} were before, {report.left} left for lack of time", flush=True)
+    return works
 
 
 def promised(database: Database, work: Mapping[KernelKey, int]) -> tuple[float, int]:
@@ -166,9 +183,13 @@ def better_layout(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], cl
     return min(methods, key=lambda layout: min(methods[layout].ms[1:]))
 
 
-def methods_of(model: nn.Module, layout: Layout, database: Database) -> dict[str, Method]:
-    """What is compared; of norms only where the model has some."""
+def methods_of(model: nn.Module, layout: Layout, database: Database, amp: bool) -> dict[str, Method]:
+    """What is compared with the first of them; of norms only where the model has some."""
     made = {"stock": Method(model, layout, None)}
+    if amp:
+        made["both"] = Method(model, Layout.CHANNELS_LAST, database)
+        made["bfloat16"] = Method(model, Layout.CHANNELS_LAST, None, amp=True)
+        return made | {"bfloat16 both": Method(model, Layout.CHANNELS_LAST, database, amp=True)}
     for compiled in Layout:
         made[f"compile {compiled.value}"] = Method(model, compiled, None, compiled=True)
     made["depthwise"] = Method(model, Layout.CHANNELS_LAST, database, norms=False)
@@ -192,7 +213,8 @@ def check_step(methods: Mapping[str, Method]) -> float:
         difference = abs(method.losses[-1] - right.losses[-1]) / abs(right.losses[-1])
         cosine = float(functional.cosine_similarity(method.gradient(), right.gradient(), dim=0))
         worst = max(worst, difference)
-        if not (difference <= MOST_DIFFERENCE and cosine >= LEAST_COSINE):
+        alike = difference <= BFLOAT16_DIFFERENCE if method.amp else difference <= MOST_DIFFERENCE
+        if not (alike and (method.amp or cosine >= LEAST_COSINE)):
             raise HybridparError(
                 f"step {len(right.losses)} with {name}: loss {method.losses[-1]}, torch's {right.losses[-1]}; "
                 f"the cosine of their gradients is {cosine:.4f}",
@@ -207,12 +229,12 @@ def measure(name: str, options: Options) -> list[dict[str, object]]:
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, num_classes=CLASSES)
-    work = tune_missing(model, options)
+    works = tune_missing(model, options)
     database = read_database(options.database)
     shape = (options.batch, 3, options.size, options.size)
     batches = [(torch.randn(shape), torch.randint(CLASSES, (options.batch,))) for _ in range(2)]
     layout = better_layout(model, batches, clock)
-    methods = methods_of(model, layout, database)
+    methods = methods_of(model, layout, database, options.amp)
     orders = balanced_orders(methods, seed=0)
     began, rounds, worst = time.monotonic(), 0, 0.0
     while rounds <= LEAST_ROUNDS or time.monotonic() - began < options.seconds:
@@ -222,18 +244,29 @@ def measure(name: str, options: Options) -> list[dict[str, object]]:
             methods[name_of_method].timed(*batches[rounds % len(batches)], rounds, clock)
         rounds += 1
         worst = max(worst, check_step(methods))
-    common = {"model": name, "batch": options.batch, "size": options.size, "operations": sum(work.values())}
+    common = {"model": name, "batch": options.batch, "size": options.size, "operations": sum(works[False].values())}
     common |= {"stock_layout": layout.value, "rounds": rounds - 1, "loss_difference": f"{worst:.1e}", **setting()}
     target = TARGETS.get(name)
-    return [_row(which, methods, work, target if which == list(methods)[-1] else None) | common for which in methods]
+    if options.amp:  # in bfloat16 a step should take no longer than on kernels in float32
+        target = _ratio(methods["stock"], methods["both"]).median
+    last = list(methods)[-1]
+    return [
+        _row(which, methods, works[method.amp], target if which == last else None) | common
+        for which, method in methods.items()
+    ]
+
+
+def _ratio(stock: Method, method: Method) -> Ratio:
+    """How many times as fast as torch a method is; the first step allocates."""
+    return bootstrap_ratio(stock.ms[1:], method.ms[1:])
 
 
 def _row(
     name: str, methods: Mapping[str, Method], work: Mapping[KernelKey, int], target: float | None
 ) -> dict[str, object]:
     method, stock = methods[name], methods["stock"]
-    times, stock_times = method.ms[1:], stock.ms[1:]  # the first step allocates
-    ratio = bootstrap_ratio(stock_times, times)
+    times, stock_times = method.ms[1:], stock.ms[1:]
+    ratio = _ratio(stock, method)
     saved, runs = promised(Database() if method.choices is None else method.choices.database, work)
     stock_ms = statistics.median(stock_times)
     return {
@@ -247,7 +280,7 @@ def _row(
         "best_times_stock": f"{min(stock_times) / min(times):.4f}",
         "first_step_s": f"{method.first_seconds:.1f}",
         "promised_times_stock": f"{stock_ms / (stock_ms - saved):.4f}",
-        "target": "" if target is None else target,
+        "target": "" if target is None else f"{target:.4g}",
         "verdict": _verdict(name, ratio, target),
     }
 

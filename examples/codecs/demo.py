@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hybridpar.compress import CODECS, Coder, TensorSpec
 from hybridpar.compress.codec import LargeTensorCodec
-from hybridpar.compress.sparse import Picks, share
-from hybridpar.spec import AT_LEAST_1, AT_MOST_1, between
+from hybridpar.compress.codecs.topk import Picks, share
+from hybridpar.spec import AT_MOST_1, between
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
 
 
 @CODECS.register("demo", "DeMo: the largest cosine components of momentum that each worker keeps")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoupledMomentum(LargeTensorCodec):
     """The largest cosine components of momentum. The fields are the options of `--compress demo:...`.
 
@@ -48,18 +48,16 @@ class DecoupledMomentum(LargeTensorCodec):
         rate: Share of a tile's components that is sent.
         momentum: m.
         chunk: Elements of a tile's sides.
-        least: Parameters with fewer elements, and vectors, are sent in full.
     """
 
     rate: Annotated[float, AT_MOST_1] = 0.0078125
     momentum: Annotated[float, between(0, 1)] = 0.999
     chunk: Annotated[int, between(2, 256)] = 64
-    least: Annotated[int, AT_LEAST_1] = 1000
     castable = True
     takes_feedback = False
     keeps_momentum = True
 
-    def bind(self, spec: TensorSpec) -> ComponentCoder:
+    def coder(self, spec: TensorSpec) -> ComponentCoder:
         """The coder of one parameter on one worker."""
         return ComponentCoder(spec, self)
 

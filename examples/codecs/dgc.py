@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.sparse import Picks, largest, share
+from hybridpar.compress.codecs.topk import Picks, largest, share
 from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, BELOW_1
 
 
 @CODECS.register("dgc", "deep gradient compression: top-k of momentum that each worker keeps")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepGradient(Codec):
     """The largest elements of accumulated momentum. The fields are the options of `--compress dgc:...`.
 
@@ -50,7 +50,7 @@ class DeepGradient(Codec):
     takes_feedback = False
     keeps_momentum = True
 
-    def bind(self, spec: TensorSpec) -> MomentumCoder:
+    def coder(self, spec: TensorSpec) -> MomentumCoder:
         """The coder of one parameter on one worker."""
         return MomentumCoder(spec, self)
 

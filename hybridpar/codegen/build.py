@@ -223,14 +223,16 @@ def _imported(source: Path) -> ModuleType:
 
 
 def _features() -> dict[str, list[str]]:
-    """What LLVM would conclude from the CPU's model, but the system does not offer, as in some virtual machines."""
+    """What LLVM concludes wrongly from the CPU's model, as in virtual machines that do not offer all of it."""
     flags = cpu_info().get("flags", "").split()
     if not flags:
         return {}
     named = {"avx": "avx", "avx2": "avx2", "fma": "fma", "bmi2": "bmi2", "avx512f": "avx512f", "avx512bw": "avx512bw"}
     named |= {"avx512vl": "avx512vl", "avx512dq": "avx512dq"}
-    missing = [f"-{feature}" for feature, flag in named.items() if flag not in flags]
-    return {"mattr": missing} if missing else {}
+    differing = [f"-{feature}" for feature, flag in named.items() if flag not in flags]
+    # Of a CPU whose model is not what it has it concludes too little, and this one instruction has no substitute.
+    differing += ["+avx512bf16"] if {"avx512f", "avx512_bf16"} <= {*flags} else []
+    return {"mattr": differing} if differing else {}
 
 
 def _register_pipeline(tvm: Any) -> None:

@@ -272,32 +272,21 @@ def _share_memory(count: int, sockets: Mapping[int, socket.socket], rank: int) -
 
 def _call(address: str | tuple[str, int], token: str, header: bytes, deadline: float) -> socket.socket:
     """Connect to a worker that listens, and say who calls for which group; again where strangers were in the way."""
+    host = address if isinstance(address, str) else address[0]
+    family = socket.AF_UNIX if host is address else socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        connection = _reach(address, deadline)
+        connection = socket.socket(family)
+        connection.settimeout(_left(deadline))
         try:
+            connection.connect(address)
             knock(connection, token, str(address), header)
             return connection
         except (HandshakeError, OSError) as error:
             connection.close()
-            if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
+            # A Unix door at which too many stand does not let callers wait; a worker that is gone refuses.
+            again = (ConnectionResetError, BrokenPipeError, ConnectionAbortedError, BlockingIOError)
+            if not isinstance(error, again) or time.monotonic() > deadline:
                 raise OSError(str(error)) from error
-            time.sleep(0.01)
-
-
-def _reach(address: str | tuple[str, int], deadline: float) -> socket.socket:
-    if not isinstance(address, str):
-        return socket.create_connection(address, _left(deadline))
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(_left(deadline))
-    while True:
-        try:
-            connection.connect(address)
-            return connection
-        except OSError as error:
-            # A Unix door at which too many stand does not let callers wait.
-            if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
-                connection.close()
-                raise
             time.sleep(0.01)
 
 

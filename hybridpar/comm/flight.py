@@ -121,7 +121,6 @@ class FlightRecorder:
                 "size": size,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "started": process_start(os.getpid()),
                 "job": os.environ.get("TORCHELASTIC_RUN_ID"),
             }
             memory[:] = bytes(self._memory)
@@ -230,6 +229,13 @@ class Note:
     channel: Channel | None
     doing: str
 
+    @property
+    def text(self) -> str:
+        """What it is, with its number and who takes part; passes are in the notation of schedules, as 0F1."""
+        if self.channel is None:
+            return self.doing
+        return f"{self.doing} (number {self.order} of workers {', '.join(map(str, self.channel.members))})"
+
 
 @dataclass(frozen=True)
 class Flight:
@@ -240,7 +246,6 @@ class Flight:
         size: Number of workers of the job.
         host: Its host's name.
         pid: Its process.
-        started: When that process started, as `process_start` tells it.
         job: What the launcher calls the job.
         lanes: The last notes of each lane by name, oldest first.
     """
@@ -249,7 +254,6 @@ class Flight:
     size: int
     host: str
     pid: int
-    started: str
     job: str | None
     lanes: dict[str, tuple[Note, ...]]
 
@@ -259,23 +263,14 @@ class Flight:
         moments = [note.end or note.begin for notes in self.lanes.values() for note in notes]
         return max(moments, default=0.0)
 
-    def open_notes(self, lane: str) -> list[Note]:
-        """What a lane has begun and not done, the innermost last."""
-        return [note for note in self.lanes[lane] if note.end is None]
 
-
-def process_start(pid: int) -> str:
-    """When a process started, in clock ticks of its machine; empty where there is none."""
-    fields = process_fields(pid)
-    return fields[19] if len(fields) > 19 else ""
-
-
-def process_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
+def process_state(pid: int) -> str:
+    """The state of a process as the system has it, as `T (stopped)`."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
+        return "gone"
+    return text.partition("State:")[2].partition("\n")[0].strip()
 
 
 def read_flights(directory: Path) -> list[Flight]:
@@ -293,7 +288,7 @@ def _read(path: Path) -> Flight | None:
             return None
         channels = [None, *(Channel(tuple(members), pair) for members, pair in facts["channels"])]
         lanes = {name: _notes(data, lane, channels) for lane, name in enumerate(facts["lanes"])}
-        return Flight(lanes=lanes, **{key: facts[key] for key in ("rank", "size", "host", "pid", "started", "job")})
+        return Flight(lanes=lanes, **{key: facts[key] for key in ("rank", "size", "host", "pid", "job")})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None  # not ours, or of a process that was killed while it wrote the header
 

@@ -10,18 +10,16 @@ Whatever needs all workers to set up is set up here, in one order that is the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
 from hybridpar.comm.transport import Channel, MessagePart
 from hybridpar.comm.world import World
-from hybridpar.errors import SyncError, UsageError
 from hybridpar.schedule.layout import Layout
 
 
 class Grid:
-    """What a worker needs to meet the others of a layout. Making it is a collective over all workers of the job.
+    """What a worker needs to meet the others of a layout, which all have alike. Making it is a collective of them.
 
     For each of the pairs of stages there is a channel from the first to the second; where gradients of a stage are
     added there are so many groups as there are lanes.
@@ -29,7 +27,6 @@ class Grid:
 
     def __init__(self, world: World, layout: Layout, pairs: Iterable[tuple[int, int]], *, lanes: int = 2) -> None:
         pairs = sorted(set(pairs))
-        _check(world, layout)
         self.world = world
         self.layout = layout
         self.replica = layout.replica_of(world.rank)
@@ -39,7 +36,6 @@ class Grid:
         #: By position.
         self.senders: dict[int, Channel] = {}
         self.receivers: dict[int, Channel] = {}
-        self._agree(pairs)
         self._worlds: dict[tuple[int, ...], World] = {}
         ends = [(source[pair[0]][0], source[pair[1]][0]) for pair in pairs for source in layout.rows]
         try:
@@ -72,19 +68,6 @@ class Grid:
 
     # ------------------------------------------------------------------- set-up
 
-    def _agree(self, pairs: list[tuple[int, int]]) -> None:
-        """Make sure that all workers want the same grid."""
-        mine = list(self.layout.texts()), pairs
-        answers: list[Any] = self.world.gather(mine)
-        for rank, theirs in enumerate(answers):
-            if theirs != mine:
-                raise SyncError(
-                    f"worker {rank} wants stages on {theirs[0]} and pairs {theirs[1]}, worker {self.world.rank} wants "
-                    f"{mine[0]} and {mine[1]}",
-                    "All workers must make the same grid.",
-                    "Start all workers with the same plan.",
-                )
-
     def _connect(self, channels: Sequence[tuple[int, int]]) -> None:
         """Open a channel from each first rank to the second.
 
@@ -103,12 +86,3 @@ class Grid:
             else:
                 self.receivers[self.ranks.index(source)] = channel
                 channel.receive([first])
-
-
-def _check(world: World, layout: Layout) -> None:
-    if layout.workers != world.size:
-        raise UsageError(
-            f"stages are placed on {layout.workers} worker(s), and the job has {world.size}",
-            "Every worker runs stages of one replica.",
-            f"Start {layout.workers} workers, or ask for other numbers of stages and replicas.",
-        )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from hybridpar.errors import SyncError
 from hybridpar.formats.messages import DTYPES, bytes_of, pack, put_together, take_apart, tensor_facts, unpack
@@ -118,6 +119,50 @@ class Group(ABC):
     def close(self) -> None:
         """Leave the group, and end a call that waits on another thread. Safe to call twice."""
 
+    def gather(self, item: Any) -> list[Any]:
+        """The items of all workers, by rank; a collective.
+
+        Args:
+            item: Something that `hybridpar.formats.messages` packs.
+        """
+        mine = torch.frombuffer(bytearray(pack(item)), dtype=torch.uint8)
+        sizes = self._rows(torch.tensor([mine.numel()])).view(-1).tolist()
+        rows = self._rows(functional.pad(mine, (0, max(sizes) - mine.numel())))
+        return [_read(row[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Every worker's tensor, by rank, on the host."""
+        rows = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=self.device)
+        self.all_gather(rows, tensor.to(self.device))
+        return rows.cpu().view(self.size, -1)
+
+    def gather_on_first(self, mine: Any, ranks: Sequence[int]) -> list[Any] | None:
+        """Something large of some workers on rank 0; a collective of all. Tensors go into the memory where they stay.
+
+        Args:
+            mine: What this worker has, if it is one of them.
+            ranks: Their ranks.
+        """
+        text, tensors = take_apart(mine) if self.rank in ranks and self.rank else ("null", [])
+        facts = self.gather((text, tensor_facts(tensors)))
+        if self.rank:
+            for tensor in tensors:
+                self.send(bytes_of(tensor.to(self.device)), 0)
+            return None
+        items = []
+        for source in ranks:
+            if source == 0:
+                items.append(mine)
+                continue
+            text, forms = facts[source]
+            tensors = []
+            for shape, dtype in forms:
+                tensor = torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
+                self.recv(bytes_of(tensor), source)
+                tensors.append(tensor.cpu())
+            items.append(put_together(text, tensors))
+        return items
+
 
 REDUCE: dict[Reduction, Callable[..., Tensor]] = {
     Reduction.SUM: torch.add,
@@ -223,47 +268,6 @@ def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = Fal
     if "gloo" in dist.get_backend_config(group):  # NCCL connects on first use
         dist.all_reduce(torch.zeros(1), group=group)
     return TorchGroup(group, is_ours=True)
-
-
-def gather_items(item: Any, group: Group) -> list[Any]:
-    """The items of all workers of a group, by rank; a collective."""
-
-    def gather(tensor: Tensor) -> Tensor:
-        rows = torch.empty(group.size * tensor.numel(), dtype=tensor.dtype, device=group.device)
-        group.all_gather(rows, tensor.to(group.device))
-        return rows.cpu().view(group.size, -1)
-
-    mine = torch.frombuffer(bytearray(pack(item)), dtype=torch.uint8)
-    sizes = gather(torch.tensor([mine.numel()])).view(-1).tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: mine.numel()] = mine
-    return [_read(row[:size], rank) for rank, (row, size) in enumerate(zip(gather(padded), sizes, strict=True))]
-
-
-def gather_on_first(mine: Any, ranks: Sequence[int], group: Group) -> list[Any] | None:
-    """Something large of some workers on rank 0 of a group; a collective of all of its workers.
-
-    Tensors follow each into the memory where it stays.
-    """
-    text, tensors = take_apart(mine) if group.rank in ranks and group.rank else ("null", [])
-    facts = gather_items((text, tensor_facts(tensors)), group)
-    if group.rank:
-        for tensor in tensors:
-            group.send(bytes_of(tensor.to(group.device)), 0)
-        return None
-    items = []
-    for source in ranks:
-        if source == 0:
-            items.append(mine)
-            continue
-        text, forms = facts[source]
-        tensors = []
-        for shape, dtype in forms:
-            tensor = torch.empty(shape, dtype=DTYPES[dtype], device=group.device)
-            group.recv(bytes_of(tensor), source)
-            tensors.append(tensor.cpu())
-        items.append(put_together(text, tensors))
-    return items
 
 
 def _read(data: Tensor, rank: int) -> Any:

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,8 +43,11 @@ _group: dist.ProcessGroup | None = None
 _users = 0
 
 
-def enter_group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
-    """Use the default process group, which is made where there is none."""
+def enter_group(device: torch.device, timeout: float) -> Callable[[], None] | None:
+    """Use the default process group, which is made where there is none.
+
+    Gives what leaves it: when the last of those that entered it leaves, it is destroyed. None where it is not ours.
+    """
     global _users
     if not dist.is_initialized():
         _users = 0
@@ -51,11 +55,10 @@ def enter_group(device: torch.device, timeout: float) -> dist.ProcessGroup | Non
     elif dist.group.WORLD is not _group:
         return None
     _users += 1
-    return _group
+    return partial(_leave_group, _group)
 
 
-def leave_group(group: dist.ProcessGroup) -> None:
-    """Destroy the default process group when the last of those that entered it leaves."""
+def _leave_group(group: object) -> None:
     global _users
     if not dist.is_initialized() or dist.group.WORLD is not group:
         return
@@ -253,6 +256,7 @@ class RollCall:
         self._beat = beat
         self._lock = threading.Lock()
         self._missing: list[int] | None = None
+        self._named: dict[int, str] = {}  # what a worker was last said to be busy with
 
     def show_life(self) -> Callable[[], None]:
         """Write signs of life on a thread, until what this returns is called."""
@@ -269,12 +273,13 @@ class RollCall:
         return closed.set
 
     def is_busy(self) -> bool:
-        """Whether some other worker is alive outside of a step. One worker then logs which, and what it does."""
+        """Whether some other worker is alive outside of a step. One worker then logs once which, and what it does."""
         busy: dict[int, str] = _within(5 * self._beat, self._watch, {})
         with self._lock:
             for rank, doing in busy.items():
-                if self._rank == min({self._rank, *self._others} - busy.keys()):
+                if self._rank == min({self._rank, *self._others} - busy.keys()) and self._named.get(rank) != doing:
                     _log.warning("worker %d waits for worker %d, which is alive: %s", self._rank, rank, doing)
+                    self._named[rank] = doing
         return bool(busy)
 
     def leave(self, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from itertools import chain
 from typing import Any
 
@@ -19,12 +19,12 @@ from hybridpar.models.state_dicts import tensors_of
 def replicate(model: nn.Module, world: World, agree: object = None, *, compare_only: bool = False) -> None:
     """Give every worker rank 0's parameters and buffers, whatever its own seed gave it; a collective.
 
-    Checksums are compared first: workers that built the same model send nothing more.
+    Digests are compared first: workers that built the same model send nothing more.
     """
     if world.size == 1:
         return
     facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors_of(model).items()]
-    answers: list[Any] = world.gather((facts, repr(agree), [] if compare_only else _checksums(model)))
+    answers: list[Any] = world.gather((facts, repr(agree), "" if compare_only else _digest(model)))
     for rank, (theirs, options, _) in enumerate(answers):
         if options != repr(agree):
             raise SyncError(
@@ -45,15 +45,14 @@ def replicate(model: nn.Module, world: World, agree: object = None, *, compare_o
 
 
 @torch.no_grad()
-def _checksums(module: nn.Module) -> list[tuple[int, int]]:
-    """Two checksums, of 32 bits each, of every parameter and buffer."""
-    sums = []
+def _digest(module: nn.Module) -> str:
+    """Equal where all parameters and buffers are."""
+    digest = hashlib.blake2b()
     # Of buffers copies: a forward pass may resize them, which torch allows no more once NumPy has seen the memory.
     for tensor in chain(module.parameters(), map(torch.clone, module.buffers())):
         flat = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous().view(-1)
-        data = flat.view(torch.uint8).cpu().numpy().data
-        sums.append((zlib.crc32(data), zlib.adler32(data)))
-    return sums
+        digest.update(flat.view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
 
 
 @torch.no_grad()

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm.group import Group, split
 from hybridpar.errors import SyncError
+
+if TYPE_CHECKING:
+    from hybridpar.comm.group import Group
 
 #: Tensors below this many bytes are sent together. Over TCP a transfer costs about as much as copying this much twice.
 FUSED_BYTES = 1 << 19
@@ -114,7 +117,7 @@ class Channel:
             sizes = [memory.numel() for memory in small]
             together = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
             self.group.recv(together, self._peer)
-            for memory, part in zip(small, split(together, sizes), strict=True):
+            for memory, part in zip(small, torch.split(together, sizes), strict=True):
                 memory.copy_(part)
         return tensors
 

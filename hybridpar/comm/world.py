@@ -16,21 +16,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hybridpar.comm.flight import FLIGHT, noted
-from hybridpar.comm.group import Group, TorchGroup, gather_items, gather_on_first, open_group
-from hybridpar.comm.rendezvous import RollCall, enter_group, leave_group, open_roll_call
+from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.errors import HybridparError, LaunchError, SyncError, first_line, shortened
 from hybridpar.machine.process import host_identity
+
+if TYPE_CHECKING:  # loaded where there are several workers
+    from hybridpar.comm.group import Group, TorchGroup
+    from hybridpar.comm.rendezvous import RollCall
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +38,6 @@ _T = TypeVar("_T")
 
 #: What a worker that leaves without an error says.
 GOOD_ORDER = "left in good order"
-
-#: Part of the time-out after which workers that are at work say so.
-SIGN_OF_LIFE = 0.25
 
 
 def all_reduce_bytes(payload: int, workers: int) -> int:
@@ -79,7 +76,7 @@ class World:
     share_memory: bool = True
     members: tuple[int, ...] = ()
     job_size: int = 0
-    _default: dist.ProcessGroup | None = None
+    _leave: Callable[[], None] | None = None
     _meeting: Group | None = None
     _ours: Group | None = None
     _roll_call: RollCall | None = None
@@ -90,7 +87,10 @@ class World:
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
         self.job_size = self.job_size or self.size
-        self._meeting = None if self.control is None else TorchGroup(self.control)
+        if self.control is not None:
+            from hybridpar.comm.group import TorchGroup
+
+            self._meeting = TorchGroup(self.control)
         self._channel = FLIGHT.channel(self.members)
 
     @classmethod
@@ -113,9 +113,12 @@ class World:
             torch.cuda.set_device(device)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(device=device, timeout=timeout, share_memory=shared_memory)
-        default = enter_group(device, timeout)
+        from hybridpar.comm.group import open_group
+        from hybridpar.comm.rendezvous import enter_group, open_roll_call
+
+        leave = enter_group(device, timeout)
         size = dist.get_world_size()
-        world = cls(dist.get_rank(), size, device, timeout, share_memory=shared_memory, _default=default)
+        world = cls(dist.get_rank(), size, device, timeout, share_memory=shared_memory, _leave=leave)
         if size == 1:
             return world
         try:
@@ -150,6 +153,8 @@ class World:
 
         Of a world that is a part of the job only single workers can be a party: they need no groups.
         """
+        from hybridpar.comm.group import open_group
+
         parties = [sorted(party) for party in parties]
         assert self.size == self.job_size or max(map(len, parties)) == 1, "all workers of the job make groups together"
         facts: dict[str, Any] = {"job_size": self.job_size, "share_memory": self.share_memory}
@@ -199,6 +204,7 @@ class World:
         GPUs. Without `by_torch` there may be no group.
         """
         from hybridpar.comm.connections import connect
+        from hybridpar.comm.group import open_group
         from hybridpar.comm.shared_memory import SharedMemoryGroup
         from hybridpar.comm.sockets import SocketGroup
 
@@ -251,14 +257,14 @@ class World:
         if self._meeting is None:
             return [item]
         with self.named_errors("exchanging start-up or checkpoint facts"):
-            return gather_items(item, self._meeting)
+            return self._meeting.gather(item)
 
     def gather_on_main(self, mine: object, ranks: Sequence[int]) -> list[Any] | None:
         """Something large of some workers on rank 0, such as the state of optimizers; a collective of all workers."""
         if self._meeting is None:
             return [mine for _ in ranks]
         with self.named_errors("bringing state to worker 0"):
-            return gather_on_first(mine, ranks, self._meeting)
+            return self._meeting.gather_on_first(mine, ranks)
 
     def from_main(self, decide: Callable[[], _T], *, long: bool = False) -> _T:
         """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
@@ -271,28 +277,9 @@ class World:
         return decided
 
     def on_all_patiently(self, act: Callable[[], _T]) -> _T:
-        """As `on_all`, for what may take longer than the time-out: workers tell each other that they are at work.
-
-        `act` runs in a thread of its own and meets no other worker.
-        """
-        if self._meeting is None:
+        """As `on_all`, for what may take longer than the time-out: who waits sees that the others are at work."""
+        with outside("what takes long, and is no step"):
             return self.on_all(act)
-        done: Future[_T] = Future()
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
-        def run() -> None:
-            try:
-                with on_device:
-                    done.set_result(act())
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="at work", daemon=True).start()
-        is_over = False
-        while not is_over:
-            wait([done], SIGN_OF_LIFE * self.timeout)
-            is_over = all(self.gather(done.done()))
-        return self.on_all(done.result)
 
     def on_all(self, act: Callable[[], _T]) -> _T:
         """What `act` returns on this worker; the first problem of a worker is everybody's. As `gather`."""
@@ -383,9 +370,9 @@ class World:
             if group is not None:
                 group.close()
         self.lane_groups, self.control_group, self.control, self._meeting = [], None, None, None
-        default, self._default = self._default, None
-        if default is not None:
-            leave_group(default)
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
 
 
 def default_device() -> torch.device:

@@ -6,9 +6,7 @@ modules are imported to list the commands, which must not take the seconds that 
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
@@ -16,13 +14,28 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
+from hybridpar.config.files import FileOptions, read_sources
 from hybridpar.config.foreign import check_foreign
+from hybridpar.config.train import GROUPS, TrainConfig
 from hybridpar.registry import Registry
 
 _Options = TypeVar("_Options")
 
 #: Option of a command with groups that prints all of its options; `--help` prints those that most users need.
 HELP_ALL = "--help-all"
+
+#: Options of `hybridpar train` that `--help` shows.
+SHOWN = (
+    *("config", "preset"),
+    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment"),
+    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule"),
+    *("nproc", "stages", "replicas", "micro_batches"),
+    *("compress", "sync"),
+    *("amp", "kernels"),
+    *("plan", "fidelity"),
+    *("run_dir", "resume", "checkpoints", "log"),
+    "seed",
+)
 
 
 @dataclass(frozen=True)
@@ -34,26 +47,24 @@ class Command:
         run: Function that runs it.
         groups: Titles of its help screen, with the base classes of `options` that each shows; empty for one group.
         shown: Names of the options that `--help` shows where there are groups; `--help-all` shows all.
-        read: Called with a command line; returns the values in the files that it names, by option, and its other words.
     """
 
     options: type
     run: Callable[[Any, Sequence[str]], int]
     groups: Mapping[str, tuple[type, ...]]
     shown: Collection[str]
-    read: Callable[[Sequence[str]], tuple[dict[str, Any], list[str]]] | None = None
 
     def parse(self, name: str, arguments: Sequence[str]) -> Any:
         """Read a command line, and the files that it names."""
         config: tuple[Any, ...] = (tyro.conf.OmitSubcommandPrefixes,)
-        if {"--help", "-h", *([HELP_ALL] if self.groups else [])} & set(arguments):
+        if {"--help", "-h", HELP_ALL} & set(arguments):
             shown = self.shown if self.groups and HELP_ALL not in arguments else None
             config = (*config, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
             target = grouped(self.options, self.groups, shown)
             return tyro.cli(target, args=["--help"], prog=f"hybridpar {name}", config=config)
-        if self.read is None:
-            return tyro.cli(self.options, args=_unset(arguments, self.options), prog=f"hybridpar {name}", config=config)
-        values, words = self.read(arguments)
+        if not issubclass(self.options, TrainConfig):
+            return tyro.cli(self.options, args=list(arguments), prog=f"hybridpar {name}", config=config)
+        values, words = read_sources(arguments)
         check_foreign(words, self.options)
         named = named_options(words, self.options)
         left = {name: values[name] for name in values.keys() - named}  # a list that is typed does not add to the file's
@@ -62,57 +73,41 @@ class Command:
         line = _unset(words, self.options)
         typed = tyro.cli(self.options, args=line, prog=f"hybridpar {name}", config=config, default=default)
         # A run that is resumed has its own options, which files and presets were for when it began.
-        files = set() if getattr(typed, "resume", False) else values.keys() - {"model"}
+        files = set() if typed.resume else values.keys() - {"model"}
         return replace(typed, given=named | files)
 
 
-COMMANDS: Registry[Command] = Registry("command")
+COMMANDS: Registry[Command] = Registry("command", __name__)
 
 
 def register_command(
-    name: str,
-    description: str,
-    options: type[_Options],
-    *,
-    groups: Mapping[str, tuple[type, ...]] | None = None,
-    shown: Collection[str] = (),
-    read: Callable[[Sequence[str]], tuple[dict[str, Any], list[str]]] | None = None,
+    name: str, description: str, options: type[_Options], **own: type
 ) -> Callable[[Callable[[_Options, Sequence[str]], int]], Callable[[_Options, Sequence[str]], int]]:
     """Decorator that makes a function a command.
 
     The function gets the options and the whole command line, with which a command starts itself in several workers;
-    it returns the exit code.
+    it returns the exit code. A command whose options are those of `hybridpar train` and more reads files and presets.
 
     Args:
         name: What users type after `hybridpar`.
         description: One sentence for `hybridpar --help`.
         options: Dataclass whose fields are the options; what its docstring says below `Attributes:` is the help.
-        groups: Titles of its help screen, with the base classes of `options` that each shows.
-        shown: Options that `--help` shows where there are groups.
-        read: Called with a command line; returns the values in the files that it names, by option, and its other words.
+        **own: Where the options are those of training and more: titles for these on the help screen, each with the base
+            class of `options` that has them.
 
     Returns:
         The decorator; it returns the function as it is.
     """
+    groups: dict[str, tuple[type, ...]] = {}
+    if issubclass(options, TrainConfig):
+        groups = {**{title: (kind,) for title, kind in own.items()}, "Configuration files": (FileOptions,), **GROUPS}
+    shown = [*SHOWN, *(option.name for kind in own.values() for option in fields(kind))]
 
     def enter(run: Callable[[_Options, Sequence[str]], int]) -> Callable[[_Options, Sequence[str]], int]:
-        COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, read))
+        COMMANDS.register(name, description)(Command(options, run, groups, shown))
         return run
 
     return enter
-
-
-def find_command(name: str) -> Command:
-    """Import the module that a command is named after, or all if there is none, and look the command up."""
-    load_commands(name)
-    return COMMANDS.get(name)
-
-
-def load_commands(name: str = "") -> None:
-    """Import the modules of this folder, so that their commands are registered."""
-    modules = [module.name for module in pkgutil.iter_modules(__path__)]
-    for module in [name] if name in modules else modules:
-        importlib.import_module(f"{__name__}.{module}")
 
 
 def named_options(arguments: Sequence[str], options: type) -> frozenset[str]:

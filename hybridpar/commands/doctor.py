@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hybridpar.commands import register_command
-from hybridpar.errors import LaunchError, UsageError, counted
+from hybridpar.errors import LaunchError, check, counted
 from hybridpar.formats.cache import cache_directory
 from hybridpar.machine.devices import has_gpu_driver, machine_load
 from hybridpar.machine.launch import in_job, prepare_worker
@@ -30,10 +30,10 @@ from hybridpar.machine.supervise import launch_workers
 from hybridpar.spec import Options
 
 if TYPE_CHECKING:
-    from hybridpar.comm.flight import Flight, Note
+    from hybridpar.comm.flight import Flight
     from hybridpar.machine.cluster_file import ClusterSpec
 
-#: Free bytes of shared memory below which loaders and NCCL may run out of it.
+#: Free bytes of a directory below which they may run out.
 LOW_SPACE = 1 << 30
 
 #: Load per core above which a measurement is not to be trusted.
@@ -44,20 +44,18 @@ _TVM_INSTALL = "python -m pip install 'apache-tvm>=0.27,<0.28' apache-tvm-ffi-or
 
 #: A program, not an import: `import tvm` takes seconds, and a broken one can crash.
 _TVM_PROGRAM = """
-import json, sys, tvm, tvm.support, tvm_ffi_orcjit
+import sys, tvm, tvm.support, tvm_ffi_orcjit
 cuda = tvm.support.libinfo().get("USE_CUDA", "OFF") not in ("OFF", "")
 llvm = tvm.target.codegen.llvm_version_major()  # fails where it is built without
-json.dump({"version": tvm.__version__, "llvm": llvm, "cuda": cuda}, open(sys.argv[1], "w"))
+open(sys.argv[1], "w").write(f"{tvm.__version__}, LLVM {llvm}{', CUDA' if cuda else ''}")
 """
 
-#: Optional packages, and what each is for.
+#: Optional packages, by the extra of hybridpar that installs them.
 _EXTRAS = {
-    "scikit-learn": "the default data set `digits`",
-    "tensorboard": "TensorBoard logs",
-    "wandb": "Weights & Biases logs",
-    "mlflow-skinny": "MLflow logs",
-    "lightning": "the Lightning integration",
-    "accelerate": "the Accelerate integration",
+    "scikit-learn": "demo",
+    **{name: name for name in ("timm", "onnx", "tensorboard", "wandb")},
+    **{"datasets": "hf", "plotly": "report", "mlflow-skinny": "mlflow"},
+    **dict.fromkeys(("lightning", "accelerate"), "integrations"),
 }
 
 
@@ -134,11 +132,10 @@ def _print(findings: Iterable[Finding]) -> None:
 
 def check_software() -> tuple[list[Finding], int]:
     """Python, torch, TVM, and the optional packages; and the number of GPUs that torch sees, -1 without torch."""
-    findings = [Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")]
-    program, gpus = program_of("hybridpar.machine.probe", "torch_facts"), -1
+    findings, gpus = [Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")], -1
     # Both take seconds to import, so they do it at the same time.
     with (
-        Programs([program], "importing torch", workers=1) as torch,
+        Programs([program_of("hybridpar.machine.probe", "torch_facts")], "importing torch", workers=1) as torch,
         Programs([_TVM_PROGRAM], "importing tvm", workers=1) as tvm,
     ):
         try:
@@ -148,19 +145,19 @@ def check_software() -> tuple[list[Finding], int]:
         except LaunchError as error:
             findings.append(Finding("torch", "FAILED", error.what, _TORCH_INSTALL))
         try:
-            facts = json.loads(tvm.answer())
-            value = f"{facts['version']}, LLVM {facts['llvm']}{', CUDA' if facts['cuda'] else ''}"
-            findings.append(Finding("TVM", "ok", value))
+            findings.append(Finding("TVM", "ok", tvm.answer()))
         except LaunchError as error:
-            missing = f"{error.what}; convolutions use stock kernels"
-            findings.append(Finding("TVM", "warning", missing, _TVM_INSTALL))
-    for package, purpose in _EXTRAS.items():
+            findings.append(Finding("TVM", "warning", f"{error.what}; convolutions use stock kernels", _TVM_INSTALL))
+    missing: dict[str, list[str]] = {}
+    for package, extra in _EXTRAS.items():
         try:
-            version = importlib.metadata.version(package)
-            findings.append(Finding(package, "ok", f"{version}, {purpose}"))
+            findings.append(Finding(package, "ok", importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
-            finding = Finding(package, "absent", f"for {purpose}", f"python -m pip install {package}")
-            findings.append(finding._replace(status="warning") if package == "scikit-learn" else finding)
+            missing.setdefault(extra, []).append(package)
+    if missing:
+        value = f"not installed: {', '.join(name for names in missing.values() for name in names)}"
+        fix = f"python -m pip install 'hybridpar[{','.join(missing)}]'"
+        findings.append(Finding("optional packages", "absent", value, fix))
     return findings, gpus
 
 
@@ -171,36 +168,36 @@ def _torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("torchvision", "ok", facts["torchvision"])
     else:
         yield Finding("torchvision", "FAILED", "missing, or built for another torch", _TORCH_INSTALL)
+    gpus = ", ".join(name if error is None else f"{name} (cannot be used: {error})" for name, error in facts["gpus"])
     if not has_gpu_driver():
         yield Finding("CUDA", "absent", "no driver, or CUDA_VISIBLE_DEVICES hides the GPUs; training runs on the CPU")
     elif facts["cuda_build"] is None:
         yield Finding("CUDA", "warning", "there is a driver, and torch is for the CPU", _TORCH_INSTALL)
+    elif facts["cuda_error"] or not gpus or any(error for _, error in facts["gpus"]):
+        yield Finding("CUDA", "warning", facts["cuda_error"] or gpus or "torch sees no device", "nvidia-smi")
     else:
-        problems = [error for _, error in facts["gpus"]]
-        names = [name if error is None else f"{name} (cannot be used: {error})" for name, error in facts["gpus"]]
-        value = facts["cuda_error"] or ", ".join(names) or "torch sees no device"
-        works = names and not facts["cuda_error"] and not any(problems)
-        yield Finding("CUDA", "ok", value) if works else Finding("CUDA", "warning", value, "nvidia-smi")
+        yield Finding("CUDA", "ok", gpus)
 
 
 def check_directories() -> Iterator[Finding]:
     """Whether the directories that hybridpar writes to can be written, and how much room they have."""
-    fixes = {"here": "cd to a directory of yours", "cache": "export HYBRIDPAR_CACHE=/tmp/hybridpar"}
-    for (name, fix), path in zip(fixes.items(), (Path.cwd(), cache_directory()), strict=True):
+    places = [
+        ("here", Path.cwd(), "cd to a directory of yours"),
+        ("cache", cache_directory(), "export HYBRIDPAR_CACHE=/tmp/hybridpar"),
+        ("shared memory of loaders and NCCL", Path("/dev/shm"), "mount -o remount,size=8g /dev/shm"),
+    ]
+    for name, path, fix in places if places[-1][1].is_dir() else places[:-1]:
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Asking for permission is not enough: a full or read-only disk grants it too.
             with tempfile.TemporaryFile(dir=path) as file:
                 file.write(b"x" * 4096)
             free = shutil.disk_usage(path).free
-            yield Finding(name, "ok" if free >= LOW_SPACE else "warning", f"{path}, {free / 2**30:,.1f} GiB free")
+            value, has_room = f"{path}, {free / 2**30:,.1f} GiB free", free >= LOW_SPACE
+            yield Finding(name, "ok", value) if has_room else Finding(name, "warning", value, fix)
         except OSError as error:
-            status: Literal["FAILED", "warning"] = "FAILED" if name == "here" else "warning"
-            yield Finding(name, status, f"{path} cannot be written ({error.strerror})", fix)
-    shared = Path("/dev/shm")
-    if shared.is_dir() and (free := shutil.disk_usage(shared).free) < LOW_SPACE:
-        room = f"{free / 2**20:,.0f} MiB free; loader processes and NCCL may run out of it"
-        yield Finding("/dev/shm", "warning", room, "mount -o remount,size=8g /dev/shm")
+            value = f"{path} cannot be written ({error.strerror})"
+            yield Finding(name, "FAILED" if name == "here" else "warning", value, fix)
 
 
 def cluster_findings(cluster: ClusterSpec, load: float) -> Iterator[Finding]:
@@ -235,12 +232,12 @@ def run_hang(run: Path) -> int:
     from hybridpar.comm.flight import FOLDER, read_flights
 
     flights = read_flights(run / FOLDER)
-    if not flights:
-        raise UsageError(
-            f"--hang {run}: no worker has left a record there",
-            f"Workers keep one in {FOLDER}/ until they end in an orderly way, but for those of parameter servers.",
-            "Name the directory of a run that stands still, on the machine of its workers.",
-        )
+    check(
+        bool(flights),
+        f"--hang {run}: no worker has left a record there",
+        f"Workers keep one in {FOLDER}/ until they end in an orderly way, but for those of parameter servers.",
+        "Name the directory of a run that stands still, on the machine of its workers.",
+    )
     last = max(flights, key=lambda flight: flight.changed)
     flights = [flight for flight in flights if (flight.job, flight.size) == (last.job, last.size)]
     print("\n".join(hang_lines(flights, time.time())))
@@ -249,36 +246,18 @@ def run_hang(run: Path) -> int:
 
 def hang_lines(flights: Sequence[Flight], now: float) -> Iterator[str]:
     """What the workers of a job are in, and what they did last, a line for each lane."""
+    from hybridpar.comm.flight import process_state
     from hybridpar.observe.text import format_duration
 
     for flight in flights:
-        yield f"worker {flight.rank}   process {flight.pid} on {flight.host} {_state_of(flight)}".rstrip()
+        state = process_state(flight.pid) if flight.host == socket.gethostname() else "on another machine"
+        yield f"worker {flight.rank}   process {flight.pid} on {flight.host}, {state}"
         for lane, notes in flight.lanes.items():
-            parts = [f"in {_text(note)} since {format_duration(now - note.begin)}" for note in flight.open_notes(lane)]
-            done = [(note.end, note) for note in notes if note.end is not None]
-            if done:
-                end, note = max(done, key=lambda pair: pair[0])
-                parts.append(f"last done: {_text(note)}, {format_duration(now - end)} ago")
+            parts = [f"in {note.text} since {format_duration(now - note.begin)}" for note in notes if note.end is None]
+            if done := [(note.end, note.text) for note in notes if note.end is not None]:
+                end, text = max(done)
+                parts.append(f"last done: {text}, {format_duration(now - end)} ago")
             yield f"  {lane}: {'; '.join(parts)}"
     if missing := sorted(set(range(flights[0].size)) - {flight.rank for flight in flights}):
         yield f"no record here of workers {', '.join(map(str, missing))}"
     yield "`py-spy dump --pid PID` shows the stack of a process."
-
-
-def _state_of(flight: Flight) -> str:
-    """What became of a worker's process; empty where it goes on, or is another machine's."""
-    from hybridpar.comm.flight import process_fields, process_start
-
-    if flight.host != socket.gethostname():
-        return ""
-    fields = process_fields(flight.pid)
-    if not fields or process_start(flight.pid) != flight.started:
-        return "is gone"
-    return {"T": "is stopped by a signal", "t": "is stopped by a debugger"}.get(fields[0], "")
-
-
-def _text(note: Note) -> str:
-    """What a note says, with its number and who takes part; passes are in the notation of schedules, as 0F1."""
-    if note.channel is None:
-        return note.doing
-    return f"{note.doing} (number {note.order} of workers {', '.join(map(str, note.channel.members))})"

@@ -9,16 +9,14 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
-from hybridpar.errors import RunDirectoryError, check
+from hybridpar.errors import check
 from hybridpar.formats.output_files import replace_file
 from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, note_orderly_end, prepare_worker
 from hybridpar.spec import AT_LEAST_1, check_rules
@@ -26,9 +24,6 @@ from hybridpar.spec import AT_LEAST_1, check_rules
 if TYPE_CHECKING:
     from hybridpar.observe.results import TestResult
     from hybridpar.run.trained import Trained
-
-#: Classes of a confusion matrix that is drawn.
-_MOST_DRAWN = 500
 
 _FILES = ("evaluation.json", "confusion.html")
 
@@ -99,12 +94,6 @@ class Evaluate(TrainedModel):
     json: bool = False
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
 
-    def changed(self, config: TrainConfig) -> TrainConfig:
-        """The options of a run, or those by default, with what is otherwise."""
-        options = {name: getattr(self, name) for name in ("batch_size", "loader_workers", "amp")}
-        given = {name: value for name, value in options.items() if value is not None}
-        return replace(super().changed(config), **given)
-
 
 @register_command(
     "evaluate", "Test the model of a run, or weights: accuracy, by class, confusion, calibration.", Evaluate
@@ -126,7 +115,7 @@ def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
     import_torch(trained)
     from hybridpar.run.evaluate import evaluate_trained
 
-    trained, result = evaluate_trained(trained)
+    result = evaluate_trained(trained)
     if result is not None:
         _report(command, trained, result)
     return 0
@@ -140,18 +129,14 @@ def _report(command: Evaluate, trained: Trained, result: TestResult) -> None:
     print(text if command.json else result.text(), flush=True)
     if command.output is not None:
         figures, picture = (command.output / name for name in _FILES)
-        try:
-            replace_file(figures, [text.encode(), b"\n"])
-            print(f"written   {figures}", file=aside)
-            counts = result.confusion if len(result.classes) <= _MOST_DRAWN else None
-            if counts is not None and importlib.util.find_spec("plotly") is None:
-                print(f"{picture.name} needs plotly: pip install 'hybridpar[report]'", file=sys.stderr)
-            elif counts is not None:
-                from hybridpar.observe.page import confusion_matrix, element, write_page
+        replace_file(figures, [text.encode(), b"\n"])
+        print(f"written   {figures}", file=aside)
+        if result.confusion is not None and importlib.util.find_spec("plotly") is None:
+            print(f"{picture.name} needs plotly: pip install 'hybridpar[report]'", file=sys.stderr)
+        elif result.confusion is not None:
+            from hybridpar.observe.page import confusion_matrix, element, write_page
 
-                matrix = confusion_matrix(counts, result.classes)
-                write_page(picture, f"{trained.name} on {trained.config.data}", [element("pre", result.text()), matrix])
-                print(f"written   {picture}", file=aside)
-        except RunDirectoryError as error:
-            raise RunDirectoryError(error.what, fix="Name a folder that you can write with --output.") from error
+            matrix = confusion_matrix(result.confusion, result.classes)
+            write_page(picture, f"{trained.name} on {trained.config.data}", [element("pre", result.text()), matrix])
+            print(f"written   {picture}", file=aside)
     note_orderly_end()

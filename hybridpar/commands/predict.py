@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from hybridpar.commands import register_command
 from hybridpar.commands.evaluate import TrainedModel, import_torch
-from hybridpar.config import TrainConfig
-from hybridpar.errors import RunDirectoryError, cannot_write, check
-from hybridpar.formats.output_files import check_writable, written_aside
+from hybridpar.errors import check
+from hybridpar.formats.output_files import check_writable, replace_file
 from hybridpar.spec import AT_LEAST_1
 
-if TYPE_CHECKING:
-    from hybridpar.run.evaluate import Prediction
+#: File names need not be UTF-8.
+_ERRORS = "surrogateescape"
 
 
 class Predict(TrainedModel):
@@ -33,7 +29,6 @@ class Predict(TrainedModel):
     Attributes:
         files: Image files, and folders of which all image files are taken.
         top: Number of classes to name for each image, the most probable first.
-        format: Write a table with a header, or a JSON object on each line.
         output: Write into this file; default: standard output.
         batch_size: Images that are classified at once.
         loader_workers: Loader processes that decode images; default: 2, and 0 for few images.
@@ -45,17 +40,12 @@ class Predict(TrainedModel):
         tyro.conf.arg(metavar="FILE|FOLDER ...", help_behavior_hint=""),
     ]
     top: Annotated[int, AT_LEAST_1] = 1
-    format: Literal["csv", "jsonl"] = "csv"
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     batch_size: int = 64
     loader_workers: int | None = None
 
-    def changed(self, config: TrainConfig) -> TrainConfig:
-        """The options of a run, or those by default, with what is otherwise."""
-        return replace(super().changed(config), batch_size=self.batch_size, loader_workers=self.loader_workers)
 
-
-@register_command("predict", "Classify image files with the model of a run; as CSV or JSON lines.", Predict)
+@register_command("predict", "Classify image files with the model of a run, as a table in CSV.", Predict)
 def run_predict(command: Predict, _: Sequence[str]) -> int:
     """Classify files, and write a row for each."""
     check(bool(command.files), "no image is named", "Behind RUN stand image files, or folders that hold some.")
@@ -71,51 +61,25 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
     files = find_images(command.files)
     predictor = Predictor(trained, command.image_size)
     top = min(command.top, len(predictor.facts.class_names))
-    print(f"model     {predictor.trained}", file=sys.stderr)
-    done = 0
-    with _opened(command.output) as stream, progress_bar("images", len(files)) as show:
-        if command.format == "csv":
-            numbers = ["", *(f"_{number}" for number in range(2, top + 1))]
-            head = ["file", *(f"{key}{number}" for number in numbers for key in ("class", "probability"))]
-            csv.writer(stream, lineterminator="\n").writerow(head)
+    print(f"model     {trained}", file=sys.stderr)
+    stream, done = io.StringIO() if command.output is not None else sys.stdout, 0
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors=_ERRORS)
+    table = csv.writer(stream, lineterminator="\n")
+    numbers = ["", *(f"_{number}" for number in range(2, top + 1))]
+    table.writerow(["file", *(f"{key}{number}" for number in numbers for key in ("class", "probability"))])
+    with progress_bar("images", len(files)) as show:
         for predictions in predictor(files, top):
-            _write(stream, command.format, predictions)
+            for file, best in predictions:  # with seven digits, what a float32 has
+                table.writerow([file, *(cell for name, value in best for cell in (name, f"{value:.7g}"))])
+            stream.flush()
             done += len(predictions)
             show(advance=len(predictions))
     skipped = len(files) - done
     text = f"images    {done:,} classified"
     text += f", {skipped:,} cannot be read and {'is' if skipped == 1 else 'are'} left out" if skipped else ""
-    print(text + (f"; written to {command.output}" if command.output is not None else ""), file=sys.stderr)
+    if command.output is not None and isinstance(stream, io.StringIO):
+        replace_file(command.output, [stream.getvalue().encode(errors=_ERRORS)])
+        text += f"; written to {command.output}"
+    print(text, file=sys.stderr)
     return 1 if skipped else 0
-
-
-def _write(stream: IO[str], form: Literal["csv", "jsonl"], predictions: Sequence[Prediction]) -> None:
-    """Write a row for each."""
-    for file, best in predictions:
-        # Seven digits: what a float32 has.
-        classes = [(name, float(f"{value:.7g}")) for name, value in best]
-        if form == "csv":
-            row = [file, *(cell for pair in classes for cell in pair)]
-            csv.writer(stream, lineterminator="\n").writerow(row)
-        else:
-            named = [{"class": name, "probability": value} for name, value in classes]
-            stream.write(json.dumps({"file": str(file), "predictions": named}) + "\n")
-    stream.flush()
-
-
-@contextlib.contextmanager
-def _opened(output: Path | None) -> Iterator[IO[str]]:
-    """Standard output, or a file that is there once all of it is written; file names need not be UTF-8."""
-    if output is None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="surrogateescape")
-        yield sys.stdout
-        return
-    try:
-        with (
-            written_aside(output) as aside,
-            open(aside, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
-        ):
-            yield stream
-    except OSError as error:
-        raise RunDirectoryError(cannot_write(output, error)) from error

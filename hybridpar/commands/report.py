@@ -6,7 +6,6 @@ Damaged files leave out what they do not tell, with a line that says so.
 from __future__ import annotations
 
 import importlib.util
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,12 @@ import tyro
 
 from hybridpar.commands import register_command
 from hybridpar.errors import UsageError, check, not_installed
+from hybridpar.formats.output_files import check_writable
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from hybridpar.run.runs import PastRun
-
-#: Actions of a step that a page shows.
-_MOST_BOXES = 4_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,33 +38,37 @@ class Report:
 @register_command("report", "Write one HTML page about a run, or several of them side by side.", Report)
 def run_report(command: Report, _: Sequence[str]) -> int:
     """Write the page."""
-    if importlib.util.find_spec("plotly") is None:
-        raise not_installed("the report page needs plotly", "report")
-    from hybridpar.observe.page import check_page_file, write_page
-
-    check_page_file("--output", command.output)
+    check_page("--output", command.output)
     runs = read_runs(command.runs)
+    from hybridpar.observe.page import write_page
+
     write_page(command.output, next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs", page_parts(runs))
     print(f"report written to {command.output}")
     return 0
 
 
+def check_page(option: str, path: Path) -> None:
+    """Refuse a page that could not be written; an earlier one is replaced."""
+    if importlib.util.find_spec("plotly") is None:
+        raise not_installed(f"{option} {path} needs plotly", "report")
+    check(path.suffix == ".html", f"{option} {path}", "A page is an .html file.", f"Use {path.with_suffix('.html')}.")
+    check_writable(option, path)
+
+
 def read_runs(directories: Sequence[Path]) -> dict[str, PastRun]:
-    """The runs by their names on the page; what is no run, or none at all, is refused."""
+    """The runs by their names on the page."""
     from hybridpar.run.runs import names_of, read_run
 
     check(bool(directories), "no run is named", fix="Name a run directory, for instance runs/resnet18-digits.")
-    unique = {directory.resolve() for directory in directories}
-    check(len(unique) == len(directories), "a run is named twice", fix="Name each run once.")
-    return {name: read_run(directory) for name, directory in zip(names_of(directories), directories, strict=True)}
+    runs = {name: read_run(directory) for name, directory in zip(names_of(directories), directories, strict=True)}
+    check(len(runs) == len(directories), "a run is named twice", fix="Name each run once.")
+    return runs
 
 
 def page_parts(runs: dict[str, PastRun]) -> Iterator[str | Figure]:
     """The page below its title: what compares runs, then each of them."""
-    from rich.console import Console
-
     from hybridpar.observe.page import curves, element, table
-    from hybridpar.observe.report import print_report
+    from hybridpar.observe.summary import report_rows
     from hybridpar.run.runs import comparison_rows, differing_options, option_rows
 
     caption = "Results, then the options that differ" if len(runs) > 1 else "Results"
@@ -79,9 +80,7 @@ def page_parts(runs: dict[str, PastRun]) -> Iterator[str | Figure]:
         if run.summary is None:
             yield element("p", f"There is no report yet: {run.table.last_step:,} steps are recorded so far.")
         else:
-            text = io.StringIO()
-            print_report(run.summary, console=Console(file=text, width=120))
-            yield element("pre", text.getvalue().strip("\n"))
+            yield table(report_rows(run.summary), "Report")
             if run.summary["prediction_warning"]:
                 yield element("strong", run.summary["prediction_warning"])
         if run.options.get("timeline"):
@@ -99,11 +98,6 @@ def _timeline(run: PastRun, path: Path) -> Iterator[str | Figure]:
         timeline = read_timeline(path if path.exists() else run.directory / path.name)
     except UsageError as error:
         yield element("strong", f"There is no timeline to show: {error.what}.")
-        return
-    boxes = sum(len(row.spans.spans) for row in timeline.rows) // len(timeline.steps)
-    if boxes > _MOST_BOXES:
-        text = f"A step has {boxes:,} actions, too many for this page: open {path} in ui.perfetto.dev."
-        yield element("strong", text)
         return
     yield element("h3", "A step on its lanes")
     yield element("pre", "\n".join(timeline.lines()))

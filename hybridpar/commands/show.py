@@ -6,7 +6,6 @@ The argument is the directory of a run, or a file that is recognised by its cont
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.errors import PlanError, check, counted, not_installed
+from hybridpar.commands.report import check_page
+from hybridpar.errors import PlanError, counted
 from hybridpar.formats.file_reader import read_json
 
 if TYPE_CHECKING:
@@ -49,12 +49,7 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
 
     console = console or Console()
     if draw is not None:
-        check(draw.suffix == ".html", f"--draw {draw}", "A drawing is an .html file.", "Use --draw step.html.")
-        if importlib.util.find_spec("plotly") is None:
-            raise not_installed("--draw needs plotly", "report")
-        from hybridpar.observe.page import check_page_file
-
-        check_page_file("--draw", draw)
+        check_page("--draw", draw)
     shown = _show_run(path, console) if path.is_dir() else _show_file(path, console)
     if draw is not None and shown is not None:
         from hybridpar.observe.page import step_on_lanes, write_page
@@ -69,7 +64,7 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
 
 def _show_run(directory: Path, console: Console) -> Plan | None:
     """What a run is, how far it is, its result, its plan and its checkpoints."""
-    from hybridpar.observe.report import print_report
+    from hybridpar.observe.summary import print_report
     from hybridpar.plan import read_plan
     from hybridpar.run.runs import read_run
 

@@ -14,49 +14,27 @@ from typing import Annotated
 import tyro
 
 from hybridpar import __version__
-from hybridpar.commands import find_command, register_command
+from hybridpar.commands import COMMANDS, register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS, data_set_kind
-from hybridpar.config.files import FileOptions, read_sources
+from hybridpar.config.files import FileOptions
 from hybridpar.config.sync import CODECS
-from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError, nearest, shortened
 from hybridpar.machine.devices import hide_gpus
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.spec import Options
 
-#: Options that `--help` shows; `--help-all` shows all.
-SHOWN = (
-    *("config", "preset"),
-    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment"),
-    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule"),
-    *("nproc", "stages", "replicas", "micro_batches"),
-    *("compress", "sync"),
-    *("amp", "kernels"),
-    *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoints", "overwrite", "log"),
-    "seed",
-)
 
-
-class NodeOptions(Options):
-    """Several machines: torchrun lines, ssh.
+class StartOptions(Options):
+    """What is started: workers on several machines, or nothing but the planning.
 
     Attributes:
-        hosts: Train on the machines that this file names, a line each such as `gpu-a slots=4`: print the torchrun
-            lines, or with `ssh:FILE` start them, show what they say, and stop all at Ctrl-C or when one fails.
+        hosts: Print the torchrun lines for the machines in a file, a line each such as `gpu-a slots=4`; or with
+            `ssh:FILE` start them, show what they say, and stop all at Ctrl-C or when one fails.
+        dry_run: Plan, say why, and end before the first step, as `hybridpar plan` does.
     """
 
     hosts: Annotated[str | None, tyro.conf.arg(metavar="[ssh:]FILE")] = None
-
-
-class DryRunOptions(Options):
-    """Planning without training.
-
-    Attributes:
-        dry_run: Plan, say why, and end before the first step; `hybridpar plan` is the same, and writes the plan.
-    """
-
     dry_run: bool = False
 
 
@@ -70,52 +48,37 @@ class ModelArgument(Options):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 
 
-class Train(ModelArgument, TrainConfig, FileOptions, NodeOptions, DryRunOptions):
-    """Train a vision model on all local workers, or as a worker of a torchrun job.
-
-    For all options, such as --hosts for several machines: `hybridpar train --help-all`.
-    """
+class Train(ModelArgument, TrainConfig, FileOptions, StartOptions):
+    """Train a vision model on all local workers, or as a worker of a torchrun job. More: --help-all."""
 
 
-@register_command(
-    "train",
-    "Train a vision model on all local workers, or as a worker of a torchrun job.",
-    Train,
-    groups={
-        "Configuration files": (FileOptions,),
-        **GROUPS,
-        "Parallelism": (*GROUPS["Parallelism"], NodeOptions),
-        "Planning": (*GROUPS["Planning"], DryRunOptions),
-    },
-    shown=SHOWN,
-    read=read_sources,
-)
-def run_train(command: Train, arguments: Sequence[str]) -> int:
-    """Train on this worker, or start the workers of this machine and wait for them."""
+def check_request(command: TrainConfig) -> None:
+    """Check the options, and before there are workers the names in them."""
     command.check()
     if command.device == "cpu":
         hide_gpus()
     if not in_job():
         check_names(command)
-        if command.hosts is not None:
-            return _on_several_machines(command, command.hosts, arguments)
+
+
+@register_command("train", "Train a vision model on all local workers, or as a worker of a torchrun job.", Train)
+def run_train(command: Train, arguments: Sequence[str]) -> int:
+    """Train on this worker, or start the workers of this machine and wait for them."""
+    check_request(command)
+    if command.hosts is not None and not in_job():
+        return _on_several_machines(command, command.hosts, arguments)
     if command.dry_run:
-        plan = find_command("plan")
-        shared = {field.name for field in fields(plan.options)} & {field.name for field in fields(Train)}
-        return plan.run(plan.options(**{name: getattr(command, name) for name in shared}), arguments)
+        plan, shared = COMMANDS.get("plan"), [*fields(ModelArgument), *fields(TrainConfig)]
+        return plan.run(plan.options(**{field.name: getattr(command, field.name) for field in shared}), arguments)
     if not in_job():
-        from hybridpar.machine.devices import default_workers, has_gpu_driver
+        from hybridpar.machine.devices import default_workers
         from hybridpar.run.directory import before_the_start, recall_options
 
         with before_the_start():
             # What follows depends on the options of the run that is resumed; every worker recalls them again.
             command, _ = recall_options(command, command.model)
-            directory = _directory(command)
-        workers = command.nproc or command.workers_wanted or _workers_of_plan(command)
-        if not has_gpu_driver():
-            workers = workers or default_workers()
-        _announce(command, workers, directory)
-        workers = workers or default_workers()
+            _announce(command)
+        workers = command.nproc or command.workers_wanted or _workers_of_plan(command) or default_workers()
         servers, patient = 0, True
         if (sync := command.parameter_servers) is not None:
             sync.split_count(workers)
@@ -128,7 +91,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         check_workers(command)
         if os.environ["RANK"] == "0":
             with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
-                _announce(command, int(os.environ["WORLD_SIZE"]), _directory(command))
+                _announce(command)
     prepare_worker(command.tune_process)
     with leaving_at_once():
         if not command.compile:
@@ -137,12 +100,6 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     gc.freeze()  # what was imported stays, and need not be searched for garbage
 
     return run_training(command, command.model)
-
-
-def _directory(command: Train) -> Path:
-    from hybridpar.run.directory import find_folder
-
-    return find_folder(command, command.model).directory
 
 
 def _workers_of_plan(command: Train) -> int | None:
@@ -156,12 +113,14 @@ def _workers_of_plan(command: Train) -> int | None:
     return plan.workers if placed or plan.inputs is not None else None
 
 
-def _announce(command: Train, workers: int | None, directory: Path) -> None:
+def _announce(command: Train) -> None:
     """Say what is about to be trained, before the seconds that importing torch takes."""
-    count = "a worker per GPU" if workers is None else f"{workers} worker{'' if workers == 1 else 's'}"
-    text = f"hybridpar {__version__}: training {command.model} on {command.data}, {count}, in {directory}"
+    from hybridpar.run.directory import find_folder
+
+    directory = find_folder(command, command.model).directory
     with contextlib.suppress(OSError):  # a closed pipe does not end the training
-        print(f"{text}\nloading torch{'' if workers == 1 else ' and starting the workers'} ...", flush=True)
+        print(f"hybridpar {__version__}: training {command.model} on {command.data}, in {directory}")
+        print("loading torch and starting the workers ...", flush=True)
 
 
 def _on_several_machines(command: Train, hosts: str, arguments: Sequence[str]) -> int:
@@ -223,10 +182,6 @@ def check_names(command: TrainConfig) -> None:
         if is_file(command.weights):
             check_file(Path(command.weights))
     _check_known("data set", data_set_kind(command.data), {*TORCHVISION_SETS, *OTHER_SETS}, "hybridpar.data")
-    if command.log:
-        from hybridpar.observe.loggers import logger_names
-
-        logger_names(command.log)
     if command.chooses:
         return
     if "->" not in command.compress:

@@ -3,7 +3,7 @@
 A step of it::
 
     codec = parse_codec("onebit:decay=0.9,warmup=20")
-    coders = [bind(codec, TensorSpec(name, (*p.shape,), rank, workers)) for name, p in model.named_parameters()]
+    coders = [codec.bind(TensorSpec(name, (*p.shape,), rank, workers)) for name, p in model.named_parameters()]
     exchange = Exchange(coders)
     exchange.run(TorchGroup(), gradients, gradients)   # flat float32 gradients become their mean over the workers
     exchange.commit()                                  # only where the step counts
@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     from hybridpar.compress.codec import Collective as Collective
     from hybridpar.compress.codec import Round as Round
     from hybridpar.compress.codec import TensorSpec as TensorSpec
-    from hybridpar.compress.codecs.none import Cast as Cast
     from hybridpar.compress.exchange import Exchange as Exchange
     from hybridpar.compress.exchange import PhaseTimer as PhaseTimer
     from hybridpar.compress.exchange import Traffic as Traffic
-    from hybridpar.compress.feedback import ErrorFeedback as ErrorFeedback
     from hybridpar.compress.policy import Policy as Policy
-    from hybridpar.compress.policy import bind as bind
     from hybridpar.compress.policy import check_optimizer as check_optimizer
     from hybridpar.compress.policy import format_codec as format_codec
     from hybridpar.compress.policy import parse_codec as parse_codec
@@ -39,10 +36,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "hybridpar.comm.group": "Group TorchGroup",
     "codec": "CODECS Codec Coder Collective Round TensorSpec",
-    "codecs.none": "Cast",
     "exchange": "Exchange PhaseTimer Traffic",
-    "feedback": "ErrorFeedback",
-    "policy": "Policy bind check_optimizer format_codec parse_codec read_policy",
+    "policy": "Policy check_optimizer format_codec parse_codec read_policy",
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _MODULES)

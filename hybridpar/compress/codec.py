@@ -6,7 +6,7 @@ it is reduced follows from the parameter's shape and the number of workers alone
 a bucket is one collective per way of collective, and bytes are known before anything is sent.
 
 `Codec` is the configuration, a frozen dataclass with one registry line. `Coder` is what it becomes for one parameter
-on one worker, with scratch and state. Error feedback is apart from them, in `hybridpar.compress.feedback`.
+on one worker, with scratch and state. Error feedback is put around any coder.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Reduction
-from hybridpar.compress.memory import Memory, Scratch, State
+from hybridpar.compress.memory import Memory, Residual, Scratch, State
 from hybridpar.compress.received import Decoded, Received, Sum
+from hybridpar.errors import CheckpointError
 from hybridpar.registry import Registry
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1
 
 #: Elements that a coder works on at a time: 256 KB of float32.
 CHUNK = 1 << 16
@@ -155,10 +157,10 @@ class Coder(ABC):
         self.gradient = NOTHING
         #: What came of the last round.
         self.messages: Sequence[Tensor] = ()
-        #: The coder that works in the next step: this, or in a warm-up another inside. Equal on all workers.
+        #: The coder that works in the next step: this, or another inside. Equal on all workers.
         self.working: Coder = self
-        #: The coder that works once a warm-up is over.
-        self.lasting: Coder = self
+        #: The coder that works in its place in a warm-up; None for `Full`.
+        self.in_warmup: Coder | None = None
         #: Which elements of the gradient each residual is about that error feedback may remember, by key.
         self.residuals: dict[str, range] = {}
         #: Gives v, and takes what is not sent, by key. Error feedback puts its residuals here.
@@ -308,24 +310,34 @@ class Full(Coder):
             out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
 
 
-class WarmUpCoder(Coder):
-    """A coder whose first steps are those of another, mostly in full precision. It does no work of its steps itself.
+class FeedbackCoder(Coder):
+    """A coder with error feedback around it, see `hybridpar.compress.memory`. It does no work of its steps itself.
 
-    It has no memory or state but that of the two; a subclass that registers some commits it.
+    Args:
+        spec: The parameter.
+        later: The coder that works once a warm-up is over. What it does not send is remembered for it.
+        decay: As in `Codec`, and so is the next.
+        warmup: Number of steps before.
     """
 
-    def __init__(self, spec: TensorSpec, warmup: int, first: Coder, later: Coder) -> None:
+    def __init__(self, spec: TensorSpec, later: Coder, decay: float = 1.0, warmup: int = 0) -> None:
         super().__init__(spec, later.rounds)
-        self._warmup, self._first, self._later = warmup, first, later
-        self.lasting = later.lasting
+        self._warmup, self._first, self._later = warmup, later.in_warmup or Full(spec), later
+        self.residuals = later.residuals
+        #: What was not sent, by key.
+        self.unsent = {key: Residual.zeros(len(part), spec.device, decay) for key, part in self.residuals.items()}
+        later.memory.update(self.unsent)
         self._choose()
 
     def _choose(self) -> None:
-        self._chosen = self._first if self.steps < self._warmup else self._later
-        self.working = self._chosen.working
+        self.working = self._first if self.steps < self._warmup else self._later
+
+    def residual_squares(self) -> Tensor:
+        """Sum of squares of what this worker has not sent yet, 0-d, in a pass over it."""
+        lefts = [residual.left for residual in self.unsent.values()]
+        return sum((torch.dot(left, left) for left in lefts), start=torch.zeros((), device=self.spec.device))
 
     def set_samples(self, samples: float) -> None:
-        super().set_samples(samples)
         self._first.set_samples(samples)
         self._later.set_samples(samples)
 
@@ -337,27 +349,62 @@ class WarmUpCoder(Coder):
 
     def commit(self) -> None:
         self.steps += 1
-        self._chosen.commit()
-        if self.steps == self._warmup or self._chosen.working is not self.working:
+        self.working.commit()
+        if self.steps == self._warmup:
             self._choose()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals by key, how many steps counted, and the inner coder's state."""
+        residuals = {key: residual.left.clone() for key, residual in self.unsent.items()}
+        shape = list(self.spec.shape)
+        return {"shape": shape, "steps": self.steps, "residuals": residuals, "inner": self._later.state_dict()}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+        saved: Mapping[str, Tensor] = state["residuals"]
+        sizes = {key: residual.numel() for key, residual in saved.items()}
+        needed = {key: len(part) for key, part in self.residuals.items()}
+        shape = list(self.spec.shape)
+        if sizes != needed or state["shape"] != shape:
+            raise CheckpointError(
+                f"the residuals of {self.spec.name!r} have sizes {sizes} for the shape {state['shape']}, and {needed} "
+                f"for {shape} are needed",
+                "They depend on the codec, its options, the number of workers and the worker's rank.",
+                "Resume with the same of these, or without residuals.",
+            )
+        self._later.load_state_dict(state["inner"])
+        for key, residual in saved.items():
+            self.unsent[key].left.copy_(residual)
+        self.steps = int(state["steps"])
         self._choose()
 
 
+#: Types in which floating-point messages are sent, by name.
+WIRE_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
     """How gradients are compressed: a configuration, a frozen dataclass of plain values.
 
     As text it is `name:option=value,...`; see `hybridpar.compress.policy`.
+
+    Attributes:
+        decay: With error feedback, the residual is multiplied with it at every step, which damps what momentum makes
+            unstable.
+        warmup: With error feedback, number of first steps that are sent in full precision.
+        cast: In which type floating-point messages are sent.
+        feedback: Whether what is not sent in a step is added to the gradient of the next.
     """
+
+    decay: Annotated[float, AT_MOST_1] = 1.0
+    warmup: Annotated[int, AT_LEAST_0] = 0
+    cast: Literal["fp32", "fp16", "bf16"] = "fp32"
+    feedback: bool = False
 
     #: What users type; the registry sets it.
     name: ClassVar[str]
     #: Whether the expected result differs from the true mean.
     biased: ClassVar[bool] = True
-    #: Whether it is used with error feedback unless asked otherwise.
-    feedback: ClassVar[bool] = False
     #: Whether it sends floating-point messages, which could be sent in a shorter type.
     castable: ClassVar[bool] = False
     #: Types of devices that there are compiled kernels for, see `hybridpar.compress.kernels`.
@@ -384,44 +431,39 @@ class Codec(ABC):
         """
         return math.prod(shape) > 0
 
-    @property
-    def core(self) -> Codec:
-        """The codec without what is around it: error feedback, casts. Its attributes are those that count."""
-        return self
-
     @abstractmethod
+    def coder(self, spec: TensorSpec) -> Coder:
+        """A coder for one parameter on one worker; a codec's author writes this.
+
+        Args:
+            spec: The parameter, who exchanges it, and the type in which floating-point messages are sent.
+        """
+
     def bind(self, spec: TensorSpec) -> Coder:
-        """A coder for one parameter on one worker.
+        """The same, with error feedback and casts; that of `none` where the codec does not fit.
 
         Args:
             spec: The parameter, and who exchanges it.
         """
+        if not self.fits(spec.shape):
+            return Full(spec)
+        if self.kernels:
+            from hybridpar.compress.kernels import prepare
+
+            prepare(self, spec.device)
+        coder = self.coder(spec if self.cast == "fp32" else replace(spec, wire=WIRE_TYPES[self.cast]))
+        return FeedbackCoder(spec, coder, self.decay, self.warmup) if self.feedback else coder
 
 
-@dataclass(frozen=True)
-class Wrapper(Codec):
-    """A codec around another.
+@dataclass(frozen=True, kw_only=True)
+class LargeTensorCodec(Codec):
+    """A codec for large matrices and convolutions.
 
     Attributes:
-        inner: The codec.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
-    inner: Codec
-
-    @property
-    def core(self) -> Codec:
-        return self.inner.core
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """As the codec inside."""
-        return self.inner.fits(shape)
-
-
-class LargeTensorCodec(Codec):
-    """A codec for matrices and convolutions of at least `least` elements; smaller parameters are sent in full."""
-
-    #: An option of each such codec.
-    least: int
+    least: Annotated[int, AT_LEAST_1] = 1000
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a matrix or more, and large enough."""

@@ -164,7 +164,7 @@ class ParameterCoders:
         if name not in self._coders:
             shape = tuple(parameter.shape)
             spec = TensorSpec(name, shape, *self._ranks, self._seed, parameter.device, average=self._average)
-            self._coders[name] = coder = self.policy.bind(spec)
+            self._coders[name] = coder = self.policy.codec_of(name).bind(spec)
             coder.set_samples(self._samples)
             saved = self._saved.pop(name, None)
             if saved is not None:

@@ -1,7 +1,7 @@
 """A communication hook that gives DistributedDataParallel any codec.
 
     ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(*ddp_hook("onebit:warmup=100"))
+    ddp.register_comm_hook(*ddp_hook("onebit:warmup=100", model))
 
 DDP calls the hook once per bucket, from autograd, while backward still computes. On a CPU the exchange runs on a thread
 with connections of its own: a chain of collectives that is started from callbacks can come in another order on each
@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hybridpar.comm.group import Group, TorchGroup, gather_items, gather_on_first, timeout_of
+from hybridpar.comm.group import Group, TorchGroup, timeout_of
 from hybridpar.comm.world import World
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import BucketExchange, ParameterCoders
 from hybridpar.compress.exchange import Traffic
 from hybridpar.compress.nodes import Nodes
 from hybridpar.compress.policy import Policy, read_policy
-from hybridpar.errors import CheckpointError, SyncError, UsageError
+from hybridpar.errors import CheckpointError, SyncError, UsageError, check
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
@@ -43,22 +43,19 @@ Hook = Callable[["CodecState", GradBucket], "torch.futures.Future[Tensor]"]
 
 def ddp_hook(
     codec: str | Codec | Policy,
-    model: nn.Module | None = None,
+    model: nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
-    lanes: int = 1,
     seed: int = 0,
     hierarchical: bool = False,
 ) -> tuple[CodecState, Hook]:
     """State and hook for `DistributedDataParallel.register_comm_hook`; a collective of all workers of the group.
 
     Args:
-        codec: How gradients are sent: a codec, a policy, or the text of one, such as `powersgd:rank=2`. A policy of
-            names needs the model; `auto` is for hybridpar's own training alone.
-        model: The model inside of DDP, whose parameters' names state is kept under. Without it they are numbered in
-            the order in which DDP first hands them over, which is the same for the same model.
+        codec: How gradients are sent: a codec, a policy, or the text of one, such as `powersgd:rank=2`; `auto` is for
+            hybridpar's own training alone.
+        model: The model inside of DDP, whose parameters' names state is kept under.
         group: The process group that DDP was given; None for the default one. Its time-out holds here as well.
-        lanes: Exchanges that may be under way at one time, each with a process group of its own.
         seed: For what codecs draw at random; equal on all workers.
         hierarchical: Add in full precision inside a node and use the codec between nodes alone, where there are several
             nodes and one of them has several workers; elsewhere this changes nothing.
@@ -66,7 +63,7 @@ def ddp_hook(
     Raises:
         UsageError: The codec is unknown, or the workers do not agree on it.
     """
-    state = CodecState(codec, model, group=group, lanes=lanes, seed=seed, hierarchical=hierarchical)
+    state = CodecState(codec, model, group=group, seed=seed, hierarchical=hierarchical)
     return state, CodecState.exchange
 
 
@@ -76,26 +73,16 @@ class CodecState(ParameterCoders):
     def __init__(
         self,
         codec: str | Codec | Policy,
-        model: nn.Module | None = None,
+        model: nn.Module,
         *,
         group: dist.ProcessGroup | None = None,
-        lanes: int = 1,
         seed: int = 0,
         hierarchical: bool = False,
     ) -> None:
         policy = read_policy(codec) if isinstance(codec, str) else codec
         policy = policy if isinstance(policy, Policy) else Policy.of(policy)
-        self._names: dict[Tensor, str] = {}
-        if model is not None:
-            self._names = {parameter: name for name, parameter in model.named_parameters()}
-            policy.check(self._names.values())
-        elif any(rule.pattern != "*" for rule in policy.rules):
-            raise UsageError(
-                f"the policy {str(policy)!r} without a model",
-                "Its rules are about names of parameters, which DDP does not know.",
-                "Give the model that DDP was given: ddp_hook(policy, model).",
-            )
-        self._named_by_model = model is not None
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        policy.check(self._names.values())
         self._exchanges: dict[tuple[str, ...], BucketExchange] = {}
         self._finite: list[Tensor] = []  # of the step under way, for each bucket
         self._used: list[BucketExchange] = []
@@ -103,7 +90,7 @@ class CodecState(ParameterCoders):
         self.traffic = Traffic()
         self._group = TorchGroup(group)
         alike = "" if dist.get_backend(group) == "nccl" else policy.prepare(torch.device("cpu"))
-        said = f"{policy} {alike}".strip() + f", seed {seed}, {lanes} lane(s){', hierarchical' if hierarchical else ''}"
+        said = f"{policy} {alike}".strip() + f", seed {seed}{', hierarchical' if hierarchical else ''}"
         nodes = Nodes.of(_agree(said, self._group))
         inside = hierarchical and nodes.pays
         #: Workers that exchange by the codec.
@@ -113,24 +100,23 @@ class CodecState(ParameterCoders):
         super().__init__(
             policy, rank, workers, seed, average=True, nodes=nodes if inside else None, node_rank=node_rank
         )
-        # By lane those with whom this worker exchanges by the codec, and its node, where it has any.
-        across = self._columns[: nodes.leaders] if inside else self._columns
+        # Those with whom this worker exchanges by the codec, where it is not alone, and its node.
+        self._across = open_party(self._columns[: nodes.leaders] if inside else self._columns, group)
         shared = [node for node in nodes.members if len(node) > 1]
-        self._paths = [(open_party(across, group), open_party(shared, group) if inside else None) for _ in range(lanes)]
-        threads = torch.get_num_threads()
-        self._threads = [
-            ThreadPoolExecutor(1, f"codec-{lane}", torch.set_num_threads, (threads,)) for lane in range(lanes)
-        ]
-        self._streams: dict[tuple[torch.device, int], Any] = {}
+        self._inside = open_party(shared, group) if inside else None
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, "codec", torch.set_num_threads, (torch.get_num_threads(),)
+        )
+        self._streams: dict[torch.device, Any] = {}
 
     # ------------------------------------------------------------------ a step
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Exchange a bucket that DDP hands over."""
-        if not self._paths:
+        if self._thread is None:
             raise UsageError(
                 "the hook of a state that is closed",
-                "Its threads and process groups are gone.",
+                "Its thread and process groups are gone.",
                 "Close it after the last backward pass, or register a new hook with a new DDP.",
             )
         flat: Tensor = bucket.buffer().detach()  # with create_graph, gradients have histories
@@ -149,12 +135,10 @@ class CodecState(ParameterCoders):
         exchange = self._exchange_of(parameters)
         self.traffic += exchange.traffic
         self._used.append(exchange)
-        lane = bucket.index() % len(self._paths)
-        across, inside = self._paths[lane]
 
         def run() -> Tensor:
             try:
-                exchange.add(flat, across or self._group, inside)  # a worker alone has no group of its own
+                exchange.add(flat, self._across or self._group, self._inside)
             except RuntimeError as error:
                 raise SyncError(
                     f"worker {self._group.rank} stopped while exchanging gradients: {error}",
@@ -165,7 +149,7 @@ class CodecState(ParameterCoders):
             self._finite.append(torch.isfinite(flat.sum()))
             return flat
 
-        return self._on_stream(run, flat.device, lane) if flat.is_cuda else self._on_thread(run, lane)
+        return self._on_stream(run, flat.device) if flat.is_cuda else _on_thread(run, self._thread)
 
     def settle(self) -> None:
         """The step that was exchanged last is over: its residuals count if all of it arrived, and is finite."""
@@ -196,7 +180,7 @@ class CodecState(ParameterCoders):
         For writing one file. Tensors are on the CPU.
         """
         mine = tree_map_only(Tensor, Tensor.cpu, self.state_dict())
-        return gather_on_first(mine, range(self._group.size), self._group) or []
+        return self._group.gather_on_first(mine, range(self._group.size)) or []
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on this worker, or on all workers of the run that is resumed.
@@ -235,16 +219,16 @@ class CodecState(ParameterCoders):
         self._exchanges = {}
 
     def close(self) -> None:
-        """End threads and process groups. Safe to call twice."""
-        for thread in self._threads:
+        """End the thread and process groups. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
             thread.shutdown(cancel_futures=True)
-        paths, self._paths = self._paths, []
-        for group in [group for path in paths for group in path if group is not None]:
-            group.close()
+            for group in filter(None, (self._across, self._inside)):
+                group.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is closed and empty: a DDP that is copied, or read from a file, calls no hook."""
-        return {"_paths": [], "_threads": [], "_used": [], "_finite": []}
+        return {"_thread": None, "_used": [], "_finite": []}
 
     def __enter__(self) -> CodecState:
         return self
@@ -267,40 +251,39 @@ class CodecState(ParameterCoders):
         return self._exchanges[names]
 
     def _name(self, parameter: Tensor) -> str:
-        if parameter not in self._names:
-            if self._named_by_model:
-                raise UsageError(
-                    f"DDP trains a parameter of shape {tuple(parameter.shape)} that the model given to the hook lacks",
-                    "State is kept under the parameters' names.",
-                    "Give the model that DDP was given, or none.",
-                )
-            self._names[parameter] = f"parameter-{len(self._names)}"
+        check(
+            parameter in self._names,
+            f"DDP trains a parameter of shape {tuple(parameter.shape)} that the model given to the hook lacks",
+            "State is kept under the parameters' names.",
+            "Give the model that DDP was given.",
+        )
         return self._names[parameter]
 
-    def _on_thread(self, run: Callable[[], Tensor], lane: int) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-
-        def work() -> None:
-            try:
-                future.set_result(run())
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
-
-        self._threads[lane].submit(work)
-        engine: Any = torch.autograd.Variable._execution_engine
-        with contextlib.suppress(RuntimeError):  # outside of backward, as in `DistributedDataParallel.join`
-            engine.queue_callback(future.wait)  # before DDP waits, which would hide the error's type
-        return future.then(torch.futures.Future.wait)  # DDP takes an exception that was set for the value
-
-    def _on_stream(self, run: Callable[[], Tensor], device: torch.device, lane: int) -> torch.futures.Future[Tensor]:
-        stream = self._streams.get((device, lane))
+    def _on_stream(self, run: Callable[[], Tensor], device: torch.device) -> torch.futures.Future[Tensor]:
+        stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device, lane] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             future.set_result(run())  # notes the stream, so that who waits does so on the device
         return future
+
+
+def _on_thread(run: Callable[[], Tensor], thread: ThreadPoolExecutor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    thread.submit(work)
+    engine: Any = torch.autograd.Variable._execution_engine
+    with contextlib.suppress(RuntimeError):  # outside of backward, as in `DistributedDataParallel.join`
+        engine.queue_callback(future.wait)  # before DDP waits, which would hide the error's type
+    return future.then(torch.futures.Future.wait)  # DDP takes an exception that was set for the value
 
 
 CodecState.exchange.__annotations__ = {}  # DDP compares them with its own types, and ours are text
@@ -325,7 +308,7 @@ def open_party(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 
 def _agree(said: str, group: Group) -> list[str]:
     """Refuse workers that say something else of what they use; their hosts. A collective."""
-    answers = gather_items((said, host_identity()), group)
+    answers = group.gather((said, host_identity()))
     if len({text for text, _ in answers}) > 1:
         table = "; ".join(f"worker {rank}: {text}" for rank, (text, _) in enumerate(answers))
         raise UsageError(f"the workers do not agree: {table}", "One codec is used by all.", "Start all alike.")

@@ -9,35 +9,36 @@ As text a policy is a codec (which is a rule for everything), or the rules:
     onebit:warmup=20
     layer4.* -> powersgd:rank=2; *.weight -> onebit
 
-Codecs are read and written as text, such as `onebit:decay=0.9,warmup=20`: parsing, formatting, binding to a parameter.
+Codecs are read and written as text:
 
     name                    onebit
     name:option=value,...   onebit:decay=0.9,warmup=20    powersgd:rank=2,cast=bf16    onebit:feedback=off
 
-Options are those of the codec, of error feedback (`feedback`, `decay`, `warmup`) and `cast`. Reading a text
-and writing it again gives one text for one meaning: options in a fixed order, without those that are as by default.
+Options are the fields of the codec. Reading a text and writing it again gives one text for one meaning: options in a
+fixed order, without those that are as by default. A rule has its codec as text: codecs are imported when one is needed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import fnmatch
+import functools
 import glob
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
-from hybridpar.compress.codecs.none import Cast
-from hybridpar.compress.feedback import ErrorFeedback
-from hybridpar.errors import HybridparError, UsageError, check, shortened
+from hybridpar.errors import UsageError, check, shortened
 from hybridpar.spec import defaults_of, fields_of, read_values, split_fields
+
+if TYPE_CHECKING:
+    from hybridpar.comm.world import World
+    from hybridpar.compress.codec import Codec
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +46,9 @@ _log = logging.getLogger(__name__)
 _LONGEST = 500
 
 
+@functools.cache
 def parse_codec(text: str) -> Codec:
-    """The codec that a text names, in its wrappers.
+    """The codec that a text names.
 
     Args:
         text: `name:option=value,...`.
@@ -54,46 +56,32 @@ def parse_codec(text: str) -> Codec:
     Raises:
         UsageError: An unknown name or option, or a value that the option does not take.
     """
+    from hybridpar.compress.codec import CODECS
+
     if len(text) > _LONGEST:
         raise UsageError(f"the codec {shortened(repr(text))}", f"Its text has at most {_LONGEST} characters.")
     name, _, tail = text.strip().partition(":")
-    kind = CODECS.get(name)
-    of_codec, around = _options(kind), _options(ErrorFeedback)
-    types_of = {"feedback": bool, "cast": Literal["fp16", "bf16"], **around, **of_codec}
-    defaults = {**defaults_of(ErrorFeedback), **defaults_of(kind)}
-    values = read_values(f"codec {name!r}", split_fields(repr(text), tail), types_of, defaults)
-    codec: Codec = kind(**_chosen(values, of_codec))
-    if "cast" in values:
-        codec = Cast(codec, values["cast"])
-    tuned = _chosen(values, around)
-    if not values.get("feedback", kind.feedback):
+    kind, label = CODECS.get(name), f"codec {name!r}"
+    values = read_values(label, split_fields(repr(text), tail), _options(kind), defaults_of(kind))
+    codec = kind(**values)
+    check(
+        codec.castable or codec.cast == "fp32",
+        f"{label} with cast={codec.cast}",
+        "Its messages are not floating-point numbers, so there is nothing to cast.",
+        "Leave out the cast.",
+    )
+    if not codec.feedback:
         check(
-            not tuned,
-            f"{', '.join(tuned)} in {text!r}",
-            f"Codec {name!r} is used without error feedback, which this is an option of.",
-            "Add feedback=on, or leave it out.",
+            not {"decay", "warmup"} & values.keys(),
+            f"decay or warmup in {text!r}",
+            f"Codec {name!r} is used without error feedback, which these are options of.",
+            "Add feedback=on, or leave them out.",
         )
         return codec
-    what, fix, core = f"codec {name!r} with error feedback", "Leave out feedback=on.", codec.core
-    check(core.takes_feedback, what, "What it leaves out is remembered by a rule of its own, or not at all.", fix)
-    check(core.biased, what, "It is unbiased: on average it leaves out nothing that would have to be sent later.", fix)
-    return ErrorFeedback(codec, **tuned)
-
-
-def bind(codec: Codec, spec: TensorSpec) -> Coder:
-    """A coder for one parameter: of the codec where it fits, else of `none`.
-
-    Args:
-        codec: The codec.
-        spec: The parameter, and who exchanges it.
-    """
-    if not codec.fits(spec.shape):
-        return Full(spec)
-    if codec.core.kernels:
-        from hybridpar.compress.kernels import prepare
-
-        prepare(codec, spec.device)
-    return codec.bind(spec)
+    what, fix = f"{label} with error feedback", "Leave out feedback=on."
+    check(codec.takes_feedback, what, "What it leaves out is remembered by a rule of its own, or not at all.", fix)
+    check(codec.biased, what, "It is unbiased: on average it leaves out nothing that would have to be sent later.", fix)
+    return codec
 
 
 def format_codec(codec: Codec) -> str:
@@ -102,18 +90,10 @@ def format_codec(codec: Codec) -> str:
     Args:
         codec: The codec.
     """
-    core, options = codec.core, _changed(codec.core)
-    inner = codec
-    if isinstance(codec, ErrorFeedback):
-        options |= _changed(codec)
-        inner = codec.inner
-    if isinstance(inner, Cast):
-        options["cast"] = inner.cast
-    with_feedback = inner is not codec
-    if with_feedback != core.feedback:
-        options["feedback"] = with_feedback
-    tail = ",".join(f"{option}={_write(value)}" for option, value in options.items())
-    return f"{core.name}:{tail}" if tail else core.name
+    defaults = defaults_of(type(codec))
+    values = {option: getattr(codec, option) for option in _options(type(codec))}
+    changed = [f"{option}={_write(value)}" for option, value in values.items() if value != defaults[option]]
+    return f"{codec.name}:{','.join(changed)}" if changed else codec.name
 
 
 def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
@@ -126,7 +106,7 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: The codec keeps the momentum itself, and the optimizer has one, too.
     """
-    if not codec.core.keeps_momentum:
+    if not codec.keeps_momentum:
         return
     kind, name = type(optimizer).__name__, format_codec(codec)
     for group in optimizer.param_groups:
@@ -139,20 +119,12 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _options(kind: type[Codec]) -> Mapping[str, Any]:
-    """Options of a codec with their types, in order; the codec inside a wrapper is not one."""
-    return {name: type_ for name, type_ in fields_of(kind).items() if name != "inner"}
-
-
-def _chosen(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in options}
-
-
-def _changed(codec: Any) -> dict[str, Any]:
-    """Options whose values are not the default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(codec)}
-    values = {name: getattr(codec, name) for name in _options(type(codec))}
-    return {name: value for name, value in values.items() if value != defaults[name]}
+def _options(kind: type[Codec]) -> dict[str, Any]:
+    """Options of a codec with their types: its own, then those of its bases."""
+    types_of = fields_of(kind)
+    declared = [vars(base).get("__annotations__", {}) for base in kind.__mro__]
+    depth = {name: max(number for number, names in enumerate(declared) if name in names) for name in types_of}
+    return {name: types_of[name] for name in sorted(types_of, key=depth.__getitem__)}
 
 
 def _write(value: Any) -> str:
@@ -172,14 +144,14 @@ class Rule:
 
     Attributes:
         pattern: What a name must match; see the module's header.
-        codec: The codec.
+        codec: The codec, as text.
     """
 
     pattern: str
-    codec: Codec
+    codec: str
 
     def __str__(self) -> str:
-        return f"{self.pattern} {_ARROW} {format_codec(self.codec)}"
+        return f"{self.pattern} {_ARROW} {self.codec}"
 
     def matches(self, name: str) -> bool:
         """Whether the rule is about a parameter."""
@@ -203,23 +175,28 @@ class Policy:
         Args:
             codec: The codec.
         """
-        return cls((Rule("*", codec),))
+        return cls((Rule("*", format_codec(codec)),))
 
     def __str__(self) -> str:
         """The policy as text, which `read_policy` turns into an equal one."""
         if len(self.rules) == 1 and self.rules[0].pattern == "*":
-            return format_codec(self.rules[0].codec)
+            return self.rules[0].codec
         return "; ".join(map(str, self.rules))
 
     @property
     def changes_nothing(self) -> bool:
         """Whether nothing is compressed."""
-        return all(format_codec(rule.codec) == "none" for rule in self.rules)
+        return all(rule.codec == "none" for rule in self.rules)
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """The codecs of the rules."""
+        return [parse_codec(rule.codec) for rule in self.rules]
 
     @property
     def at_once(self) -> bool:
         """Whether every codec takes gradients as soon as they are there, see `Codec.at_once`."""
-        return all(rule.codec.core.at_once for rule in self.rules)
+        return all(codec.at_once for codec in self.codecs)
 
     def codec_of(self, name: str) -> Codec:
         """The codec of a parameter.
@@ -227,7 +204,7 @@ class Policy:
         Args:
             name: Of the parameter.
         """
-        return next((rule.codec for rule in self.rules if rule.matches(name)), _NONE)
+        return parse_codec(self.text_of(name))
 
     def text_of(self, name: str) -> str:
         """The codec of a parameter, as text.
@@ -235,15 +212,7 @@ class Policy:
         Args:
             name: Of the parameter.
         """
-        return format_codec(self.codec_of(name))
-
-    def bind(self, spec: TensorSpec) -> Coder:
-        """A coder for one parameter; of `none` where no rule matches, or its codec does not fit.
-
-        Args:
-            spec: The parameter.
-        """
-        return bind(self.codec_of(spec.name), spec)
+        return next((rule.codec for rule in self.rules if rule.matches(name)), "none")
 
     def prepare(self, device: torch.device) -> str:
         """Build or load what the codecs need, so that no step waits for it.
@@ -254,7 +223,7 @@ class Policy:
         Returns:
             What must be equal on all workers beside the policy, in words: whether there are kernels, where it matters.
         """
-        codecs = [rule.codec for rule in self.rules if rule.codec.core.decodes_by_kernels]
+        codecs = [codec for codec in self.codecs if codec.decodes_by_kernels]
         if not codecs:
             return ""
         from hybridpar.compress.kernels import prepare
@@ -281,8 +250,6 @@ class Policy:
                 )
 
 
-_NONE = parse_codec("none")
-
 #: What asks for a choice of the planner instead of a policy.
 AUTO = "auto"
 
@@ -302,44 +269,31 @@ def read_policy(text: str) -> Policy:
         UsageError: A codec is unknown, or a rule is not whole.
     """
     if _ARROW not in text:
-        return Policy.of(parse_codec(text))
+        return Policy((Rule("*", _canonical(text)),))
     rules = []
     for part in text.split(";"):
         pattern, _, codec = (piece.strip() for piece in part.partition(_ARROW))
         what = f"{shortened(repr(part.strip()))} in the policy {shortened(repr(text))}"
         check(bool(pattern and codec), what, "Rules are pattern -> codec, joined by ;.")
-        rules.append(Rule(pattern, parse_codec(codec)))
+        rules.append(Rule(pattern, _canonical(codec)))
     return Policy(tuple(rules))
 
 
-def agree_on_policy(
-    codec: str | Policy, names: Collection[str], gather: Callable[[Any], Sequence[Any]], fidelity: str = ""
-) -> str | Policy:
+def _canonical(text: str) -> str:
+    """The one text of a codec."""
+    return "none" if text.strip() == "none" else format_codec(parse_codec(text))
+
+
+def agree_on_policy(codec: str | Policy, names: Collection[str], world: World, fidelity: str = "") -> str | Policy:
     """Read a policy on all workers and compare them; a collective.
 
     Workers that compress by different rules would read each other's messages wrongly. `auto` stays as it is, and an
     error of a single worker is raised on all of them.
     """
-    mine: str | Policy = ""
-    problem = None
-    try:
-        mine = read_for(codec, names)
-    except HybridparError as error:
-        problem = error
-    answers = gather(
-        (f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine), problem.what if problem else "")
-    )
-    if problem:
-        raise problem
-    first = answers[0][0]
-    for rank, (text, refused) in enumerate(answers):
-        check(
-            not refused,
-            f"worker {rank} cannot use the compression policy that it was given: {refused}",
-            "All workers compress alike.",
-            "Give every worker the same policy.",
-        )
-        for rule, other in itertools.zip_longest(text.split("; "), first.split("; "), fillvalue="no rule"):
+    mine = world.on_all(lambda: read_for(codec, names))
+    answers: list[Any] = world.gather(f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine))
+    for rank, text in enumerate(answers):
+        for rule, other in itertools.zip_longest(text.split("; "), answers[0].split("; "), fillvalue="no rule"):
             check(
                 rule == other,
                 f"worker {rank} was given another compression policy than worker 0: {rule} and not {other}",
@@ -362,16 +316,19 @@ def check_compression(
     if not isinstance(policy, Policy):
         return
     for name, tensor in parameters.items():
-        coded = policy.text_of(name) != "none" and policy.codec_of(name).fits(tensor.shape)
+        if tensor.dtype == torch.float32 or not tensor.requires_grad or policy.text_of(name) == "none":
+            continue
         check(
-            not (coded and tensor.requires_grad) or tensor.dtype == torch.float32,
+            not policy.codec_of(name).fits(tensor.shape),
             f"the parameter {name!r} of type {tensor.dtype} with --compress {codec}",
             "Codecs take float32 gradients.",
             f"Keep parameters in float32 (--amp leaves them there), or start the rules with {name} -> none.",
         )
-    for rule, optimizer in itertools.product(policy.rules, optimizers):
-        check_optimizer(rule.codec, optimizer)
-    if tell and replicas == 1 and not policy.changes_nothing:
+    if policy.changes_nothing:
+        return
+    for each, optimizer in itertools.product(policy.codecs, optimizers):
+        check_optimizer(each, optimizer)
+    if tell and replicas == 1:
         _log.warning("--compress %s can gain nothing: there is a single replica, and its gradients go nowhere", codec)
 
 
@@ -386,4 +343,4 @@ def read_for(codec: str | Policy, names: Collection[str]) -> str | Policy:
 
 def exact_rules(codecs: Iterable[tuple[str, str]]) -> Policy:
     """A policy of a rule for each parameter."""
-    return Policy(tuple(Rule(glob.escape(name), parse_codec(codec)) for name, codec in codecs))
+    return Policy(tuple(Rule(glob.escape(name), _canonical(codec)) for name, codec in codecs))

@@ -65,7 +65,6 @@ CONFLICTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("batch auto", ("stages", "recompute all", "shares"), "It times steps of the whole model, in equal parts."),
     ("batch auto", ("plan file",), "A plan is for the batch that it was made with."),
     ("weights", ("resume_from",), "Both say where to start."),
-    ("overwrite", ("resume",), "--resume goes on with the run in the run directory; --overwrite deletes that run."),
     ("resume_from", ("resume",), "--resume goes on with the run in the run directory; --resume-from starts a new one."),
     (
         "shard_optimizer",

@@ -30,7 +30,7 @@ from hybridpar.spec import Options, defaults_of, fields_of, validated
 PRESETS = Path(__file__).parent / "presets"
 
 #: Options on where a run writes, which a run that is repeated must not take over.
-_OF_ONE_RUN = ("run_dir", "resume", "overwrite", "debug")
+_OF_ONE_RUN = ("run_dir", "resume", "debug")
 
 #: Options whose values are paths that are relative to the file.
 _PATHS = ("plan", "resume_from", "timeline")

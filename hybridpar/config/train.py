@@ -229,7 +229,6 @@ class RunConfig(Options):
         checkpoints: When to save: `epoch`, a number of steps, seconds as `60s`, several with / between them, or
             `never`; how many of the last to keep (`keep`) and of the best (`best=3,by=test_loss`); with `stop=5` the
             run ends after so many epochs without a better one.
-        overwrite: Replace a finished run in the run directory.
         log: Send figures to `tensorboard`, `wandb` or `mlflow`; several joined by commas or repeated, or `none`.
             Default: tensorboard, where it is installed.
         timeline: Write when everything ran in some steps, beside what was predicted, as a trace for Perfetto.
@@ -241,7 +240,6 @@ class RunConfig(Options):
     resume: bool = False
     resume_from: Path | None = None
     checkpoints: Annotated[str, tyro.conf.arg(metavar="[WHEN][,KEY=VALUE,...]")] = "epoch/60s,keep=2"
-    overwrite: bool = False
     log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
     timeline: Path | None = None
     profile: bool = False
@@ -338,7 +336,7 @@ class TrainConfig(
             "Add for instance --model-ema 0.9998.",
         )
         self.check_conflicts()
-        if self.layout is not None:
+        if self.layout is not None and not self.layout.is_equal:
             self.check_unequal()
         # With hosts, `nproc` is the workers of each.
         nproc = self.nproc if getattr(self, "hosts", None) is None else None
@@ -404,8 +402,8 @@ class TrainedOptions(Options):
 
     def changed(self, config: TrainConfig) -> TrainConfig:
         """The options of a run, or those by default, with what is otherwise."""
-        named = ("model_arg", "data", "data_root", "debug")
-        changes = {name: value for name in named if (value := getattr(self, name))}
+        named = ("model_arg", "data", "data_root", "batch_size", "loader_workers", "amp", "debug")
+        changes = {name: value for name in named if (value := getattr(self, name, None)) not in (None, ())}
         if self.image_size is not None:
             changes["image_size"] = images_over(config.image_size, f"{self.image_size},test=auto")
         return replace(config, **changes)

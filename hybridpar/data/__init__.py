@@ -3,20 +3,17 @@
 `load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
 says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (what becomes of an
 image), `images` (labelled images by index), `sources` (what a data set is and how it is made), `memory_sets`,
-`file_sets`, `map_sets` and `hub_sets` (the data sets by name), `loader` (the batches of a worker), `mix` (mixup and
-cutmix).
+`file_sets` and `library_sets` (the data sets by name, imported when they are asked for), `loader` (the batches of a
+worker), `mix` (mixup and cutmix).
 """
 
-from hybridpar.data import file_sets, hub_sets, map_sets, memory_sets  # noqa: F401 (each adds to DATA_SETS)
 from hybridpar.data.images import ImageFiles, ImageSource, MemoryImages
 from hybridpar.data.loader import Batch, TestBatches, TrainBatches
 from hybridpar.data.sampling import cut_epoch
-from hybridpar.data.sources import DATA_SETS, ImageArray, ImageData, describe_data, image_data, load_dataset
+from hybridpar.data.sources import ImageData, describe_data, image_data, load_dataset
 
 __all__ = [
-    "DATA_SETS",
     "Batch",
-    "ImageArray",
     "ImageData",
     "ImageFiles",
     "ImageSource",

@@ -49,16 +49,10 @@ CROP_RATIO = 0.875
 
 def open_image(file: Path | bytes) -> Image.Image:
     """Open an image upright, in any mode; what is wrong with it may be found when its pixels are first used."""
-    content = file if isinstance(file, bytes) else file.read_bytes()
-    image = Image.open(io.BytesIO(content))
-    turned = 1
+    image = Image.open(io.BytesIO(file if isinstance(file, bytes) else file.read_bytes()))
     with suppress(Exception):  # the camera's note is damaged, not the pixels
-        turned = int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    if image.format == "JPEG" and image.mode == "RGB" and turned == 1:
-        return image
-    image.load()
-    with suppress(Exception):
-        return image if turned == 1 else ImageOps.exif_transpose(image)
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            return ImageOps.exif_transpose(image)
     return image
 
 
@@ -164,11 +158,8 @@ def random_changes(
     elif erase:
         # As in timm, random colours and noise are of images that have been normalised, in their final size.
         changes += [v2.Resize(size, antialias=True), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
-        if how == "pixel":
-            changes.append(v2.RandomErasing(erase, value="random"))
-        else:
-            module = _timm("--augment erase_mode=rand").random_erasing
-            changes.append(module.RandomErasing(erase, mode="rand", device="cpu"))
+        erasing = _timm(f"--augment erase_mode={how}").random_erasing
+        changes.append(erasing.RandomErasing(erase, mode=how, device="cpu"))
     return changes
 
 

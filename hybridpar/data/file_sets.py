@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -14,18 +14,15 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from hybridpar.config import DataConfig, TrainConfig
 from hybridpar.data.augment import MODES, eval_transform
-from hybridpar.data.images import DecodedImages, ImageFiles
-from hybridpar.data.sources import DATA_SETS, ImageData, ImageFacts, image_data, number_labels
+from hybridpar.data.images import ImageFiles, ImageSource
+from hybridpar.data.sources import ImageData, ImageFacts, image_data, number_labels, reading
 from hybridpar.errors import DataError, check, shortened
 
 _LAYOUT = "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE, or as CLASS/IMAGE."
 _COLUMNS = "Its first line names the columns: path, label, and maybe split, which is train, test or val."
 
 
-@DATA_SETS.register(
-    "folder", "your own images: --data-root with train/CLASS/ and test/CLASS/ (or val/CLASS/), or CLASS/; 224x224"
-)
-def _folder(config: DataConfig) -> ImageData:
+def load_folder(config: DataConfig) -> ImageData:
     """The layout of torchvision's ImageFolder, without hidden files and directories.
 
     Where there are both test/ and val/, test/ is used. Without any of the three the folders are the classes, and 80 %
@@ -39,30 +36,27 @@ def _folder(config: DataConfig) -> ImageData:
         roots = [root]
     names, files = list[str](), list[ImageFiles]()
     for directory in roots:
-        paths = sorted((path for path in image_files(directory) if os.sep in path), key=_class_of)  # as torchvision
-        folders = {path.name for path in directory.iterdir() if path.is_dir() and path.name[0] != "."}
-        names = names or sorted(folders)
-        if strange := folders - {*names}:
+        _, folders, _ = next(os.walk(directory, onerror=_refuse))
+        images = {name: image_files(directory / name) for name in sorted(folders) if name[0] != "."}
+        names = names or [*images]
+        if strange := images.keys() - {*names}:
             problem = f"{directory} has classes that {roots[0]} has not: {_listed(strange)}"
             raise DataError(problem, _LAYOUT, "Rename or remove them, or add training images of these classes.")
-        empty = folders - set(map(_class_of, paths))
-        too_high = roots == [root] and all(path.count(os.sep) > 1 for path in paths)
+        numbers = {name: number for number, name in enumerate(names)}
+        paths = [(f"{name}{os.sep}{path}", numbers[name]) for name, inside in images.items() for path in inside]
+        empty = {name for name, inside in images.items() if not inside}
+        too_high = roots == [root] and all(path.count(os.sep) > 1 for path, _ in paths)
         if empty or too_high or not paths:
             raise DataError(
-                f"no images in folders of {directory}: {_listed(empty or folders) or 'it has none'}",
+                f"no images in folders of {directory}: {_listed(empty or images.keys()) or 'it has none'}",
                 f"{_LAYOUT} An image ends in {', '.join(IMG_EXTENSIONS)}.",
                 "Add images, remove the folders, or name another directory with --data-root.",
             )
-        numbers = {name: number for number, name in enumerate(names)}
-        files.append(ImageFiles(directory, paths, [numbers[_class_of(path)] for path in paths]))
+        files.append(ImageFiles(directory, *zip(*paths, strict=True)))
     return image_data(config, files, names=names, ignored=ignored)
 
 
-def _class_of(path: str) -> str:
-    return path.partition(os.sep)[0]
-
-
-def _listed(names: set[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return shortened(", ".join(sorted(names)))
 
 
@@ -89,14 +83,12 @@ def _refuse(error: OSError) -> NoReturn:
     raise DataError(what, _LAYOUT, "Check --data-root, and the rights of its files.") from error
 
 
-@DATA_SETS.register(
-    "csv", "your own images in a table: --data-root FILE.csv, or a directory with train.csv and test.csv"
-)
-def _csv(config: DataConfig) -> ImageData:
-    """Columns `path`, `label` and maybe `split`; paths are relative to the table's directory.
+def load_table(config: DataConfig) -> ImageData:
+    """A table, or train.csv and test.csv in a directory, with columns `path`, `label` and maybe `split`.
 
-    Several labels of an image are joined by `;` or `|`. `split` is `train`, and `test` or `val`; where both are, `test`
-    is used. Without test images, 80 % of the images of each class are for training, always the same ones.
+    Paths are relative to the table's directory. Several labels of an image are joined by `;` or `|`. `split` is
+    `train`, and `test` or `val`; where both are, `test` is used. Without test images, 80 % of the images of each class
+    are for training, always the same ones.
     """
     root = config.data_root.resolve()
     folder = root if root.is_dir() else root.parent
@@ -118,17 +110,16 @@ def _csv(config: DataConfig) -> ImageData:
 def _rows(table: Path, split: str) -> list[dict[str, str]]:
     """The lines of a table, of which those that name no split are of this one."""
     rows = []
-    try:
-        with open(table, newline="", encoding="utf-8-sig") as file:
-            for cells in (reader := csv.DictReader(file, skipinitialspace=True, restval="")):
-                given = {key: cells[key].strip() for key in ("path", "label", "split") if cells.get(key)}
-                row = {"label": "", "split": split, "line": f"line {reader.line_num} of {table.name}", **given}
-                if "path" not in row or "label" not in cells or row["split"] not in ("train", "test", "val"):
-                    raise DataError(f"{row['line']} has {cells}", _COLUMNS, "Correct the table.")
-                rows.append(row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read the table {table}: {reason}", _COLUMNS, "Check --data-root.") from error
+    with (
+        reading(f"the table {table}", _COLUMNS, "Check --data-root."),
+        open(table, newline="", encoding="utf-8-sig") as file,
+    ):
+        for cells in (reader := csv.DictReader(file, skipinitialspace=True, restval="")):
+            given = {key: cells[key].strip() for key in ("path", "label", "split") if cells.get(key)}
+            row = {"label": "", "split": split, "line": f"line {reader.line_num} of {table.name}", **given}
+            if "path" not in row or "label" not in cells or row["split"] not in ("train", "test", "val"):
+                raise DataError(f"{row['line']} has {cells}", _COLUMNS, "Correct the table.")
+            rows.append(row)
     return rows
 
 
@@ -150,14 +141,5 @@ def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) 
     check(channels in MODES, f"the model takes images of {channels} channels", rule, fix)
     prepare = eval_transform(size, replace(images, crop=1.0) if facts.whole else images)
     listed = ImageFiles(Path("/"), [os.path.abspath(file) for file in files], range(len(files)))
-    source = DecodedImages(listed, listed.labels, augment=prepare, prepare=prepare, channels=channels)
-    return ImageData(
-        name="files",
-        class_names=facts.class_names,
-        sample_shape=facts.sample_shape,
-        train=source,
-        test=source,
-        mean=facts.mean,
-        std=facts.std,
-        test_size=size,
-    )
+    source = ImageSource(listed, listed.labels, augment=prepare, prepare=prepare, channels=channels)
+    return ImageData(**vars(facts), name="files", train=source, test=source)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -46,85 +46,6 @@ class Loaded(NamedTuple):
     damaged: tuple[str, ...] = ()
 
 
-class ImageSource(Dataset[Loaded | DataError], ABC):
-    """Labelled images that can be loaded by index: the number of a sample, or of a copy of it (`COPY`).
-
-    As a data set of torch's loader processes, its items are the batches of (indices, key).
-    """
-
-    #: Loading costs a copy, not a file: loader processes would only slow it down.
-    in_memory: ClassVar[bool]
-
-    #: int64, shape (samples,); or which classes each image has, bool of shape (samples, classes).
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @abstractmethod
-    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
-        """Load some images, and do without those that cannot be read.
-
-        Args:
-            indices: Samples or copies of them, shape (n,).
-            key: Augment by this key; None gives the images as they are tested.
-            device: Where the images are wanted.
-
-        Raises:
-            DataError: In training, so many files cannot be read that none was found for the place of one.
-        """
-
-    def __getitem__(self, job: tuple[IntArray, AugmentKey | None]) -> Loaded | DataError:
-        try:
-            return self.load(*job, _CPU)
-        except DataError as error:  # torch would bury its message in the traceback of the process
-            return error
-
-
-class MemoryImages(ImageSource):
-    """Images of one size, held as one uint8 tensor; augmentation shifts them by up to an eighth of their side.
-
-    Args:
-        images: uint8, shape (samples, channels, height, width).
-        labels: int64, shape (samples,).
-        flip: Probability that augmentation mirrors an image.
-        augment: What else is done to a training image, uint8 (channels, height, width).
-    """
-
-    in_memory = True
-
-    def __init__(
-        self, images: Tensor, labels: Tensor, *, flip: float = 0.0, augment: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.images = images
-        self.labels = labels
-        self.flip = flip
-        self.augment = augment
-
-    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
-        """Gather images, and shift and mirror all of them at once; see `ImageSource.load`."""
-        images = self.images[torch.from_numpy(indices % COPY)]
-        if key is None:
-            return Loaded(to_device(images, device), indices)
-        if self.augment is None:
-            return Loaded(self._shifted(to_device(images, device), indices, key), indices)
-        with kept_generators():
-            changed = []
-            for image, index in zip(self._shifted(images, indices, key), indices.tolist(), strict=True):
-                seed_generators(key, index)
-                changed.append(self.augment(image))
-        return Loaded(to_device(default_collate(changed), device), indices)
-
-    def _shifted(self, images: Tensor, indices: IntArray, key: AugmentKey) -> Tensor:
-        def drawn(draw: Draw, bound: int) -> Tensor:
-            return to_device(torch.from_numpy(bounded(counter_hash(*key, draw, indices), bound)), images.device)
-
-        pad, fine = images.shape[-1] // 8, 1 << 20
-        rows, columns = (drawn(draw, 2 * pad + 1) for draw in (Draw.ROW, Draw.COLUMN))
-        flips = drawn(Draw.FLIP, fine) >= round((1 - self.flip) * fine) if self.flip else None
-        return shift_and_flip(images, rows, columns, flips, pad)
-
-
 class ImageFiles(Dataset[tuple[Image.Image, Any]]):
     """Image files as a map-style data set of (image, label); a JPEG is decoded when its pixels are first used.
 
@@ -152,8 +73,11 @@ class ImageFiles(Dataset[tuple[Image.Image, Any]]):
         return str(self.root / os.fsdecode(bytes(self._paths[index])))
 
 
-class DecodedImages(ImageSource):
-    """Images of a map-style data set of (image, label), which are decoded when they are asked for.
+@dataclass(eq=False)
+class ImageSource(Dataset[Loaded | DataError]):
+    """Images of a map-style data set of (image, label), by index: the number of a sample, or of a copy of it (`COPY`).
+
+    As a data set of torch's loader processes, its items are the batches of (indices, key).
 
     Args:
         dataset: Its images are Pillow's or tensors. A method `name` may say what a sample is called in messages.
@@ -165,72 +89,67 @@ class DecodedImages(ImageSource):
         strict: End the training on an image that cannot be read, and do not do without it.
     """
 
-    in_memory = False
+    #: Loading costs a copy, not a file: loader processes would only slow it down.
+    in_memory: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        dataset: Any,
-        labels: Tensor,
-        *,
-        augment: Callable[[Image.Image], Tensor],
-        prepare: Callable[[Image.Image], Tensor],
-        indices: IntArray | None = None,
-        channels: int = 3,
-        strict: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.labels = labels
-        self.indices = np.arange(len(dataset)) if indices is None else indices
-        self.augment = augment
-        self.prepare = prepare
-        self.mode = MODES[channels]
-        self.strict = strict
+    dataset: Any
+    labels: Tensor
+    _: KW_ONLY
+    augment: Callable[[Image.Image], Tensor]
+    prepare: Callable[[Image.Image], Tensor]
+    indices: IntArray | None = None
+    channels: int = 3
+    strict: bool = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, job: tuple[IntArray, AugmentKey | None]) -> Loaded | DataError:
+        try:
+            return self.load(*job, _CPU)
+        except DataError as error:  # torch would bury its message in the traceback of the process
+            return error
 
     def name(self, index: int) -> str:
         """What an image is called in messages."""
-        sample = int(self.indices[index])
-        name = getattr(self.dataset, "name", None)
+        sample, name = self._sample(index), getattr(self.dataset, "name", None)
         return str(name(sample)) if callable(name) else f"{sample} of {type(self.dataset).__name__}"
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
-        """Decode images one by one; see `ImageSource.load`."""
-        images: list[Tensor] = []
-        readable: list[int] = []
-        damaged: list[str] = []
+        """Load some images. In training another one takes the place of one that cannot be read; else it is left out.
+
+        Those that are tried are far from each other: neighbours may be damaged together.
+
+        Args:
+            indices: Samples or copies of them, shape (n,).
+            key: Augment by this key; None gives the images as they are tested.
+            device: Where the images are wanted.
+
+        Raises:
+            DataError: In training, so many files cannot be read that none was found for the place of one.
+        """
+        images, readable, damaged = list[Tensor](), list[int](), list[str]()
+        last, stride = 0 if key is None else min(SUBSTITUTES, len(self)) - 1, max(1, len(self) // SUBSTITUTES)
         with kept_generators():
             for number in indices.tolist():
-                loaded = self._load_or_replace(number, key, damaged)
-                if loaded is not None:
-                    images.append(loaded[0])
-                    readable.append(loaded[1])
+                for attempt in range(last + 1):
+                    candidate = (number % COPY + attempt * stride) % len(self)
+                    try:
+                        images.append(self._load(candidate, key, number - number % COPY))
+                        readable.append(candidate)
+                        break
+                    except DataError as error:
+                        damaged.append(error.what)
+                        if self.strict or (key is not None and attempt == last):
+                            raise
         # In a loader process the batch lies in shared memory from the start.
         batch: Tensor = default_collate(images) if images else torch.empty(0, dtype=torch.uint8)
         return Loaded(to_device(batch, device), np.array(readable, dtype=np.int64), tuple(damaged))
 
-    def _load_or_replace(self, number: int, key: AugmentKey | None, damaged: list[str]) -> tuple[Tensor, int] | None:
-        """An image and which it is: in training another one in the place of one that cannot be read, else none.
-
-        Those that are tried are far from each other: neighbours may be damaged together.
-        """
-        problem: DataError | None = None
-        sample, stride = number % COPY, max(1, len(self) // SUBSTITUTES)
-        for attempt in range(1 if key is None else min(SUBSTITUTES, len(self))):
-            candidate = (sample + attempt * stride) % len(self)
-            try:
-                return self._load(candidate, key, number - sample), candidate
-            except DataError as error:
-                if self.strict:
-                    raise
-                damaged.append(error.what)
-                problem = problem or error
-        if key is not None and problem is not None:
-            raise problem
-        return None
-
     def _load(self, index: int, key: AugmentKey | None, copy: int) -> Tensor:
         """Decode and change one image; without a key it is prepared as it is tested."""
         try:
-            image = as_mode(self._open(index), self.mode)
+            image = as_mode(self._open(index), MODES[self.channels])
             if key is None:
                 return self.prepare(image)
             seed_generators(key, index + copy)
@@ -240,22 +159,64 @@ class DecodedImages(ImageSource):
             try:
                 self._open(index).load()
             except Exception as error:  # whatever Pillow and the data set raise
-                raise self._unreadable(index, error) from error
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                if isinstance(error, UnidentifiedImageError):
+                    reason = "it is empty, or no image of a known format"
+                what = f"cannot read the image {self.name(index)}: {reason}"
+                fix = "Replace the image, or remove it from the data set."
+                raise DataError(what, "Every image of the data set must be whole.", fix) from error
             raise
 
+    def _sample(self, index: int) -> int:
+        return index if self.indices is None else int(self.indices[index])
+
     def _open(self, index: int) -> Image.Image:
-        image = self.dataset[int(self.indices[index])][0]
+        image = self.dataset[self._sample(index)][0]
         return image if isinstance(image, Image.Image) else v2.functional.to_pil_image(image)
 
-    def _unreadable(self, index: int, error: Exception) -> DataError:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        if isinstance(error, UnidentifiedImageError):
-            reason = "it is empty, or no image of a known format"
-        return DataError(
-            f"cannot read the image {self.name(index)}: {reason}",
-            "Every image of the data set must be whole.",
-            "Replace the image, or remove it from the data set.",
-        )
+
+class MemoryImages(ImageSource):
+    """Images of one size, held as one uint8 tensor; augmentation shifts them by up to an eighth of their side.
+
+    Args:
+        images: uint8, shape (samples, channels, height, width).
+        labels: As of `ImageSource`.
+        flip: Probability that augmentation mirrors an image.
+        augment: What else is done to a training image, uint8 (channels, height, width).
+    """
+
+    in_memory = True
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, *, flip: float = 0.0, augment: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.images = images
+        self.labels = labels
+        self.flip = flip
+        self.changes = augment
+
+    def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
+        """Gather images, and shift and mirror all of them at once; see `ImageSource.load`."""
+        if key is not None and self.changes is not None:
+            return super().load(indices, key, device)
+        images = to_device(self.images[torch.from_numpy(indices % COPY)], device)
+        return Loaded(images if key is None else self._shifted(images, indices, key), indices)
+
+    def _load(self, index: int, key: AugmentKey | None, copy: int) -> Tensor:
+        assert key is not None
+        assert self.changes is not None
+        (image,) = self._shifted(self.images[index : index + 1], np.array([index + copy]), key)
+        seed_generators(key, index + copy)
+        return self.changes(image)
+
+    def _shifted(self, images: Tensor, indices: IntArray, key: AugmentKey) -> Tensor:
+        def drawn(draw: Draw, bound: int) -> Tensor:
+            return to_device(torch.from_numpy(bounded(counter_hash(*key, draw, indices), bound)), images.device)
+
+        pad, fine = images.shape[-1] // 8, 1 << 20
+        rows, columns = (drawn(draw, 2 * pad + 1) for draw in (Draw.ROW, Draw.COLUMN))
+        flips = drawn(Draw.FLIP, fine) >= round((1 - self.flip) * fine) if self.flip else None
+        return shift_and_flip(images, rows, columns, flips, pad)
 
 
 def seed_generators(key: AugmentKey, index: int) -> None:
@@ -270,13 +231,11 @@ def seed_generators(key: AugmentKey, index: int) -> None:
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Inside, the generators of torch's CPU, Python and numpy may be seeded; they are put back afterwards."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
+    with ExitStack() as afterwards:
+        afterwards.callback(torch.set_rng_state, torch.get_rng_state())
+        afterwards.callback(random.setstate, random.getstate())
+        afterwards.callback(np.random.set_state, np.random.get_state())
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

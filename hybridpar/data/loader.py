@@ -23,19 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hybridpar.data import sampling
 from hybridpar.data.augment import normalise
 from hybridpar.data.images import ImageSource, Loaded, to_device
-from hybridpar.data.sampling import (
-    COPY,
-    FEWEST_PER_PART,
-    AugmentKey,
-    IntArray,
-    allot,
-    cut_epoch,
-    divide,
-    epoch_order,
-    repeated,
-)
+from hybridpar.data.sampling import AugmentKey, IntArray
 from hybridpar.data.sources import ImageData
 from hybridpar.errors import DataError, LaunchError, check
 from hybridpar.lanes import Lane, Lanes
@@ -88,57 +79,48 @@ class _Batches:
         default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
         self._loader_workers = default if self.loader_workers is None else self.loader_workers
         self._device = torch.device(self.device)
-        self._lanes: tuple[Lanes, Lane] | None = None
         self._mean, self._std = (torch.tensor(each, device=self._device) for each in (self.data.mean, self.data.std))
         self._damaged: set[str] = set()
+        #: What batches of loader processes are copied and made floats on, and all lanes of the thread that reads.
+        self._lane: Lane | None = None
+        self._lanes: Lanes | None = None
         #: Torch's processes, which are kept from epoch to epoch, and what they are to load.
         self._loader: DataLoader[Any] | None = None
         self._jobs: list[tuple[IntArray, AugmentKey | None]] = []
         self._reading: object = None
 
-    def _read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
-        ahead = self._loader_workers > 0 and len(jobs) > 0
-        lanes, lane = self._lanes_of_this_thread()
-        lane = lane if ahead else lanes.caller
-        lane.wait(lanes.caller.record())  # for the mean and the deviation
-        for loaded in self._load_ahead(jobs, key) if ahead else self._load(jobs, key):
-            self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
-            if len(loaded.indices) == 0:
-                continue
-            results: list[Tensor] = []
-            lane.submit(partial(self._move, loaded, results), uses=[loaded.images])
-            lanes.caller.wait(lane.record())
-            images, labels = results
-            yield images, labels
+    def _read(self, steps: Sequence[list[IntArray]], key: AugmentKey | None) -> Iterator[tuple[LabelledImages, ...]]:
+        """The parts of each step that have images. Others compute with them until the next step is asked for."""
+        jobs = [(indices, key) for parts in steps for indices in parts]
+        if self._lanes is None or not self._lanes.is_issuer():
+            self._lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
+            self._lane = self._lanes.open("data") if self._device.type == "cuda" else self._lanes.caller
+        caller, ahead = self._lanes.caller, self._loader_workers > 0 and len(jobs) > 0
+        lane = self._lane if ahead and self._lane is not None else caller
+        lane.wait(caller.record())  # for the mean and the deviation
+        loaded = self._load_ahead(jobs) if ahead else (self._source.load(*job, self._device) for job in jobs)
+        for parts in steps:
+            read: list[LabelledImages] = []
+            for part in islice(loaded, len(parts)):
+                self._warn_of(part.damaged, "is left out" if key is None else "is replaced by another image")
+                if len(part.indices) > 0:
+                    lane.submit(partial(self._move, part, read), uses=[part.images])
+                    caller.wait(lane.record())
+            try:
+                yield tuple(read)
+            finally:
+                # Their memory belongs to another lane, which may use it again once this one has passed the computation.
+                caller.keep(*(tensor for part in read for tensor in part))
 
-    @contextmanager
-    def _lent(self, *parts: LabelledImages) -> Iterator[None]:
-        """Inside, others compute with what was read.
-
-        Its memory belongs to another lane, which must not use it again before this one has passed the computation.
-        """
-        try:
-            yield
-        finally:
-            lanes, _ = self._lanes_of_this_thread()
-            lanes.caller.keep(*(tensor for part in parts for tensor in part))
-
-    def _lanes_of_this_thread(self) -> tuple[Lanes, Lane]:
-        """Lanes, and the one on which batches of loader processes are copied and made floats."""
-        if self._lanes is None or not self._lanes[0].is_issuer():
-            lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
-            self._lanes = lanes, lanes.open("data") if self._device.type == "cuda" else lanes.caller
-        return self._lanes
-
-    def _move(self, loaded: Loaded, results: list[Tensor]) -> None:
+    def _move(self, loaded: Loaded, read: list[LabelledImages]) -> None:
         """Put images, as floats, and labels on the device."""
         images = loaded.images.to(self._device, non_blocking=True)
-        labels = self._source.labels[torch.from_numpy(loaded.indices % COPY)]
+        labels = self._source.labels[torch.from_numpy(loaded.indices % sampling.COPY)]
         if images.dtype == torch.uint8:
             images = normalise(images, self._mean, self._std, size=self._size, channels_last=self.channels_last)
         elif self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        results += [images, to_device(labels.float() if labels.ndim == 2 else labels, self._device)]
+        read.append((images, to_device(labels.float() if labels.ndim == 2 else labels, self._device)))
 
     def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
         """Name files that cannot be read, each once; of many only some, and how many there are."""
@@ -148,11 +130,7 @@ class _Batches:
             if count <= _NAMED or count & (count - 1) == 0:
                 _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
 
-    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
-        for indices in jobs:
-            yield self._source.load(indices, key, self._device)
-
-    def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
+    def _load_ahead(self, jobs: list[tuple[IntArray, AugmentKey | None]]) -> Iterator[Loaded]:
         if self._loader is None:
             self._loader = DataLoader(
                 self._source,
@@ -167,7 +145,7 @@ class _Batches:
                 generator=torch.Generator(),
             )
         self._reading = reading = object()
-        self._jobs[:] = [(indices, key) for indices in jobs]
+        self._jobs[:] = jobs
         with _processes_of_torch(), warnings.catch_warnings():
             # Torch counts the cores this worker is pinned to, and advises against more processes than those.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -216,7 +194,7 @@ class TrainBatches(_Batches):
 
     def __post_init__(self) -> None:
         self._open(self.data.train, self.data.sample_shape[1:])
-        self._steps = cut_epoch(len(self.data.train), self.batch_size, self.workers * self.micro_batches)
+        self._steps = sampling.cut_epoch(len(self.data.train), self.batch_size, self.workers * self.micro_batches)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -242,26 +220,28 @@ class TrainBatches(_Batches):
         return self._batches(epoch, start_step)
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        order = repeated(epoch_order(len(self.data.train), self.seed, epoch), self._steps, self.repeats)
+        order = sampling.repeated(
+            sampling.epoch_order(len(self.data.train), self.seed, epoch), self._steps, self.repeats
+        )
         steps = self._steps[start_step:]
-        parts = [self._parts(start, stop) for start, stop in steps]
-        jobs = [order[first:last] for step in parts for first, last in step]
-        loaded = self._read(jobs, AugmentKey(self.seed, epoch))
-        for (start, stop), micro_batches in zip(steps, parts, strict=True):
-            read = tuple(islice(loaded, len(micro_batches)))
-            with self._lent(*read):
-                yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
+        jobs = [[order[first:last] for first, last in self._parts(start, stop)] for start, stop in steps]
+        for (start, stop), read in zip(steps, self._read(jobs, AugmentKey(self.seed, epoch)), strict=True):
+            yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where this worker's micro-batches of a step are; none where it has no sample."""
         each = self.micro_batches
         if self.shares is None:
-            parts = divide(start, stop, self.workers * each, in_pairs=self.in_pairs)
+            parts = sampling.divide(start, stop, self.workers * each, in_pairs=self.in_pairs)
             return parts[self.rank * each : (self.rank + 1) * each]
         options = {"idle": self.idle, "in_pairs": self.in_pairs}
-        ends = [*accumulate(allot(stop - start, self.shares, FEWEST_PER_PART * each, **options), initial=start)]
+        ends = [
+            *accumulate(
+                sampling.allot(stop - start, self.shares, sampling.FEWEST_PER_PART * each, **options), initial=start
+            )
+        ]
         first, last = ends[self.rank : self.rank + 2]
-        return divide(first, last, each, in_pairs=self.in_pairs) if last > first else []
+        return sampling.divide(first, last, each, in_pairs=self.in_pairs) if last > first else []
 
 
 @dataclass(eq=False, kw_only=True)
@@ -286,11 +266,10 @@ class TestBatches(_Batches):
 
     def __post_init__(self) -> None:
         check(self.batch_size >= 1, f"batch_size is {self.batch_size}", "It must be at least 1.")
-        height, width = self.data.sample_shape[1:]
-        self._open(self.data.test, (self.data.test_size or height, self.data.test_size or width))
+        self._open(self.data.test, (self.data.test_size,) * 2)
         #: Test images of all workers.
         self.total = len(self.data.test)
-        counts = allot(self.total, self.shares or [1.0] * self.workers, 1)
+        counts = sampling.allot(self.total, self.shares or [1.0] * self.workers, 1)
         start, self.samples = sum(counts[: self.rank]), counts[self.rank]
         mine = np.arange(start, start + self.samples)
         self._lists = [mine[first : first + self.batch_size] for first in range(0, self.samples, self.batch_size)]
@@ -301,9 +280,8 @@ class TestBatches(_Batches):
 
     def __iter__(self) -> Iterator[LabelledImages]:
         """Images (float32, NCHW) and labels (int64) of each batch."""
-        for part in self._read(self._lists, None):
-            with self._lent(part):
-                yield part
+        for read in self._read([[indices] for indices in self._lists], None):
+            yield from read
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from hybridpar.config import DataConfig
 from hybridpar.config.data import Synthetic
 from hybridpar.data.sampling import IntArray, allot, split_by_class
-from hybridpar.data.sources import DATA_SETS, FIXED_SEED, ImageArray, ImageData, image_data
-from hybridpar.errors import DataError
+from hybridpar.data.sources import FIXED_SEED, ImageData, image_data
+from hybridpar.errors import not_installed
 
 #: Training images of `digits`; the other 360 (20 %) are for testing.
 DIGITS_TRAIN = 1437
@@ -24,18 +25,18 @@ DIGITS_STATISTICS = (0.3051,), (0.3238,)
 SYNTHETIC_STATISTICS = (0.5,) * 3, (0.18,) * 3
 
 
-@DATA_SETS.register("digits", "1,797 handwritten digits of scikit-learn, 8x8 scaled to 32x32: real images, no download")
-def _digits(config: DataConfig) -> ImageData:
-    """The test part of UCI's "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998).
+def load_digits(config: DataConfig) -> ImageData:
+    """1,797 handwritten digits of scikit-learn, 8x8 scaled to 32x32.
 
-    Split into 1,437 training and 360 test images, each digit in proportion, always in the same way. Writers are not
-    known, so the same hand may be in both parts. Digits are shifted in training but never mirrored.
+    They are the test part of UCI's "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998), split into
+    1,437 training and 360 test images, each digit in proportion, always in the same way. Writers are not known, so the
+    same hand may be in both parts. Digits are shifted in training but never mirrored.
     """
     size = config.images.size or 32
     images, labels = digit_images(size)
     counts = allot(DIGITS_TRAIN, np.bincount(labels).tolist(), 1)
     parts = [
-        ImageArray(images[chosen], torch.from_numpy(labels[chosen]))
+        TensorDataset(images[chosen], torch.from_numpy(labels[chosen]))
         for chosen in split_by_class(labels, counts, FIXED_SEED)
     ]
     return image_data(config, parts, size=size, flip=False, statistics=DIGITS_STATISTICS)
@@ -46,10 +47,7 @@ def digit_images(size: int) -> tuple[Tensor, IntArray]:
     package = importlib.util.find_spec("sklearn")
     folders = package.submodule_search_locations if package is not None else None
     if not folders:
-        raise DataError(
-            "the data set digits comes with scikit-learn, which is not installed",
-            fix="Install it: pip install 'hybridpar[demo]'",
-        )
+        raise not_installed("the data set digits comes with scikit-learn", "demo")
     # Importing scikit-learn takes a second in every worker, reading its file a tenth of that.
     rows = np.loadtxt(Path(folders[0], "datasets", "data", "digits.csv.gz"), delimiter=",")
     grey = torch.from_numpy(rows[:, :-1].reshape(-1, 1, 8, 8)).to(torch.float32)
@@ -58,8 +56,7 @@ def digit_images(size: int) -> tuple[Tensor, IntArray]:
     return (grey * (255 / 16)).round().clamp(0, 255).to(torch.uint8), rows[:, -1].astype(np.int64)
 
 
-@DATA_SETS.register("synthetic", "learnable patterns in noise, any --image-size: for tests and timing")
-def _synthetic(config: DataConfig) -> ImageData:
+def load_synthetic(config: DataConfig) -> ImageData:
     """A fixed smooth random pattern per class, under noise of the same amplitude; a quarter as many test images.
 
     The same whatever --seed says.
@@ -71,10 +68,10 @@ def _synthetic(config: DataConfig) -> ImageData:
     smooth = functional.interpolate(coarse, (size, size), mode="bilinear", align_corners=False)
     patterns = (smooth * 127).to(torch.uint8)
 
-    def images(samples: int) -> ImageArray:
+    def images(samples: int) -> TensorDataset:
         labels = torch.arange(samples) % spec.classes
         noise = torch.randint(0, 128, (samples, 3, size, size), dtype=torch.uint8, generator=generator)
-        return ImageArray(noise.add_(patterns[labels]), labels)
+        return TensorDataset(noise.add_(patterns[labels]), labels)
 
     parts = [images(spec.samples), images(max(spec.classes, spec.samples // 4))]
     names = [f"pattern-{label}" for label in range(spec.classes)]

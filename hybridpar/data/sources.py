@@ -1,13 +1,16 @@
 """Data sets: what a model must know of one, and how it is made from map-style data sets of (image, label).
 
-A data set is a function from a configuration to an `ImageData`, under the name users type. It hands one or two
-map-style data sets to `image_data`, which does the rest: classes, division, size and channels, augmentation.
+A data set is a function from a configuration to an `ImageData`. It hands one or two map-style data sets to
+`image_data`, which does the rest: classes, division, size and channels, augmentation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,12 +21,12 @@ from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import USUAL_SIZE, data_set_kind, samples_of
+from hybridpar.config.data import TORCHVISION_SETS, USERS, USUAL_SIZE, data_set_kind, samples_of
 from hybridpar.data.augment import eval_transform, random_changes, train_transform
-from hybridpar.data.images import DecodedImages, ImageSource, MemoryImages
+from hybridpar.data.images import ImageSource, MemoryImages
 from hybridpar.data.sampling import IntArray, split_by_class
-from hybridpar.errors import DataError, check, counted
-from hybridpar.registry import Registry
+from hybridpar.errors import DataError, HybridparError, check, counted, nearest, shortened
+from hybridpar.formats.cache import locked
 
 #: Mean and standard deviation of each channel of pixels in [0, 1].
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -39,60 +42,34 @@ GREY = (0.299, 0.587, 0.114)
 #: Seed of fixed splits and of synthetic images: the data stay the same whatever --seed says.
 FIXED_SEED = 20240229
 
+#: Functions that load a data set from a configuration, in modules that are imported when they are asked for; what is
+#: not here is torchvision's.
+LOADERS = {
+    "folder": "file_sets:load_folder",
+    "csv": "file_sets:load_table",
+    "hf/NAME": "library_sets:load_hub",
+    USERS: "library_sets:load_users",
+    "digits": "memory_sets:load_digits",
+    "synthetic": "memory_sets:load_synthetic",
+}
+
 #: Where map-style data sets have the label of each sample, and the names of classes, without reading images.
 _LABELS = ("targets", "labels", "y", "attr")
 _NAMES = ("classes", "categories", "all_categories", "attr_names", "class_to_idx")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageData:
-    """A data set: its images and what a model must know about them.
-
-    Args:
-        name: The name it was asked for by.
-        class_names: Names of the classes, in the order of the labels.
-        sample_shape: (channels, height, width) of what the model is fed.
-        train: Training images.
-        test: Test images.
-        mean: Mean of each channel of pixels in [0, 1], taken off before training.
-        std: Standard deviation of each channel, divided by.
-        test_size: Side of the test images, in pixels; None where it is that of `sample_shape`.
-        ignored: What was found beside the images, such as "the table val.csv".
-    """
-
-    name: str
-    class_names: tuple[str, ...]
-    sample_shape: tuple[int, int, int]
-    train: ImageSource
-    test: ImageSource
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-    test_size: int | None = None
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def classes(self) -> int:
-        """Number of classes."""
-        return len(self.class_names)
-
-    @property
-    def multi_label(self) -> bool:
-        """Whether an image may have several classes, or none: its target is then float32 of shape (classes,)."""
-        return self.train.labels.ndim == 2
-
-
-@dataclass(frozen=True)
 class ImageFacts:
     """What a model was trained to tell apart, and on which images: in `run.json`, for where the data set is not.
 
     Attributes:
-        class_names: Names of the classes, in the order of the model's outputs.
+        class_names: Names of the classes, in the order of the labels and of the model's outputs.
         sample_shape: (channels, height, width) of a training image.
-        mean: Mean of each channel of pixels in [0, 1].
-        std: Standard deviation of each channel.
+        mean: Mean of each channel of pixels in [0, 1], taken off.
+        std: Standard deviation of each channel, divided by.
         test_size: Side of the images in testing, in pixels.
         whole: Images are tested whole, as those of data sets in memory are, and not as a cut-out of their middle.
-        multi_label: An image may have several classes, or none.
+        multi_label: An image may have several classes, or none: its target is then float32 of shape (classes,).
     """
 
     class_names: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -100,15 +77,13 @@ class ImageFacts:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     test_size: Annotated[int, Field(gt=0)]
-    whole: bool
-    multi_label: bool
+    whole: bool = False
+    multi_label: bool = False
 
     @classmethod
     def of(cls, data: ImageData) -> ImageFacts:
         """The facts of a data set."""
-        test_size = data.test_size or data.sample_shape[-1]
-        form = data.class_names, data.sample_shape, data.mean, data.std, test_size
-        return cls(*form, whole=data.test.in_memory, multi_label=data.multi_label)
+        return cls(**{field.name: getattr(data, field.name) for field in fields(cls)})
 
     @classmethod
     def read(cls, plain: Any) -> ImageFacts | None:
@@ -120,12 +95,26 @@ class ImageFacts:
         return facts if len(facts.mean) == len(facts.std) == facts.sample_shape[0] else None
 
 
-class ImageArray(TensorDataset):
-    """Images of one size, uint8 of shape (samples, 1 or 3, height, width), and their labels, to be held in memory."""
+@dataclass(frozen=True, kw_only=True)
+class ImageData(ImageFacts):
+    """A data set: its images and what a model must know about them.
 
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        super().__init__(images, labels)
-        self.images, self.labels = images, labels
+    Args:
+        name: The name it was asked for by.
+        train: Training images.
+        test: Test images.
+        ignored: What was found beside the images, such as "the table val.csv".
+    """
+
+    name: str
+    train: ImageSource
+    test: ImageSource
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
 
 
 def image_data(
@@ -144,8 +133,8 @@ def image_data(
     Args:
         config: What the images become.
         parts: Training and test images, or one data set that is divided: items are (image, label), of which the image
-            is Pillow's or a tensor, and the label a number or a zero or one for each class. An `ImageArray` is held
-            in memory; images of others are decoded when they are asked for.
+            is Pillow's or a tensor, and the label a number or a zero or one for each class. A `TensorDataset` of uint8
+            images (samples, 1 or 3, height, width) is held in memory; others are read when they are asked for.
         names: Names of the classes; None: as the first part says, else numbers.
         size: Side of the images where options do not say it.
         flip: Whether a mirrored image is still one of its class, and images are mirrored where options do not say it.
@@ -158,38 +147,37 @@ def image_data(
     """
     images, channels = config.images, config.images.channels
     size = images.size or size
-    mean, std = (
-        given or _for_channels(usual, channels)
-        for given, usual in zip((images.mean, images.std), statistics, strict=True)
-    )
+    test_size = images.test or size
+    mean = images.mean or _for_channels(statistics[0], channels)
+    std = images.std or _for_channels(statistics[1], channels)
     labels = [labels_of(part) for part in parts]
-    if not all(map(len, labels)):
-        raise DataError(f"a part of the data set {config.data} has no images")
     flipped = config.augmentation.hflip
     flipped = (0.5 if flip else 0.0) if flipped is None else flipped
 
     def source(part: int, indices: IntArray) -> ImageSource:
         dataset, chosen = parts[part], torch.from_numpy(indices)
-        if not isinstance(dataset, ImageArray):
-            return DecodedImages(
+        if not isinstance(dataset, TensorDataset) or dataset.tensors[0].dtype != torch.uint8:
+            return ImageSource(
                 dataset,
                 labels[part][chosen],
                 augment=train_transform(size, config, mean, std, flip=flipped),
-                prepare=eval_transform(images.test or size, images),
+                prepare=eval_transform(test_size, images),
                 indices=indices,
                 channels=channels,
                 strict=config.data_options.bad == "error",
             )
-        pixels = dataset.images if len(indices) == len(dataset) else dataset.images[chosen]
+        pixels = dataset.tensors[0] if len(indices) == len(dataset) else dataset.tensors[0][chosen]
         changes = random_changes(size, config, mean, std, flip=0.0)  # images in memory are mirrored all at once
-        return MemoryImages(
-            _with_channels(pixels, channels),
-            labels[part][chosen],
-            flip=flipped,
-            augment=v2.Compose(changes) if changes else None,
-        )
+        augment = v2.Compose(changes) if changes else None
+        return MemoryImages(_with_channels(pixels, channels), labels[part][chosen], flip=flipped, augment=augment)
 
     train, test = (source(*chosen) for chosen in _divided(labels, per_class))
+    if not len(train) or not len(test):
+        raise DataError(
+            f"the data set {config.data} has {len(train):,} training and {len(test):,} test images",
+            "Both are needed. Of a set without a test part, four of five images of each class are for training.",
+            "Add images: at least two of a class, or a test part.",
+        )
     return ImageData(
         name=samples_of(config.data),
         class_names=_class_names(parts[0], labels, names),
@@ -198,7 +186,9 @@ def image_data(
         test=test,
         mean=mean,
         std=std,
-        test_size=images.test,
+        test_size=test_size,
+        whole=test.in_memory,
+        multi_label=labels[0].ndim == 2,
         ignored=tuple(ignored),
     )
 
@@ -220,6 +210,7 @@ def labels_of(dataset: Any) -> Tensor:
     """Class of each sample, int64; or which classes it has, bool of shape (samples, classes)."""
     as_listed = getattr(dataset, "target_transform", None) is None
     listed = [getattr(dataset, name, ()) for name in _LABELS] if as_listed else []
+    listed += dataset.tensors[1:] if isinstance(dataset, TensorDataset) else ()
     labels = next((each for each in listed if each is not None and len(each) == len(dataset)), None)
     if labels is None:
         labels = [dataset[index][1] for index in range(len(dataset))]
@@ -243,15 +234,15 @@ def listed_names(dataset: Any) -> list[str] | None:
 def _class_names(dataset: Any, labels: Sequence[Tensor], names: Sequence[str] | None) -> tuple[str, ...]:
     """Names of the classes; numbers where the data set has none. Labels that are of no class are refused."""
     several = labels[0].ndim == 2
-    count = labels[0].shape[1] if several else max(int(part.max()) + 1 for part in labels)
-    names = names or listed_names(dataset) or [str(number) for number in range(count)]
+    least, most = 0, labels[0].shape[-1] - 1
+    if not several:
+        least, most = map(int, torch.aminmax(torch.cat([torch.zeros(1, dtype=torch.int64), *labels])))
+    names = names or listed_names(dataset) or [str(number) for number in range(most + 1)]
     if several:
-        return tuple(names[:count])
-    least = min(int(part.min()) for part in labels)
-    if least < 0 or count > len(names):
+        return tuple(names[: most + 1])
+    if least < 0 or most >= len(names):
         raise DataError(
-            f"{type(dataset).__name__} has a label {least if least < 0 else count - 1}, outside of its "
-            f"{len(names)} classes",
+            f"{type(dataset).__name__} has a label {least or most}, outside of its {len(names)} classes",
             fix="Its files are damaged or incomplete; replace them.",
         )
     return tuple(names)
@@ -269,24 +260,18 @@ def number_labels(
     numbers = {word: number for number, word in enumerate(words)}
     targets = []
     for part, rows in enumerate(parts):
+        target = np.zeros((len(rows), len(words)), bool) if several else np.zeros(len(rows), np.int64)
         for row, labels in enumerate(rows):
             strange = [label for label in labels if label not in numbers]
             if strange or not (several or labels):
-                label = (
-                    f"the label {strange[0]!r}, which is none of the {len(words)} classes" if strange else "no label"
-                )
-                raise DataError(
-                    f"{where(part, row)} has {label}",
-                    "The classes are those of the training images.",
-                    "Correct the label, or remove the image.",
-                )
-        if several:
-            target = torch.zeros(len(rows), len(words), dtype=torch.bool)
-            for row, labels in enumerate(rows):
+                said = f"the label {strange[0]!r}, which is none of the {len(words)} classes" if strange else "no label"
+                rule, fix = "The classes are those of the training images.", "Correct the label, or remove the image."
+                raise DataError(f"{where(part, row)} has {said}", rule, fix)
+            if several:
                 target[row, [numbers[label] for label in labels]] = True
-        else:
-            target = torch.tensor([numbers[label] for (label,) in rows], dtype=torch.int64)
-        targets.append(target)
+            else:
+                target[row] = numbers[labels[0]]
+        targets.append(torch.from_numpy(target))
     return words, targets
 
 
@@ -307,17 +292,29 @@ def _for_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
 
 def _with_channels(images: Tensor, channels: int) -> Tensor:
     """Images in grey, RGB or RGBA, from images in grey or RGB."""
-    if images.shape[1] == channels:
-        return images
-    if images.shape[1] == 1:  # one channel three times, without three times the memory
-        images = images.expand(-1, 3, -1, -1)
-    if channels == 1:
-        return (images * torch.tensor(GREY).view(3, 1, 1)).sum(1, keepdim=True).round().to(torch.uint8)
-    return images if channels == 3 else torch.cat([images, torch.full_like(images[:, :1], 255)], dim=1)
+    change = v2.functional.rgb_to_grayscale if channels == 1 else v2.functional.grayscale_to_rgb
+    images = change(images)  # one channel three times takes no more memory
+    return torch.cat([images, torch.full_like(images[:, :1], 255)], dim=1) if channels == 4 else images
 
 
-#: Functions that load a data set from a configuration, by the name users type.
-DATA_SETS: Registry[Callable[[DataConfig], ImageData]] = Registry("data set")
+@contextmanager
+def reading(what: str, rule: str, fix: str, *, lock: Path | None = None) -> Iterator[None]:
+    """Inside, whatever a library or the system finds wrong with files is one error.
+
+    With `lock` they may be fetched, by one process at a time; those that wait find them there.
+    """
+    try:
+        if lock is not None:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+        with nullcontext() if lock is None else locked(lock):
+            yield
+    except HybridparError:
+        raise
+    except Exception as error:  # libraries let through whatever their back ends raise
+        reason = error.__cause__ or error  # what is wrong with a file is the cause of an error that does not say it
+        text = " ".join(str(getattr(reason, "strerror", None) or reason).split())
+        text = text.replace("You can use download=True to download it", "").strip(" .")  # torchvision's, in Python
+        raise DataError(f"cannot read {what}: {text or type(reason).__name__}", rule, fix) from error
 
 
 def load_dataset(config: DataConfig) -> ImageData:
@@ -333,7 +330,11 @@ def load_dataset(config: DataConfig) -> ImageData:
         UsageError: No such data set, or options that do not fit it.
         DataError: Its files are missing or damaged; the message says what was looked for, where, and the fix.
     """
-    data = DATA_SETS.get(data_set_kind(config.data))(config)
+    kind = data_set_kind(config.data)
+    known = {**dict.fromkeys(TORCHVISION_SETS, "library_sets:load_torchvision"), **LOADERS}
+    check(kind in known, f"unknown data set {shortened(repr(kind))}", fix=nearest(kind, known))
+    load: Callable[[DataConfig], ImageData] = pkgutil.resolve_name(f"hybridpar.data.{known[kind]}")
+    data = load(config)
     for name in (str(config.data_root), *data.class_names):
         fits = not any("\ud800" <= letter <= "\udfff" for letter in name)
         check(fits, f"the name {name!a} of a class or directory is not UTF-8", "Files of a run are.", "Rename it.")
@@ -350,7 +351,7 @@ def describe_data(data: ImageData) -> str:
     size = f"{height}x{width}"
     if channels != 3:
         size += f", {counted(channels, 'channel')}"
-    if data.test_size not in (None, height):
+    if data.test_size != height:
         size += f", tested at {data.test_size}x{data.test_size}"
     images = f"{len(data.train):,} training and {len(data.test):,} test images"
     text = f"{data.name}, {images}, {counted(data.classes, 'class')}, {size}"

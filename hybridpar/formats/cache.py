@@ -70,10 +70,7 @@ def load_measurement(
     """What was kept under a key; None, with a warning of a damaged file, where there is nothing that can be used."""
     path = measurement_file(kind, key, directory)
     try:
-        entry = read_json(path, "the measurement", UsageError)
-        if entry["key"] != json.loads(json.dumps(key)):
-            return None
-        return types.validate_python(entry["data"])
+        return types.validate_python(read_json(path, "the measurement", UsageError)["data"])
     except (UsageError, LookupError, TypeError, ValueError):
         if path.exists():
             _log.warning("%s is damaged; measuring again", path)

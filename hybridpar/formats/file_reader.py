@@ -11,7 +11,6 @@ import argparse
 import functools
 import json
 import pickle
-import stat
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -114,13 +113,11 @@ def read_torch(path: Path) -> dict[str, Any]:
     """
     import torch
 
+    if path.exists() and not path.is_file():
+        raise Unreadable("it is no regular file")
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise Unreadable("it is no regular file")
         with torch.serialization.safe_globals([argparse.Namespace]):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Unreadable:
-        raise
     except pickle.UnpicklingError as error:
         raise Unreadable("it is damaged, or holds more than tensors and plain values") from error
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel
 from torch import Tensor
@@ -50,21 +51,13 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
     """What `pack` was given."""
     memory = memoryview(data)
     try:
-        (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
+        (length,) = _LENGTH.unpack_from(memory)
         begin = _LENGTH.size + length
         text, facts = json.loads(bytes(memory[_LENGTH.size : begin]))
-        tensors = []
-        for shape, dtype in facts:
-            size = math.prod(shape) * DTYPES[dtype].itemsize
-            if min(shape, default=0) < 0 or begin + size > len(memory):
-                raise ValueError("a tensor that is not there")
-            tensor = torch.empty(shape, dtype=DTYPES[dtype])
-            if size:
-                bytes_of(tensor).numpy()[:] = memory[begin : begin + size]
-            tensors.append(tensor)
-            begin += size
-        if begin != len(memory):
-            raise ValueError(f"{len(memory) - begin} bytes too many")
+        sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in facts]
+        parts = torch.split_with_sizes(torch.from_numpy(np.array(memory[begin:], np.uint8)), sizes)
+        # Copies, because a tensor lies where its dtype may lie.
+        tensors = [part.clone().view(DTYPES[of]).view(shape) for part, (shape, of) in zip(parts, facts, strict=True)]
         return put_together(text, tensors)
     except (struct.error, ValueError, TypeError, KeyError, RecursionError, RuntimeError, OverflowError) as error:
         raise ValueError(f"no message ({type(error).__name__}: {str(error)[:100]})") from error
@@ -79,7 +72,7 @@ def take_apart(item: Any) -> tuple[str, list[Tensor]]:
 def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
     """What `take_apart` was given."""
     try:
-        return _item(json.loads(text), tensors)
+        return json.loads(text, object_hook=lambda written: _item(written, tensors))
     except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"no message ({type(error).__name__}: {str(error)[:100]})") from error
 
@@ -104,7 +97,7 @@ def _plain(item: Any, tensors: list[Tensor]) -> Any:
         tensors.append(item)
         return {"tensor": len(tensors) - 1}
     if (names := _arguments(type(item))) is not None:
-        return {"object": [_name_of(type(item)), {name: _plain(getattr(item, name), tensors) for name in names}]}
+        return {"object": [_name_of(type(item)), [[name, _plain(getattr(item, name), tensors)] for name in names]]}
     for name, (kind, parts_of, _) in _KINDS.items():
         if isinstance(item, kind):
             return {name: _plain(parts_of(item), tensors)}
@@ -114,17 +107,14 @@ def _plain(item: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"a message cannot hold {type(item).__name__}")
 
 
-def _item(plain: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(plain, list):
-        return [_item(part, tensors) for part in plain]
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, value),) = plain.items()
+def _item(written: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    """What is written as an object with one key, whose value has been read."""
+    ((kind, value),) = written.items()
     if kind == "tensor":
         return tensors[value]
     if kind == "object":
-        return _class_of(value[0])(**{name: _item(part, tensors) for name, part in value[1].items()})
-    return _KINDS[kind][2](_item(value, tensors))
+        return _class_of(value[0])(**dict(value[1]))
+    return _KINDS[kind][2](value)
 
 
 def _arguments(kind: type) -> Iterable[str] | None:

@@ -50,8 +50,7 @@ def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
         full = "The disk is full" if error.errno == errno.ENOSPC else "The disk quota is used up"
         why, fix = f"{full}; what was written before is kept.", "Free some space, then go on with --resume."
         return RunDirectoryError(what, why, fix)
-    why = "A run writes its metrics, checkpoints and summary there."
-    return RunDirectoryError(what, why, "Name a directory you can write with --run-dir.")
+    return RunDirectoryError(what, fix="Name a directory that you can write, with --run-dir or --output.")
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -14,12 +14,12 @@ does the same to a Trainer, whose checkpoints then have a file more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from hybridpar.compress import Policy
 from hybridpar.compress.policy import check_compression
@@ -54,22 +54,18 @@ def prepare(
         UsageError: There is no such codec, the processes do not agree, or no model was wrapped in
             DistributedDataParallel, as with FSDP or DeepSpeed.
     """
-    models = [one for one in objects if isinstance(one, torch.nn.Module)]
-    optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
-    for model in models:
-        named = dict(model.named_parameters())
-        check_compression(compress, named, accelerator.num_processes, optimizers, tell=False)
+    modules = [item for item in objects if isinstance(item, torch.nn.Module)]
+    optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+    for module in modules:
+        parameters = dict(module.named_parameters())
+        check_compression(compress, parameters, accelerator.num_processes, optimizers, tell=False)
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
-    wrapped = [_find_ddp(one) for one in (prepared if isinstance(prepared, tuple) else (prepared,))]
-    found = [
-        DataParallel.adopt(one, compress=compress, seed=seed, fidelity=fidelity) for one in wrapped if one is not None
-    ]
-    if not found and accelerator.num_processes > 1:
-        raise _not_wrapped(compress, accelerator)
+    items = prepared if isinstance(prepared, tuple) else (prepared,)
+    models = _adopt(accelerator, items, compress=compress, seed=seed, fidelity=fidelity)
     if str(compress) != "none":
         # Accelerate refuses a checkpoint of more or fewer objects, so one process and a choice of none have them, too.
-        saved = [SavedCompression(one) for one in found] or [SavedCompression(None) for _ in models]
-        accelerator.register_for_checkpointing(*saved)
+        states = [SavedCompression(model) for model in models] or [SavedCompression(None) for _ in modules]
+        accelerator.register_for_checkpointing(*states)
     return prepared
 
 
@@ -95,19 +91,17 @@ def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fid
 
     accelerator = trainer.accelerator
     wrap = accelerator.prepare_model
-    named = dict(trainer.model.named_parameters())
+    parameters = dict(trainer.model.named_parameters())
     optimizers = [trainer.optimizer] if trainer.optimizer is not None else []
-    check_compression(compress, named, accelerator.num_processes, optimizers, tell=False)
+    check_compression(compress, parameters, accelerator.num_processes, optimizers, tell=False)
     saved = SavedCompression(None)
 
     def prepare_model(model: Any, *args: Any, **options: Any) -> Any:
         nonlocal saved
         wrapped = wrap(model, *args, **options)
-        found = _find_ddp(wrapped)
-        if found is not None:
-            saved = SavedCompression(DataParallel.adopt(found, compress=compress, seed=seed, fidelity=fidelity))
-        elif accelerator.num_processes > 1 and not options.get("evaluation_mode"):
-            raise _not_wrapped(compress, accelerator)
+        if not options.get("evaluation_mode"):
+            models = _adopt(accelerator, [wrapped], compress=compress, seed=seed, fidelity=fidelity)
+            saved = SavedCompression(models[0] if models else None)
         return wrapped
 
     class Compression(TrainerCallback):  # type: ignore[misc]
@@ -115,9 +109,9 @@ def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fid
 
         def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             """Write the file, on the first process; a collective."""
-            kept = saved.state_dict()
+            compression = saved.state_dict()
             if accelerator.is_main_process:
-                torch.save(kept, _file_of(args, state))
+                torch.save(compression, _file_of(args, state))
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             """Read the file of the checkpoint that the run goes on from."""
@@ -138,12 +132,17 @@ def _file_of(args: Any, state: Any) -> Path:
     return Path(args.output_dir, f"checkpoint-{state.global_step}", "hybridpar_compression.pt")
 
 
-def _not_wrapped(compress: str | Policy, accelerator: Any) -> UsageError:
-    return UsageError(
-        f"compress={str(compress)!r} with {accelerator.distributed_type}, and no model that it wraps in DDP",
-        "Gradients are compressed in the hook of DistributedDataParallel.",
-        "Give prepare the model, and let Accelerate use plain data parallelism.",
-    )
+def _adopt(accelerator: Any, items: Sequence[Any], compress: str | Policy, **options: Any) -> list[DataParallel]:
+    """Give each DDP in what Accelerate has prepared the codec, also one that torch.compile has wrapped."""
+    inner = [getattr(item, "_orig_mod", item) for item in items]
+    models = [DataParallel.adopt(ddp, compress=compress, **options) for ddp in inner if isinstance(ddp, DDP)]
+    if not models and accelerator.num_processes > 1:
+        raise UsageError(
+            f"compress={str(compress)!r} with {accelerator.distributed_type}, and no model that it wraps in DDP",
+            "Gradients are compressed in the hook of DistributedDataParallel.",
+            "Give prepare the model, and let Accelerate use plain data parallelism.",
+        )
+    return models
 
 
 class SavedCompression:
@@ -170,9 +169,3 @@ class SavedCompression:
             self._model.load_compression_state_dict(state["workers"])
         elif state["workers"]:
             _log.warning("what codec %s has not sent is dropped: one process sends no gradients", state["codec"])
-
-
-def _find_ddp(prepared: Any) -> DistributedDataParallel | None:
-    """The DDP that an object is, or that torch.compile has wrapped."""
-    inner = getattr(prepared, "_orig_mod", prepared)
-    return inner if isinstance(inner, DistributedDataParallel) else None

@@ -21,7 +21,7 @@ from hybridpar.comm.group import TorchGroup, timeout_of
 from hybridpar.comm.world import World
 from hybridpar.compress import Policy, read_policy
 from hybridpar.compress.ddp import CodecState, ddp_hook
-from hybridpar.compress.policy import agree_on_policy, is_auto, read_for
+from hybridpar.compress.policy import agree_on_policy, is_auto
 from hybridpar.errors import CheckpointError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -71,9 +71,8 @@ class DataParallel(DistributedDataParallel):
         fidelity: str = "exact",
         **options: Any,
     ) -> None:
-        policy = read_for(compress, dict(module.named_parameters()))
         super().__init__(module, *arguments, **options)
-        self._register(policy, seed, fidelity)
+        self._register(compress, seed, fidelity)
 
     @classmethod
     def adopt(
@@ -99,13 +98,12 @@ class DataParallel(DistributedDataParallel):
                 "Gradients are compressed in the hook of DistributedDataParallel.",
                 "Train with plain DDP, or leave out compress.",
             )
-        policy = read_for(compress, dict(ddp.module.named_parameters()))
+        cls._register(ddp, compress, seed, fidelity)  # type: ignore[arg-type]
         ddp.__class__ = cls
         assert isinstance(ddp, DataParallel)
-        ddp._register(policy, seed, fidelity)
         return ddp
 
-    def _register(self, policy: str | Policy, seed: int, fidelity: str) -> None:
+    def _register(self, compress: str | Policy, seed: int, fidelity: str) -> None:
         """Register the hook, where there is anything to compress."""
         group: Any = self.process_group
         size = dist.get_world_size(group)
@@ -118,10 +116,15 @@ class DataParallel(DistributedDataParallel):
             control=group if size > 1 else None,
             transport=dist.get_backend(group),
         )
-        agreed = agree_on_policy(policy, dict(self.module.named_parameters()), world.gather, fidelity)
+        agreed = agree_on_policy(compress, dict(self.module.named_parameters()), world, fidelity)
         if not isinstance(agreed, Policy):
-            agreed = _choose(self.module, world, fidelity)
-        self._may_differ = size == 1 or is_auto(policy)
+            from hybridpar.planner.codecs import choose_codecs
+
+            text, lines = choose_codecs(self.module, world, fidelity, _BUCKET_BYTES, size)
+            for line in lines if world.rank == 0 else ():
+                _log.warning(line)  # shown also where logging is not set up
+            agreed = read_policy(text)
+        self._may_differ = size == 1 or is_auto(compress)
         if agreed.changes_nothing or size == 1:
             return
         state, hook = ddp_hook(agreed, self.module, group=group, seed=seed, hierarchical=True)
@@ -195,13 +198,3 @@ class DataParallel(DistributedDataParallel):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state["compression"], state["compress"] = None, "none"
         return state
-
-
-def _choose(module: nn.Module, world: World, fidelity: str) -> Policy:
-    """What `auto` chooses for the gradients of a model."""
-    from hybridpar.planner.codecs import choose_codecs
-
-    text, lines = choose_codecs(module, world, fidelity, _BUCKET_BYTES, world.size)
-    for line in lines if world.rank == 0 else ():
-        _log.warning(line)  # shown also where logging is not set up
-    return read_policy(text)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hybridpar.errors import UsageError, nearest, shortened
-from hybridpar.formats.checkpoint_files import load_model_state, resolve_checkpoint
+from hybridpar.formats.checkpoint_files import load_model_state, read_tensors, resolve_checkpoint
 from hybridpar.formats.file_reader import Unreadable, read_torch
-from hybridpar.formats.tensor_files import read_tensors
 from hybridpar.models.layers import head_parameters
 from hybridpar.models.pretrained import SUFFIXES, is_file, published_weights
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from hybridpar.errors import UsageError, not_installed, shortened
+from hybridpar.errors import check, not_installed, shortened
 from hybridpar.formats.output_files import replace_file
-from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, StepRecord
 from hybridpar.registry import Registry
 
-#: Seconds between two calls of a tool, and those that it has at the end of a run.
+#: Seconds between two calls of a tool, and those that all tools have at the end of a run.
 _PAUSE, CLOSE_SECONDS = 5.0, 15.0
 
 #: Experiment of MLflow and project of W&B where no variable names one.
@@ -38,13 +37,11 @@ class LoggedRun:
 
     Attributes:
         directory: Directory of the run.
-        info: The run.
         options: Its options by name, as plain values.
         resumed_from: Step that it goes on from; None for a new one.
     """
 
     directory: Path
-    info: RunInfo
     options: Mapping[str, Any]
     resumed_from: int | None = None
 
@@ -75,23 +72,23 @@ class Line(NamedTuple):
 class Logger(ABC):
     """A tool that figures of a run are sent to, registered with `LOGGERS.register(name, description)`.
 
-    Any method may raise: the logger is not called again. It is created before the first step, where it imports its
-    tool.
+    It is created before the first step, with the `LoggedRun` that it begins or goes on with; its tool is imported
+    there. Any method may raise: the logger is not called again.
     """
 
     #: What is imported of the tool, and the extra of hybridpar that installs it.
     package: ClassVar[str]
     extra: ClassVar[str]
 
+    #: Where the run can be seen, for the user.
+    where = ""
+
     @abstractmethod
-    def start(self, run: LoggedRun) -> str | None:
+    def __init__(self, run: LoggedRun) -> None:
         """Begin, or go on with, a run.
 
         Args:
             run: The run.
-
-        Returns:
-            Where the run can be seen, for the user; None where there is nothing to say.
         """
 
     @abstractmethod
@@ -129,10 +126,10 @@ def logger_names(log: Iterable[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for text in log for name in text.split(",") if name.strip()))
     if not names:
         return ("tensorboard",) if importlib.util.find_spec("tensorboard") is not None else ()
-    if names == ("none",):
-        return ()
     if "none" in names:
-        raise UsageError(f"--log {','.join(names)}", "`none` stands for no logger.", "Leave it out, or the others.")
+        only = f"--log {','.join(names)}"
+        check(len(names) == 1, only, "`none` stands for no logger.", "Leave it out, or the others.")
+        return ()
     for name in names:
         kind = LOGGERS.get(name)
         if importlib.util.find_spec(kind.package) is None:
@@ -150,10 +147,9 @@ class Loggers:
         self._sent = time.monotonic()
         for name in names:
             with self._guarded(name):
-                logger = LOGGERS.get(name)()
-                if (where := logger.start(run)) is not None:
-                    say(f"{name:8} {where}")
-                self._open[name] = logger
+                self._open[name] = logger = LOGGERS.get(name)(run)
+                if logger.where:
+                    say(f"{name:8} {logger.where}")
 
     def put(self, record: StepRecord | EpochRecord) -> None:
         """Send a record to all of them, now or with the next ones."""
@@ -172,24 +168,22 @@ class Loggers:
         self._sent = time.monotonic()
 
     def close(self, ending: Ending, seconds: float = CLOSE_SECONDS) -> bool:
-        """Send what is left and end all, for a limited time each. False where a tool is still at it."""
-
-        def end(name: str, logger: Logger) -> None:
-            with self._guarded(name):
-                logger.close(ending)
-
+        """Send what is left and end all, for a limited time. False where a tool is still at it."""
         self._send()
-        in_time = True
-        for name, logger in list(self._open.items()):
-            # A tool may upload for as long as there is no network; only its own thread is held up by that.
-            thread = Thread(target=end, args=(name, logger), name=f"log {name}", daemon=True)
+        # A tool may upload for as long as there is no network; only its own thread is held up by that.
+        threads = {name: Thread(target=self._end, args=(name, ending), daemon=True) for name in self._open}
+        for thread in threads.values():
             thread.start()
-            thread.join(seconds)
+        until = time.monotonic() + seconds
+        for name, thread in threads.items():
+            thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                in_time = False
                 self._say(f"warning: the logger {name} did not end in time; it may lack the last records")
-        self._open.clear()
-        return in_time
+        return not any(thread.is_alive() for thread in threads.values())
+
+    def _end(self, name: str, ending: Ending) -> None:
+        with self._guarded(name):
+            self._open[name].close(ending)
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
@@ -208,36 +202,23 @@ class Loggers:
 
 @LOGGERS.register("tensorboard", "event files in the run directory, for TensorBoard")
 class TensorBoardLogger(Logger):
-    """A scalar for each figure, by global step, in `tensorboard/` of the run directory.
-
-    Written with the tensorboard package itself: one event for all scalars of a step costs a quarter of what torch's
-    `SummaryWriter` takes for one event each.
-    """
+    """A scalar for each figure, by global step, in `tensorboard/` of the run directory."""
 
     package: ClassVar[str] = "tensorboard"
     extra: ClassVar[str] = "tensorboard"
 
-    def __init__(self) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._open, self._events, self._summaries = EventFileWriter, event_pb2, summary_pb2
-        self._writer: Any = None
-
-    def start(self, run: LoggedRun) -> str | None:
+    def __init__(self, run: LoggedRun) -> None:
         """Open a file. TensorBoard hides older events of the directory from here on: these steps are run again."""
-        self._writer = self._open(str(run.directory / "tensorboard"), max_queue_size=1000, flush_secs=10)
-        began, step = self._events.SessionLog(status=self._events.SessionLog.START), (run.resumed_from or 0) + 1
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=began))
-        return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, first = str(run.directory / "tensorboard"), (run.resumed_from or 0) + 1
+        self._writer = SummaryWriter(folder, purge_step=first, max_queue=1000)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Write an event for each line."""
+        """Write a scalar for each figure."""
         for line in lines:
-            summary = self._summaries.Summary()
             for name, value in line.figures.items():
-                summary.value.add(tag=name, simple_value=value)
-            self._writer.add_event(self._events.Event(wall_time=line.seconds, step=line.step, summary=summary))
+                self._writer.add_scalar(name, value, line.step, line.seconds)
 
     def close(self, ending: Ending) -> None:
         """Flush and close the file."""
@@ -255,21 +236,15 @@ class WandbLogger(Logger):
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
 
-    def __init__(self) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")  # the terminal is the display's
         import wandb
 
-        self._wandb: Any = wandb
-        self._run: Any = None
-
-    def start(self, run: LoggedRun) -> str | None:
-        """Begin a run, or go on with the one that this run began."""
-        wandb, given = self._wandb, run.recall("wandb") or secrets.token_hex(4)
         has_key = os.environ.get("WANDB_MODE", "online") != "online" or wandb.login(prompt=False)
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=run.directory.name,
-            id=given,
+            id=run.recall("wandb"),
             resume="allow",
             reinit="create_new",
             dir=str(run.directory),
@@ -277,10 +252,10 @@ class WandbLogger(Logger):
             mode=None if has_key else "offline",
             settings=wandb.Settings(console="off", init_timeout=20),
         )
-        run.remember("wandb", given)
+        run.remember("wandb", self._run.id)
         reason = "" if has_key else "there is no API key (`wandb login`), so it is "
         offline = f"{reason}written offline; upload it with: wandb sync {os.path.dirname(self._run.dir)}"
-        return str(self._run.url or offline)
+        self.where = str(self._run.url or offline)
 
     def write(self, lines: Sequence[Line]) -> None:
         """Log each line at its step, in wandb's own process; it drops those of steps that it has."""
@@ -302,34 +277,28 @@ class MlflowLogger(Logger):
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"
 
-    def __init__(self) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         # A server that does not answer must not hold up training for the minutes of MLflow's own defaults.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         if "MLFLOW_TRACKING_URI" not in os.environ:
             os.environ["MLFLOW_TRACKING_URI"] = Path("mlruns").absolute().as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        import mlflow
         from mlflow.entities import Metric, Param
-        from mlflow.tracking import MlflowClient
 
-        self._metric, self._param = Metric, Param
-        self._client, self._id = MlflowClient(), ""
-
-    def start(self, run: LoggedRun) -> str | None:
-        """Begin a run, or go on with the one that this run began."""
+        self._metric, self._client = Metric, mlflow.MlflowClient()
         if (known := run.recall("mlflow")) is not None:
-            self._id = self._client.get_run(known).info.run_id
-            self._client.update_run(self._id, status="RUNNING")
+            self._client.update_run(known, status="RUNNING")
         else:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-            known_experiment = self._client.get_experiment_by_name(name)
-            experiment = known_experiment.experiment_id if known_experiment else self._client.create_experiment(name)
-            self._id = self._client.create_run(experiment, run_name=run.directory.name).info.run_id
-            run.remember("mlflow", self._id)
-            params = [self._param(key, str(value)[:500]) for key, value in run.options.items()]
-            for first in range(0, len(params), 100):  # as many and as long as MLflow takes in one call
-                self._client.log_batch(self._id, params=params[first : first + 100])
-        return f"run {self._id} in {self._client.tracking_uri}"
+            experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)).experiment_id
+            known = self._client.create_run(experiment, run_name=run.directory.name).info.run_id
+            run.remember("mlflow", known)
+            # As many as MLflow takes in one call, and as long.
+            params = [Param(key, str(value)[:500]) for key, value in run.options.items()][:100]
+            self._client.log_batch(known, params=params)
+        self._id = known
+        self.where = f"run {known} in {self._client.tracking_uri}"
 
     def write(self, lines: Sequence[Line]) -> None:
         """Log the figures of all lines in as few calls as MLflow allows."""

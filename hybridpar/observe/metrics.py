@@ -1,6 +1,6 @@
 """Reads and writes `metrics.jsonl`: one JSON object per step, in order, each step once.
 
-Every line goes to the operating system at once (a few microseconds), so a crash of the process loses none; a crash of
+Every line goes to the operating system at once, so a crash of the process loses none; a crash of
 the machine or a full disk may cut the last line, which readers skip. A resumed run first takes away the lines of steps
 that it will run again. Numbers that JSON does not know (NaN, infinities) are null.
 """
@@ -45,8 +45,7 @@ class MetricsWriter:
             if resume_step is not None and goes_on:
                 lines = (line for line, row in _rows(self.path) if row["step"] <= resume_step)
                 replace_file(self.path, lines)  # the old file stays until the new one is whole
-            # Unbuffered: a line is either with the operating system or has raised.
-            self._file = open(self.path, "ab" if goes_on else "wb", buffering=0)  # noqa: SIM115
+            self._file = open(self.path, "ab" if goes_on else "wb")  # noqa: SIM115
         except OSError as error:
             raise run_directory_error(self.path, error) from error
 
@@ -60,15 +59,11 @@ class MetricsWriter:
             row[figure.name] = round(value, 3) if isinstance(value, float) and figure.unit not in _EXACT else value
         if isinstance(record, StepRecord) and record.residual_norms is not None:
             row["residual_norms"] = {name: _finite(float(f"{x:.6g}")) for name, x in record.residual_norms.items()}
-        self._write(json.dumps(row, allow_nan=False).encode() + b"\n")
-
-    def _write(self, line: bytes) -> None:
         if self._failed:
             return
         try:
-            rest = memoryview(line)
-            while rest:  # a nearly full disk takes a part first
-                rest = rest[self._file.write(rest) :]
+            self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            self._file.flush()
         except OSError as error:
             self._failed = True
             raise run_directory_error(self.path, error) from error
@@ -77,15 +72,9 @@ class MetricsWriter:
         """Close the file; what was written is kept. May be called twice."""
         try:
             self._file.close()
-        except OSError as error:  # unbuffered, but a network file system may complain of earlier writes
+        except OSError as error:  # a network file system may complain of earlier writes
             if not self._failed:
                 raise run_directory_error(self.path, error) from error
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)
@@ -116,23 +105,19 @@ def read_metrics(run_dir: Path) -> MetricsTable:
 
     Lines that are not whole are skipped. Of two lines for the same step, or for a test after it, the later one counts.
     """
-    columns = {figure.name: array("d") for figure in STEP_FIGURES}
+    names = [figure.name for figure in STEP_FIGURES]
+    steps: dict[int, array[float]] = {}
     epochs: dict[int, EpochRecord] = {}
     path = Path(run_dir) / METRICS_FILE
     for _, row in _rows(path) if path.exists() else ():
         if "event" not in row:
-            for name, column in columns.items():
-                column.append(_number(row.get(name)))
+            steps[row["step"]] = array("d", [_number(row.get(name)) for name in names])
         elif row["event"] == "epoch" and isinstance(row.get("epoch"), int):
             figures: dict[str, Any] = {figure.name: _finite(_number(row.get(figure.name))) for figure in EPOCH_FIGURES}
             figures |= {name: math.nan for name in ("train_loss", "seconds") if figures[name] is None}
             epochs[row["step"]] = EpochRecord(epoch=row["epoch"], step=row["step"], **figures)
-    tables = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
-    # np.unique keeps the first of equal values, so the reversed order keeps the line written last.
-    _, from_end = np.unique(tables["step"][::-1], return_index=True)
-    index = len(tables["step"]) - 1 - from_end
-    steps = {name: values[index] for name, values in tables.items()}
-    return MetricsTable(steps, tuple(epochs[step] for step in sorted(epochs)))
+    columns = np.array([steps[step] for step in sorted(steps)]).reshape(-1, len(names)).T
+    return MetricsTable(dict(zip(names, columns, strict=True)), tuple(epochs[step] for step in sorted(epochs)))
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -17,8 +17,7 @@ from plotly.graph_objects import Bar, Figure, Heatmap, Scatter
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from hybridpar.errors import check
-from hybridpar.formats.output_files import check_writable, replace_file
+from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.metrics import MetricsTable
 from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES
 from hybridpar.observe.timeline import Lane, Timeline, describe_action, length_ms
@@ -37,7 +36,6 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="generator" content="hybridpar">
 <title>{title} - hybridpar</title>
 <style>
 body {{ margin: 0 auto; padding: 1rem; max-width: 1200px; font: 15px/1.5 system-ui, sans-serif; }}
@@ -57,18 +55,12 @@ th, td {{ padding: 0.2rem 1rem 0.2rem 0; border-bottom: 1px solid #d5d9df; text-
 #: Points of all curves of a chart, at most.
 _MOST_POINTS = 4000
 
-# Okabe and Ito's palette, darkened: colour-blind readers can tell these apart. Further runs have other dashes.
-_RUN_COLOURS = ("#0072b2", "#d55e00", "#007f5f", "#b0518c", "#b98300", "#3a9bd1", "#4d4d4d", "#7a5195")
-_DASHES = ("solid", "dash", "dot", "dashdot")
+#: Okabe and Ito's palette, darkened: colour-blind readers can tell these apart.
+_COLOURS = ("#0072b2", "#d55e00", "#007f5f", "#b0518c", "#b98300", "#3a9bd1", "#4d4d4d", "#7a5195")
 
-#: What is drawn of a step, with its colour of the same palette.
-_KINDS = {
-    Kind.FORWARD: ("forward", "#56B4E9"),
-    Kind.BACKWARD: ("backward", "#E69F00"),
-    Kind.STEP: ("optimizer", "#CC79A7"),
-    Kind.SYNC: ("gradient sum", "#009E73"),
-}
-_OTHER_KIND = ("transfer", "#777777")
+#: What is drawn of a step, each in its colour.
+_KINDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.SYNC: "gradient sum", Kind.STEP: "optimizer"}
+_NAMES = [*_KINDS.values(), "transfer"]
 
 
 def element(tag: str, text: str) -> str:
@@ -94,21 +86,12 @@ def write_page(path: Path, title: str, parts: Iterable[str | Figure]) -> None:
     replace_file(path, [page.encode(errors="replace")])
 
 
-def check_page_file(option: str, path: Path) -> None:
-    """Refuse to write a page over anything but an earlier one."""
-    check_writable(option, path)
-    if path.exists():
-        with open(path, "rb") as file:
-            is_page = b'content="hybridpar"' in file.read(500)
-        check(is_page, f"{option} {path} is there already, and is no page of hybridpar", fix="Name another file.")
-
-
 def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | None:
     """The curves of all runs, with one legend entry per run, on axes that are zoomed together; None without any."""
-    points, tested = max(200, _MOST_POINTS // len(tables)), {row.chart for row in EPOCH_FIGURES}
+    points, tested = _MOST_POINTS // len(tables), {row.chart for row in EPOCH_FIGURES}
     titles = dict.fromkeys(row.chart for row in (*STEP_FIGURES, *EPOCH_FIGURES) if row.chart)
     charts = {
-        title: [(run, *pair) for run, table in enumerate(tables) for pair in _traces(title, table, points)]
+        title: [(run, trace) for run, table in enumerate(tables) for trace in _traces(title, table, max(200, points))]
         for title in sorted(titles, key=lambda title: title not in tested)
     }
     charts = {title: traces for title, traces in charts.items() if traces}
@@ -116,16 +99,18 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
         return None
     spacing = 0.3 / len(charts)
     figure = make_subplots(len(charts), 1, shared_xaxes=True, subplot_titles=[*charts], vertical_spacing=spacing)
+    clocks = [
+        (np.r_[0, table.steps["step"]], np.r_[0, np.nancumsum(table.steps["step_ms"]) / 1000]) for table in tables
+    ]
     seconds: list[list[float | None]] = []
     named: set[int] = set()
     for row, traces in enumerate(charts.values(), start=1):
-        for run, trace, times in traces:
+        for run, trace in traces:
+            seconds.append(_short(np.interp(trace.x, *clocks[run])))
             trace.name = ", ".join(filter(None, (html.escape(names[run]), trace.name)))
             trace.update(legendgroup=str(run), showlegend=run not in named)
-            trace.marker.color = trace.line.color = _RUN_COLOURS[run % len(_RUN_COLOURS)]
-            trace.line.dash = _DASHES[run // len(_RUN_COLOURS) % len(_DASHES)]
+            trace.line.color = _COLOURS[run % len(_COLOURS)]
             named.add(run)
-            seconds.append(times)
             figure.add_trace(trace, row, 1)
     buttons = [
         {"label": label, "method": "update", "args": args}
@@ -141,36 +126,25 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
     return figure.update_layout(**layout, hovermode="x unified", hoverlabel={"namelength": -1})
 
 
-def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[tuple[Scatter, list[float | None]]]:
-    """The curves of a run in a chart, the main one first, each with the training time of its points."""
-    steps = table.steps["step"]
-    seconds = np.nancumsum(table.steps["step_ms"]) / 1000
-
-    def trace(x: NDArray[np.float64], y: NDArray[np.float64], **style: Any) -> tuple[Scatter, list[float | None]]:
-        times = np.interp(x, steps, seconds) if len(steps) else np.zeros(len(x))
-        mode = "lines" if len(x) > 40 else "lines+markers"
-        return Scatter(x=x.tolist(), y=_short(y), **{"mode": mode, **style}), _short(times)
-
-    for row in (row for row in STEP_FIGURES if row.chart == chart):
+def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[Scatter]:
+    """The curves of a run in a chart, the main one first: of a figure of steps the running mean, and each step."""
+    for row in STEP_FIGURES:
         values = table.steps[row.name]
         known = np.flatnonzero(np.isfinite(values))
-        if not len(known):
-            continue
-        middles = np.linspace(0, len(known) - 1, min(points, len(known))).astype(int)
-        yield trace(steps[known[middles]], running_mean(values[known])[middles])
-        extremes = known[thinned(values[known], points)]
-        yield trace(steps[extremes], values[extremes], name="each step", opacity=0.35, line={"width": 1})
-        skipped = np.flatnonzero(table.steps["skipped"] > 0)
-        if row.name == "loss" and len(skipped):
-            # At the foot of the chart: a skipped step often has no loss to stand on.
-            foot = np.full(len(skipped), values[known].min())
-            yield trace(steps[skipped], foot, mode="markers", name="skipped step", marker={"symbol": "x"})
-    for row in (row for row in EPOCH_FIGURES if row.chart == chart):
+        if row.chart == chart and len(known):
+            index = thinned(values[known], points)
+            steps = table.steps["step"][known][index]
+            yield _curve(steps, running_mean(values[known])[index])
+            yield _curve(steps, values[known][index], name="each step", opacity=0.35, line={"width": 1})
+    for row in EPOCH_FIGURES:
         tests = [(epoch.step, value) for epoch in table.epochs if (value := getattr(epoch, row.name)) is not None]
-        if tests:
+        if row.chart == chart and tests:
             at, results = np.array(tests, dtype=np.float64).T
-            index = thinned(results, points)
-            yield trace(at[index], (100 if row.unit == "accuracy" else 1) * results[index], name=row.curve)
+            yield _curve(at, (100 if row.unit == "accuracy" else 1) * results, name=row.curve)
+
+
+def _curve(x: NDArray[np.float64], y: NDArray[np.float64], **style: Any) -> Scatter:
+    return Scatter(x=x.tolist(), y=_short(y), mode="lines" if len(x) > 40 else "lines+markers", **style)
 
 
 def running_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -221,19 +195,19 @@ def step_on_lanes(timeline: Timeline) -> Figure:
 
 def _boxes(lanes: Sequence[Lane]) -> Iterator[Bar]:
     """A trace for each kind of action."""
-    boxes: dict[tuple[str, str], list[tuple[Any, ...]]] = {}
+    boxes: dict[str, list[tuple[Any, ...]]] = {}
     for y, lane in enumerate(lanes):
         width = 0.9 if lane.queue == "compute" else 0.5
         for span in lane.spans:
             text = str(span.action.index) if span.action.kind in COMPUTE else ""
             times = f"{span.duration_ms:.4g} ms, from {span.start_ms:.4g} to {span.end_ms:.4g}"
             box = (round(span.start_ms, 4), round(span.duration_ms, 4), y, width, text)
-            kind = _KINDS.get(span.action.kind, _OTHER_KIND)
-            boxes.setdefault(kind, []).append((*box, f"{describe_action(span.action)}: {times}"))
-    for (name, colour), drawn in boxes.items():
+            name = _KINDS.get(span.action.kind, "transfer")
+            boxes.setdefault(name, []).append((*box, f"{describe_action(span.action)}: {times}"))
+    for name, drawn in boxes.items():
         columns = dict(zip(("base", "x", "y", "width", "text", "hovertext"), zip(*drawn, strict=True), strict=True))
-        style = {"orientation": "h", "marker": {"color": colour}, "textposition": "inside", "hoverinfo": "text"}
-        yield Bar(name=name, legendgroup=name, **columns, **style)
+        style = {"orientation": "h", "marker": {"color": _COLOURS[_NAMES.index(name)]}, "textposition": "inside"}
+        yield Bar(name=name, legendgroup=name, hoverinfo="text", **columns, **style)
 
 
 def confusion_matrix(counts: NDArray[np.int64], classes: Sequence[str]) -> Figure:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -35,56 +34,70 @@ _DECAY = 0.95
 
 
 class Progress:
-    """What a run shows while it trains. This base class keeps the figures, and shows nothing.
+    """What a run shows while it trains: a bar with messages above it where the console is a terminal, else lines.
 
-    Used as a context manager, or closed, so that a terminal gets its cursor back.
+    It must be closed, so that a terminal gets its cursor back. Without a console it shows nothing.
     """
 
-    #: Seconds between two looks at the steps.
-    every = math.inf
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._live: Live | None = None
+        if console is not None and console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(console=console, auto_refresh=False, transient=True)
         self.steps_total = self._epochs = self._sent = self._skipped = 0
         self._loss = self._rate = self._accuracy = math.nan
         self._latest: StepRecord | None = None
-        # The first step of this process, which allocates and compiles, and when it ended; and when the latest one did.
+        # The step that the time left is counted from and when it ended: the first one allocates and compiles.
         self._first: tuple[int, float] | None = None
-        self._ended = self._paused = self._shown = 0.0
+        self._shown = 0.0
 
     def prepare(self, text: str) -> None:
-        """Show what is being done before training starts, until something else is shown."""
-        self.message(f"{text} ...")
+        """Show what is being done before training starts; on a terminal until something else is shown."""
+        if self._live is None:
+            self.message(f"{text} ...")
+        else:
+            self._paint(self._live, Text(f"{text} ...", style="dim"))
 
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Show what is about to be trained."""
         self._epochs, self.steps_total = info.epochs, info.steps_total
-        resumed = [f"resumed after step {done:,}"] if done else []
-        for line in (*start_lines(info), *info.notes, *resumed):
+        epochs = f"{counted(info.epochs, 'epoch')} of {info.steps_per_epoch:,}"
+        if info.steps_total != info.epochs * info.steps_per_epoch:
+            epochs = f"{info.steps_per_epoch:,} per epoch"
+        each = f", on {info.replicas} replicas" if info.replicas > 1 else ""
+        chosen = f" (auto: {info.batch_line})" if info.batch_line else ""
+        for line in (
+            f"model    {info.model}, {info.parameters:,} parameters",
+            f"data     {info.data_line or info.data}",
+            f"workers  {info.workers} on {info.device}",
+            f"batch    {info.batch_size:,} samples per step{each}{chosen}",
+            f"steps    {info.steps_total:,} ({epochs})",
+            f"run dir  {info.run_dir}",
+            *info.notes,
+            *([f"resumed after step {done:,}"] if done else []),
+        ):
             self.message(line)
         self._shown = self._clock()
 
     def step(self, record: StepRecord) -> None:
         """Take note of a step, and show it where what is shown is old."""
         now = self._clock()
-        self._latest, self._ended = record, now - self._paused
-        self._first = self._first or (record.step, self._ended)
+        self._latest, self._first = record, self._first or (record.step, now)
         self._sent += record.bytes_sent
         self._skipped += record.skipped
         self._loss = _running_mean(self._loss, record.loss)
         self._rate = _running_mean(self._rate, record.images_per_second)
-        if now - self._shown >= self.every:
+        if now - self._shown >= (_LINE_SECONDS if self._live is None else _PAINT_SECONDS):
             self._shown = now
-            self.show()
+            self._show(record, now)
 
     @contextmanager
     def pause(self, text: str = "") -> Iterator[None]:
-        """Leave out of the time left what happens inside, where no step is run and which does not come again."""
+        """What happens inside does not come again: the time left is counted anew after it."""
         if text:
             self.message(f"{text} ...")
-        began = self._clock()
         yield
-        self._paused += self._clock() - began
+        self._first = None
 
     def epoch(self, record: EpochRecord) -> None:
         """Show the end of an epoch."""
@@ -100,50 +113,57 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Show a line that stays, for instance "checkpoint saved at step 120"."""
+        if self._console is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._live is not None:
+                style = "yellow" if text.startswith("warning") else ""
+                # As Text: brackets, as in `hybridpar[report]`, are no markup.
+                self._console.print(Text(text, style=style), soft_wrap=True)
+            else:  # without rich, which ends the process when a pipe breaks, and with what the stream cannot encode
+                encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+                print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
     def warn(self, text: str) -> None:
         """Show a warning that stays."""
         self.message(f"warning: {text}")
 
-    def show(self) -> None:
-        """Show how far the run is."""
-
     def close(self) -> None:
         """End the display; what it showed last stays. May be called twice."""
+        with contextlib.suppress(OSError):
+            if self._live is not None:
+                self._live.stop()
 
-    def __enter__(self) -> Self:
-        return self
+    def _show(self, record: StepRecord, now: float) -> None:
+        """Show how far the run is: epoch and step, the figures of the latest steps, and the time left.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimated seconds to the last step; None before the second step of this process.
-
-        From the wall time between steps, so that tests and checkpoints, which come again, count.
+        That is from the wall time between steps, so that tests and checkpoints, which come again, count.
         """
-        if self._latest is None or self._first is None or self._latest.step <= self._first[0]:
-            return None
-        step, began = self._first
-        each = (self._ended - began) / (self._latest.step - step)
-        return each * max(self.steps_total - self._latest.step, 0)
-
-    def line(self) -> str:
-        """Epoch and step, the figures of the latest steps, and the time left."""
-        record, left = self._latest, self.seconds_left
-        if record is None:
-            return "waiting for the first step"
+        first, began = self._first or (record.step, now)
+        left = (now - began) / max(record.step - first, 1) * max(self.steps_total - record.step, 0)
         parts = [
             f"epoch {record.epoch + 1}/{self._epochs}  step {record.step:,}/{self.steps_total:,}",
-            "" if left is None else f"ETA {format_duration(left)}",
+            f"ETA {format_duration(left)}" if record.step > first else "",
             f"loss {self._loss:.4f}",
             "" if math.isnan(self._accuracy) else f"accuracy {format_accuracy(self._accuracy)}",
             format_rate(self._rate),
             f"{format_bytes(self._sent)} sent" if self._sent else "",
             f"{self._skipped:,} skipped" if self._skipped else "",
         ]
-        return "  ".join(filter(None, parts))
+        line = "  ".join(filter(None, parts))
+        if self._live is None:
+            self.message(line)
+            return
+        done = int(_BAR * min(1.0, record.step / max(1, self.steps_total)))
+        # By hand: a progress bar of rich takes several times as long to paint, and training waits for it.
+        self._paint(self._live, Text.assemble(("#" * done, "green"), ("." * (_BAR - done), "dim"), f" {line}"))
+
+    @staticmethod
+    def _paint(live: Live, text: Text) -> None:
+        text.no_wrap, text.overflow = True, "ellipsis"
+        with contextlib.suppress(OSError):
+            live.start()
+            live.update(text, refresh=True)
 
 
 def _running_mean(mean: float, value: float) -> float:
@@ -152,69 +172,10 @@ def _running_mean(mean: float, value: float) -> float:
     return _DECAY * mean + (1 - _DECAY) * value
 
 
-class PlainProgress(Progress):
-    """Plain lines: one per epoch, and one whenever nothing was printed for a while."""
-
-    every = _LINE_SECONDS
-
-    def message(self, text: str) -> None:
-        """Print a line."""
-        # A character that the stream cannot encode, or a reader that went away, must not end hours of training.
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        with contextlib.suppress(OSError):
-            print(text.encode(encoding, "replace").decode(encoding), flush=True)
-
-    def show(self) -> None:
-        """Print a line."""
-        self.message(self.line())
-
-
-class LiveProgress(Progress):
-    """A bar at the bottom of the terminal; messages scroll above it."""
-
-    every = _PAINT_SECONDS
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def prepare(self, text: str) -> None:
-        """Show a line that the next one takes the place of."""
-        self._paint(Text(f"{text} ...", style="dim"))
-
-    def message(self, text: str) -> None:
-        """Print a line above the bar."""
-        style = "yellow" if text.startswith("warning") else ""
-        with contextlib.suppress(OSError):  # as Text: brackets, as in `hybridpar[report]`, are no markup
-            self._live.console.print(Text(text, style=style), soft_wrap=True)
-
-    def show(self) -> None:
-        """Repaint the bar."""
-        step = 0 if self._latest is None else self._latest.step
-        done = int(_BAR * min(1.0, step / max(1, self.steps_total)))
-        # By hand: a progress bar of rich takes several times as long to paint, and training waits for it.
-        self._paint(Text.assemble(("#" * done, "green"), ("." * (_BAR - done), "dim"), f" {self.line()}"))
-
-    def close(self) -> None:
-        """Give the terminal back."""
-        with contextlib.suppress(OSError):
-            self._live.stop()
-
-    def _paint(self, text: Text) -> None:
-        text.no_wrap, text.overflow = True, "ellipsis"
-        with contextlib.suppress(OSError):
-            self._live.start()
-            self._live.update(text, refresh=True)
-
-
-def open_progress(console: Console | None = None) -> Progress:
-    """The display that suits the output: live on a terminal, plain lines elsewhere."""
-    if console is None:
-        # Said outright: FORCE_COLOR, common on build servers, would have rich take a log file for a terminal.
-        console = Console(force_terminal=sys.stdout.isatty())
-    if not console.is_terminal or console.is_dumb_terminal or console.is_jupyter:
-        return PlainProgress()
-    return LiveProgress(console)
+def open_progress(*, shown: bool = True) -> Progress:
+    """The display of a worker on standard output, if it shows anything."""
+    # Said outright: FORCE_COLOR, common on build servers, would have rich take a log file for a terminal.
+    return Progress(Console(force_terminal=sys.stdout.isatty(), force_jupyter=False) if shown else None)
 
 
 @contextmanager
@@ -228,20 +189,3 @@ def progress_bar(text: str = "", total: int | None = None, *, shown: bool = True
 
     with Bar(console=Console(stderr=True), transient=True, disable=not (shown and sys.stderr.isatty())) as bar:
         yield partial(bar.update, bar.add_task(text, total=total))
-
-
-def start_lines(info: RunInfo) -> list[str]:
-    """What is about to be trained, without the notes."""
-    epochs = f"{counted(info.epochs, 'epoch')} of {info.steps_per_epoch:,}"
-    if info.steps_total != info.epochs * info.steps_per_epoch:
-        epochs = f"{info.steps_per_epoch:,} per epoch"
-    each = f", on {info.replicas} replicas" if info.replicas > 1 else ""
-    chosen = f" (auto: {info.batch_line})" if info.batch_line else ""
-    return [
-        f"model    {info.model}, {info.parameters:,} parameters",
-        f"data     {info.data_line or info.data}",
-        f"workers  {info.workers} on {info.device}",
-        f"batch    {info.batch_size:,} samples per step{each}{chosen}",
-        f"steps    {info.steps_total:,} ({epochs})",
-        f"run dir  {info.run_dir}",
-    ]

@@ -25,8 +25,9 @@ class Figure:
     Attributes:
         name: Field of a record and column of `metrics.jsonl`, or key of `summary.json`.
         unit: What it is measured in, one of `hybridpar.observe.text.UNITS`.
-        summary: The key under which the steps of a run make one figure of the summary.
-        reduce: How they do: `median`, `mean`, `sum`, or `part`: the part of a step's time that it takes.
+        reduce: How the steps of a run make one figure of the summary: `median`, `mean`, `sum`, or `part`: the part of a
+            step's time that it takes; empty for none.
+        key: Its key there; by default its name.
         workers: Whether each worker reduces its steps, and the summary has the mean of that.
         log: Whether loggers get it.
         chart: Title of its chart on the report page.
@@ -38,8 +39,8 @@ class Figure:
 
     name: str
     unit: str
-    summary: str = ""
     reduce: str = ""
+    key: str = ""
     workers: bool = False
     log: bool = False
     chart: str = ""
@@ -82,7 +83,7 @@ class StepRecord:
         wire_ms: Time in which they travelled, or waited for other workers.
         decode_ms: Time in which they were read.
         sync_ms: Time in which any sync lane was at it.
-        hidden_share: Part of `sync_ms` that computation hid, 0 to 1.
+        hidden_share: Part of the sums of gradients that computation hid, 0 to 1.
         residual_norm: Global L2 norm of what this worker has not sent yet; only in some steps.
         residual_norms: The same of each parameter, by name.
         staleness: Updates made since the weights that the step's gradients were computed on, their mean; None where
@@ -97,47 +98,39 @@ class StepRecord:
     loss: float = _figure("loss", log=True, chart="Loss")
     lr: float = _figure("rate", log=True, chart="Learning rate")
     samples: int = _figure("count")
-    images_per_second: float = _figure(
-        "images/s", init=False, log=True, summary="images_per_second", reduce="median", title="speed"
-    )
+    images_per_second: float = _figure("images/s", init=False, log=True, reduce="median", title="speed")
     step_ms: float = _figure(
-        "ms", log=True, chart="Time of a step (ms)", summary="step_ms_median", reduce="median", title="step"
+        "ms", log=True, chart="Time of a step (ms)", reduce="median", key="step_ms_median", title="step"
     )
-    compute_ms: float = _figure("ms", log=True, summary="compute_ms", reduce="part", title="compute", predicted=True)
-    exposed_sync_ms: float = _figure(
-        "ms", log=True, summary="exposed_sync_ms", reduce="part", title="exposed sync", usual=0, predicted=True
-    )
-    data_ms: float = _figure("ms", log=True, summary="data_ms", reduce="part", title="waiting for data")
+    compute_ms: float = _figure("ms", log=True, reduce="part", title="compute", predicted=True)
+    exposed_sync_ms: float = _figure("ms", log=True, reduce="part", title="exposed sync", usual=0, predicted=True)
+    data_ms: float = _figure("ms", log=True, reduce="part", title="waiting for data")
     bytes_sent: int = _figure(
         "bytes",
         log=True,
         workers=True,
-        summary="bytes_sent_per_step",
         reduce="mean",
+        key="bytes_sent_per_step",
         title="sent per step",
         usual=0,
         predicted=True,
     )
-    skipped: bool = _figure("flag", summary="skipped_steps", reduce="sum", title="skipped steps", usual=0)
+    skipped: bool = _figure("flag", reduce="sum", key="skipped_steps", title="skipped steps", usual=0)
     grad_norm: float | None = _figure("norm", log=True, chart="Gradient norm")
     bytes_before: int | None = _figure("bytes", None)
     bytes_after: int | None = _figure("bytes", None)
-    encode_ms: float | None = _figure(
-        "ms", None, workers=True, summary="encode_ms", reduce="median", title="encoding", usual=0
-    )
-    wire_ms: float | None = _figure("ms", None, workers=True, summary="wire_ms", reduce="median", title="on the wire")
-    decode_ms: float | None = _figure(
-        "ms", None, workers=True, summary="decode_ms", reduce="median", title="decoding", usual=0
-    )
-    sync_ms: float | None = _figure("ms", None, workers=True, summary="sync_ms", reduce="median")
-    hidden_share: float | None = _figure("part", None)
+    encode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="encoding", usual=0)
+    wire_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="on the wire")
+    decode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="decoding", usual=0)
+    sync_ms: float | None = _figure("ms", None, workers=True, reduce="median")
+    hidden_share: float | None = _figure("part", None, workers=True, reduce="mean", key="overlap", title="sums hidden")
     residual_norm: float | None = _figure("norm", None, log=True, chart="Residual norm: not sent yet")
     residual_norms: Mapping[str, float] | None = None
     staleness: float | None = _figure("updates", None, log=True, chart="Staleness (updates)")
     most_stale: int | None = _figure("updates", None)
-    queued: float | None = _figure("gradients", None, summary="queued", reduce="median", title="queued")
+    queued: float | None = _figure("gradients", None, reduce="median", title="queued")
     bytes_pulled: int | None = _figure(
-        "bytes", None, workers=True, summary="bytes_pulled_per_step", reduce="median", title="pulled per step"
+        "bytes", None, workers=True, reduce="median", key="bytes_pulled_per_step", title="pulled per step"
     )
 
     def __post_init__(self) -> None:
@@ -162,10 +155,10 @@ class EpochRecord:
 
     epoch: int
     step: int
-    test_accuracy: float | None = _figure("accuracy", log=True, chart="Test accuracy (%)", title="test accuracy")
-    test_loss: float | None = _figure("loss", log=True, chart="Loss", curve="test", title="test loss")
-    train_loss: float = _figure("loss", log=True, title="train loss")
-    seconds: float = _figure("s")
+    test_accuracy: float | None = _figure("accuracy", None, log=True, chart="Test accuracy (%)", title="test accuracy")
+    test_loss: float | None = _figure("loss", None, log=True, chart="Loss", curve="test", title="test loss")
+    train_loss: float = _figure("loss", math.nan, log=True, title="train loss")
+    seconds: float = _figure("s", math.nan)
     ema_test_accuracy: float | None = _figure(
         "accuracy", None, log=True, chart="Test accuracy (%)", curve="EMA", title="of the average"
     )
@@ -173,7 +166,8 @@ class EpochRecord:
 
 
 def _rows_of(record: Any) -> tuple[Figure, ...]:
-    return tuple(Figure(column.name, **column.metadata) for column in fields(record) if column.metadata)
+    columns = (column for column in fields(record) if column.metadata)
+    return tuple(Figure(column.name, **{"key": column.name, **column.metadata}) for column in columns)
 
 
 STEP_FIGURES, EPOCH_FIGURES = _rows_of(StepRecord), _rows_of(EpochRecord)
@@ -196,9 +190,7 @@ _RESULTS = (
     Figure("best", "checkpoint", title="best checkpoint"),
 )
 _OF_STEPS = tuple(
-    replace(row, name=row.summary, unit="count" if row.reduce == "sum" else row.unit)
-    for row in STEP_FIGURES
-    if row.summary
+    replace(row, name=row.key, unit="count" if row.reduce == "sum" else row.unit) for row in STEP_FIGURES if row.reduce
 )
 #: How it was laid out, and what that took.
 _LAYOUT = (
@@ -208,7 +200,6 @@ _LAYOUT = (
     Figure("micro_batches", "count", title="micro-batches", usual=1),
     Figure("schedule", "text", title="schedule", usual="accumulate"),
     Figure("bubble", "part", title="bubble", predicted=True),
-    Figure("overlap", "part", title="sums hidden"),
     Figure("peak_saved_bytes", "bytes", title="kept for backward", predicted=True),
     Figure("shares", "text", title="shares", usual="equal"),
     Figure("sync", "text", title="sync", usual="allreduce"),

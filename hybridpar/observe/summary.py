@@ -1,4 +1,4 @@
-"""`summary.json`: the figures of a run.
+"""`summary.json`, the figures of a run, and the table of them that is printed at its end.
 
 `SUMMARY_FIGURES` has every key with its unit, and docs/figures.md what each means. The summary is computed from
 `metrics.jsonl`, so it covers the whole of a run that was resumed, and can be computed again.
@@ -10,7 +10,7 @@ import contextlib
 import json
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -18,18 +18,32 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from hybridpar.errors import RunDirectoryError
+from hybridpar.errors import RunDirectoryError, counted
 from hybridpar.formats.file_reader import read_json
 from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.metrics import MetricsTable
-from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, SUMMARY_FIGURES, Figure, RunInfo
+from hybridpar.observe.records import (
+    LISTED_FIGURES,
+    STEP_ALONE,
+    STEP_FIGURES,
+    STEP_PARTS,
+    SUMMARY_FIGURES,
+    Figure,
+    RunInfo,
+)
 
 #: Name of the file in the run directory.
 SUMMARY_FILE = "summary.json"
 
 #: Steps at the start of a process that say nothing about its speed: caches fill, kernels are chosen and compiled.
 WARM_UP_STEPS = 3
+
+#: A part of a step that was predicted with less milliseconds of error is not shown as a percentage of next to nothing.
+_SMALL_MS = 1.0
 
 
 def summarize(
@@ -46,9 +60,9 @@ def summarize(
     last = table.last_step or resumed_from or 0
     steady = _steady(steps["step"], resumed_from)
     of_steps = {
-        row.summary: reduced(row, steps[row.name] if row.reduce == "sum" else steps[row.name][steady])
+        row.key: reduced(row, steps[row.name] if row.reduce == "sum" else steps[row.name][steady])
         for row in STEP_FIGURES
-        if row.summary and row.reduce != "part"
+        if row.reduce not in ("", "part")
     }
     parts = np.stack([steps[key][steady] for key in STEP_PARTS], axis=1)
     sent = float(np.nansum(steps["bytes_after"]))
@@ -162,3 +176,41 @@ def reduced(figure: Figure, values: Sequence[float] | NDArray[np.float64]) -> fl
         return None
     value = float(np.mean(known) if figure.reduce == "mean" else np.median(known))
     return round(value) if figure.unit == "bytes" else round(value, 3)
+
+
+# ---------------------------------------------------------------------------------------------- the table at the end
+
+
+def print_report(summary: Mapping[str, Any], files: Sequence[Path] = (), console: Console | None = None) -> None:
+    """Print the final table of a run."""
+    console = Console() if console is None else console
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, text in report_rows(summary):
+        grid.add_row(title, Text(text))
+    console.print()
+    console.print(grid)
+    for path in files:  # in one piece each, to be copied
+        console.print(Text.assemble(("written  ", "dim"), str(path)), soft_wrap=True)
+
+
+def report_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Title and text of each row."""
+    yield "run", f"{summary['model']} on {summary['data']}"
+    yield "", f"{counted(summary['workers'], 'worker')} on {summary['device']}, batch {summary['batch_size']:,}"
+    predicted = {row.name: summary.get(f"predicted_{row.name}") for row in LISTED_FIGURES}
+    alone = step_without_data_ms(summary) if predicted[STEP_ALONE.name] is not None else None
+    for row in LISTED_FIGURES:
+        value = alone if row is STEP_ALONE else summary[row.name]
+        expected = predicted[row.name]
+        if value is None or (value == row.usual and not expected):
+            continue
+        text = row.text(value)
+        if row.name in STEP_PARTS and summary["step_ms_median"]:
+            text = f"{text:<10}{value / summary['step_ms_median']:>4.0%}"
+        if expected is not None:
+            text = f"{text:<14}  predicted {row.text(expected)}"
+            is_small = row.unit == "part" or (row.name in STEP_PARTS and abs(value - expected) < _SMALL_MS)
+            text += f", {100 * (value / expected - 1):+.0f}%" if expected and not is_small else ""
+        yield row.title, text

@@ -2,7 +2,7 @@
 
 Optimizer state is saved by parameter name and not by position, so it survives another grouping or another order.
 
-Also expands a recipe, such as `onebit-sgd`, into ordinary options and an optimizer.
+Also expands the recipe `onebit-sgd` into ordinary options.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +25,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, Groups, check_optimizer
 from hybridpar.config.sync import OneBit
-from hybridpar.errors import CheckpointError, UsageError, nearest
+from hybridpar.errors import CheckpointError, UsageError, check, nearest
 from hybridpar.models import learning_rate_scales
 from hybridpar.spec import split_fields, split_name, with_options
-
-if TYPE_CHECKING:  # only the 1-bit recipe needs its codec
-    from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
-
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 #: Optimizers of torch whose fused form can be told on a GPU not to step.
 _FUSED = ("sgd", "adam", "adamw")
@@ -40,14 +35,7 @@ _FUSED = ("sgd", "adam", "adamw")
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
-def parameter_groups(
-    model: nn.Module,
-    weight_decay: float,
-    groups: Groups,
-    *,
-    lr: float = 1.0,
-    scales: Mapping[str, float] | None = None,
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float, groups: Groups, *, lr: float = 1.0) -> list[dict[str, Any]]:
     """Trainable and frozen parameters in groups: those with weight decay and those without, by scale of their rate.
 
     Biases and everything inside a normalisation layer do not decay (Goyal et al. 2017, section 5.3; He et al. 2019,
@@ -55,37 +43,32 @@ def parameter_groups(
     """
     listed = getattr(model, "no_weight_decay", None)
     patterns = [*groups.no_decay, *(listed() if callable(listed) else ())]
+
+    def decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+        if any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns):
+            return False
+        is_bias = name.rpartition(".")[2] == "bias"
+        return groups.decay_all or not (isinstance(module, _NORMS) or is_bias or parameter.ndim <= 1)
+
     exempt = {
         id(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False)
+        if not decays(module, name, parameter)
     }
-    for module in model.modules() if not groups.decay_all else ():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, _NORMS) or name == "bias" or parameter.ndim <= 1:
-                exempt.add(id(parameter))
+    scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr) if groups.scales_rates else {}
     members: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        key = id(parameter) in exempt, float((scales or {}).get(name, 1.0))
-        members.setdefault(key, []).append(parameter)
+        members.setdefault((id(parameter) in exempt, scales.get(name, 1.0)), []).append(parameter)
     return [
-        {"params": members[key], "weight_decay": 0.0 if key[0] else weight_decay}
-        | ({} if key[1] == 1.0 else {"lr": lr * key[1]})
+        {"params": members[key], "weight_decay": 0.0 if key[0] else weight_decay, "lr": lr * key[1]}
         for key in sorted(members, key=lambda key: key[0])
     ]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that options name."""
-    return optimizer_by_name(groups_of(model, config), config)
-
-
-def groups_of(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The parameters of a model in groups, as options say."""
-    groups, scales = config.groups, None
-    if groups.scales_rates:
-        scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr)
-    return parameter_groups(model, config.weight_decay, groups, lr=config.peak_lr, scales=scales)
+    """The optimizer that options name, of the parameters of a model."""
+    return optimizer_by_name(parameter_groups(model, config.weight_decay, config.groups, lr=config.peak_lr), config)
 
 
 def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -93,25 +76,22 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
     check_optimizer(config)
     name = config.optim.name
     options: dict[str, Any] = {"lr": config.peak_lr, "weight_decay": config.weight_decay, **config.optim.arguments}
+    if name == "sgd" or name.startswith(TIMM):
+        options.setdefault("momentum", config.momentum)
     try:
         if name.startswith(TIMM):
             timm = importlib.import_module("timm.optim")
-
-            name = name.removeprefix(TIMM)
-            if name not in (names := timm.list_optimizers()):
-                fix = nearest(f"{TIMM}{name}", [f"{TIMM}{known}" for known in names])
-                raise UsageError(f"unknown optimizer {TIMM + name!r}", fix=fix)
-            if timm.get_optimizer_info(name).second_order:
-                raise UsageError(f"the optimizer {TIMM}{name}", "It needs second derivatives, which no step has.")
-            _check_arguments(config, timm.get_optimizer_class(name, bind_defaults=False))
+            timms = name.removeprefix(TIMM)
+            if timms not in (names := timm.list_optimizers()):
+                raise UsageError(f"unknown optimizer {name!r}", fix=nearest(name, [TIMM + known for known in names]))
+            if timm.get_optimizer_info(timms).second_order:
+                raise UsageError(f"the optimizer {name}", "It needs second derivatives, which no step has.")
+            _check_arguments(config, timm.get_optimizer_class(timms, bind_defaults=False))
             # It adds what timm has as defaults for the name.
-            options.setdefault("momentum", config.momentum)
-            made: torch.optim.Optimizer = timm.create_optimizer_v2(groups, name, **options)
+            made: torch.optim.Optimizer = timm.create_optimizer_v2(groups, timms, **options)
             return made
         kind = getattr(torch.optim, TORCH_OPTIMIZERS[name])
         _check_arguments(config, kind)
-        if name == "sgd":
-            options.setdefault("momentum", config.momentum)
         are_complex = any(parameter.is_complex() for group in groups for parameter in group["params"])
         if name in _FUSED and not are_complex and not options.keys() & {"foreach", "differentiable"}:
             options.setdefault("fused", True)
@@ -213,25 +193,18 @@ class Rates:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
         self._groups = optimizer.param_groups
-        self._given = [dict(group) for group in self._groups]
-        self._peaks = [float(group["lr"]) for group in self._groups]
-        self._on_device = device is not None
-        if device is not None:
-            for group, peak in zip(self._groups, self._peaks, strict=True):
-                group["lr"] = torch.tensor(peak, dtype=torch.float32, device=device)  # what fused kernels read
-
-    @property
-    def added(self) -> list[dict[str, Any]]:
-        """Groups that were added since."""
-        return self._groups[len(self._peaks) :]
+        self._given = [{**group, "lr": float(group["lr"])} for group in self._groups]
+        if device is not None:  # what fused kernels read
+            for group, given in zip(self._groups, self._given, strict=True):
+                group["lr"] = torch.tensor(given["lr"], dtype=torch.float32, device=device)
 
     def set(self, factor: float) -> None:
         """Set all rates to a fraction of their peaks; on a device, in the order of the current stream."""
-        for group, peak in zip(self._groups, self._peaks, strict=True):
-            if self._on_device:
-                group["lr"].fill_(peak * factor)
+        for group, given in zip(self._groups, self._given, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(given["lr"] * factor)
             else:
-                group["lr"] = peak * factor
+                group["lr"] = given["lr"] * factor
 
     def scale(self, momentum_power: float, decay_factor: float) -> None:
         """Raise momentum to a power of what it was at first, and multiply weight decay."""
@@ -243,23 +216,19 @@ class Rates:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """State and options of an optimizer with parameters called by their names in the model.
+    """State of an optimizer, and its counters by group, with parameters called by their names in the model.
 
     Holds only tensors and plain values, so that `torch.load(weights_only=True)` reads it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [
-        {
-            "names": [names[id(parameter)] for parameter in group["params"]],
-            **{key: value for key, value in group.items() if key != "params" and _plain(value)},
-            **counters_of(group),
-        }
-        for group in optimizer.param_groups
-    ]
-    state = {
-        names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items() if id(parameter) in names
+    return {
+        "kind": type(optimizer).__name__,
+        "groups": [
+            {"names": [names[id(parameter)] for parameter in group["params"]], **counters_of(group)}
+            for group in optimizer.param_groups
+        ],
+        "state": {names[id(key)]: dict(values) for key, values in optimizer.state.items() if id(key) in names},
     }
-    return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
 
 
 def load_optimizer_state(
@@ -309,52 +278,28 @@ def _fitted(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool,
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
 def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> TrainConfig:
     """The options that a recipe stands for, without the recipe."""
     config = replace(config, lr=config.peak_lr)
     if not isinstance(config.exchange, OneBit):
         return config
+    check(
+        replicas > 1,
+        f"--sync {config.sync} with one replica",
+        "AdaGrad and momentum steps are taken where the gradients of replicas meet, and one replica sends none.",
+        "Leave it out, or ask for more replicas: --replicas 2 or --nproc 2.",
+    )
+    name, text = split_name(config.compress)
+    codec = config.compress.strip() if name == "onebit_sgd" else "onebit_sgd"
+    given = split_fields(f"--compress {codec}", text, flags=None) if name == "onebit_sgd" else {}
+    # What --compress says goes before what other options say.
+    momentum, warm = f"{config.momentum:g}", config.exchange.warm_steps(total_steps)
+    rule: dict[str, object] = {"warmup": warm, "momentum": momentum, **given}
     return replace(
         config,
         sync=with_options(config.sync.replace("onebit-sgd", "allreduce", 1), warm=None),
-        compress="none" if replicas == 1 else _owners_codec(config, config.exchange.warm_steps(total_steps)),
+        compress=with_options(codec, **rule),
         optimizer=with_options(config.optimizer, momentum=0),
         # Not part of the owners' momentum, which would have added it up.
-        weight_decay=config.weight_decay / (1 - _owners_rule(config).momentum),
+        weight_decay=config.weight_decay / (1 - float(str(rule["momentum"]))),
     )
-
-
-def make_optimizer(
-    model: nn.Module, config: TrainConfig, expanded: TrainConfig, *, replicas: int
-) -> torch.optim.Optimizer:
-    """The optimizer of a model."""
-    if not config.is_onebit or replicas > 1:
-        return build_optimizer(model, expanded)
-    from hybridpar.optim.adagrad_sgd import AdaGradSGD
-
-    return AdaGradSGD(groups_of(model, expanded), expanded.peak_lr, _owners_rule(config))
-
-
-def _owners_codec(config: TrainConfig, warm: int) -> str:
-    """The codec of `onebit-sgd`; what `--compress` says of it goes before what other options say."""
-    name, options = split_name(config.compress)
-    codec = config.compress.strip() if name == "onebit_sgd" else "onebit_sgd"
-    given = split_fields(f"--compress {codec}", options, flags=None) if name == "onebit_sgd" else {}
-    usual: dict[str, object] = {"warm": warm, "momentum": f"{config.momentum:g}"}
-    return with_options(codec, **{key: value for key, value in usual.items() if key not in given})
-
-
-def _owners_rule(config: TrainConfig) -> OneBitSgd:
-    """What owners of stripes do in `onebit-sgd`, however long the run is."""
-    from hybridpar.compress import parse_codec
-    from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
-
-    codec = parse_codec(_owners_codec(config, 0)).core
-    assert isinstance(codec, OneBitSgd)
-    return codec

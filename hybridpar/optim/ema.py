@@ -57,25 +57,17 @@ class ModelAverage:
         if left:
             return
         decay = min(1.0 - math.pow(max(1, number), -2 / 3), self.decay) if self.warmup else self.decay
-        weight = 1.0 if number <= 1 else 1.0 - decay
-        averages, values = [], []
+        weight: Any = 1.0 if number <= 1 else 1.0 - decay
+        if commit is not None:
+            weight = commit.to(torch.float32) * weight
         for name, value in self.module.state_dict().items():
             average = self._average.get(name)
             if average is None or is_extra(name) or _kind(average) != _kind(value):
                 self._average[name] = _averaged(name, value)  # or a buffer that forward has assigned
             elif _has_mean(value) and name not in self._copied:
-                averages.append(average)
-                values.append(value.to(average.dtype))
+                average.lerp_(value.to(average.dtype), weight if commit is None else weight.to(average.dtype))
             else:
                 average.copy_(value)
-        if not averages:
-            return
-        if commit is None:
-            torch._foreach_lerp_(averages, values, weight)
-            return
-        scaled = commit.to(torch.float32) * weight
-        for average, value in zip(averages, values, strict=True):
-            average.lerp_(value, scaled.to(average.dtype))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The average under the names of the module's own state dict, which can be loaded into the module.

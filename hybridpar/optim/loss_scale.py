@@ -9,9 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-#: Steps in a row that may be skipped while the scale falls from the highest that is usual, 2^24, to 1.
-FALLS = 24
-
 
 class LossScale:
     """What a loss is multiplied with before its backward pass, and gradients of parameters are divided by in it.
@@ -20,6 +17,9 @@ class LossScale:
     doubled after `interval` steps in a row whose gradients are. Scales are powers of two, so that scaling itself rounds
     nothing. All numbers are tensors on the device; the host reads none of them.
     """
+
+    #: Steps in a row that may be skipped while the scale falls from the highest that is usual, 2^24, to 1.
+    falls = 24
 
     def __init__(self, device: torch.device, *, initial: float = 2.0**16, interval: int = 2000) -> None:
         self.value = torch.full((), initial, device=device)

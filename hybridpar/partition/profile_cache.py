@@ -57,6 +57,8 @@ def measured_profile(
     if known is not None and fits and known.noise <= MOST_NOISE:
         return known
     times = measure_units(units, inputs, passes=passes, threads=threads, progress=progress)
+    if cache is None:  # the planner's, on every worker: it counts with their noise
+        return times
     if not times.noise <= MOST_NOISE:
         _log.warning(
             "the times of the layers of %s lie %.0f %% apart, as other programs run too: they are used now, and "
@@ -64,7 +66,7 @@ def measured_profile(
             type(units.model).__name__,
             100 * times.noise,
         )
-    elif cache is not None:
+    else:
         store_measurement(KIND, key, TIMES.dump_python(times, mode="json"), cache)
     return times
 

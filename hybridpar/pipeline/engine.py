@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hybridpar.comm.grid import Grid
     from hybridpar.comm.transport import MessagePart
     from hybridpar.compress.nodes import NodeWorlds
-    from hybridpar.sync.compression_table import LayerBytes
+    from hybridpar.sync.figures import LayerBytes
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -94,7 +94,7 @@ class PipelineEngine:
                 for target in consumers_of(stages, stage.index):
                     pairs |= {(stage.index, target), (target, stage.index)}
         names = dict(model.named_parameters())
-        policy = agree_on_policy(options.sync.codec, names, world.gather)
+        policy = agree_on_policy(options.sync.codec, names, world)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
@@ -234,7 +234,7 @@ class PipelineEngine:
 
     def layer_bytes(self) -> list[LayerBytes]:
         """What each parameter is sent as, of all stages; empty where gradients are added as they are. A collective."""
-        from hybridpar.sync.compression_table import layer_bytes
+        from hybridpar.sync.figures import layer_bytes
 
         self.wait()  # the step under way uses the same process group
         reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]

@@ -29,8 +29,7 @@ from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
-from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncLanes
+from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncLanes, SyncOptions
 
 if TYPE_CHECKING:
     from hybridpar.comm.group import Group

@@ -31,8 +31,7 @@ from hybridpar.schedule.schedules import ScheduleRequest, make_all
 from hybridpar.schedule.spans import Span
 from hybridpar.schedule.spans import StepSpans as StepSpans
 from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
-from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.stage_gradients import StepGradients
+from hybridpar.sync.stage_gradients import StepGradients, SyncOptions
 
 #: One name for it, so that tests can put a stand-in here.
 cuda: Any = torch.cuda

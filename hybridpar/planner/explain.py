@@ -6,6 +6,7 @@ Differences are those of the parts of a step, so they add up.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.planner.codecs import FIDELITIES
@@ -66,15 +67,15 @@ def describe(candidate: Candidate, answer: Answer) -> str:
     return ", ".join(part for part in parts if part is not None)
 
 
-def rows(answer: Answer, most: int = 5) -> list[Row]:
-    """The table: the chosen plan, the runners-up, and the baselines."""
+def rows(answer: Answer, most: int = 5, ran: Sequence[Outcome] = ()) -> list[Row]:
+    """The table: the chosen plan, the runners-up, the baselines, and what was run."""
     chosen, evaluator = answer.chosen, answer.evaluator
     chosen_parts = evaluator.parts(chosen.candidate)
     among = f"simplest of {len(answer.ties)} within the noise of {100 * answer.noise:.1f} %"
     verdict = f"chosen: the {among if len(answer.ties) > 1 else 'fastest'}"
     table = [Row(describe(chosen.candidate, answer), chosen, chosen_parts, verdict)]
     others = [outcome for outcome in answer.ranked if outcome != chosen]
-    baselines = list(answer.baselines.values())
+    baselines = [*answer.baselines.values(), *ran]
     for outcome in others[:most] + [outcome for outcome in others[most:] if outcome in baselines]:
         parts = evaluator.parts(outcome.candidate)
         if outcome in answer.ties:

@@ -61,7 +61,8 @@ def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
         f"--compress {config.compress}": "compress" in named
         and not config.chooses
         and not read_policy(config.compress).changes_nothing,
-        f"--sync {config.sync}": "sync" in named and (config.outer is not None or config.late != "off"),
+        f"--sync {config.sync}": "sync" in named
+        and (config.outer is not None or config.late != "off" or config.is_onebit),
         "--shares auto": "shares" in named and config.shares.strip() == "auto",
         "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
         "--shard-optimizer": "shard_optimizer" in named and config.shard_optimizer,

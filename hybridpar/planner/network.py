@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from hybridpar.compress import Collective, parse_codec
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
@@ -200,7 +200,7 @@ def bucket_cost(
     rounds = set[tuple[object, float]]()
     for parameter in bucket:
         size, text = 4 * parameter.count, codecs.get(parameter.name)
-        if text is None or not _parsed(text).fits(parameter.shape):
+        if text is None or not parse_codec(text).fits(parameter.shape):
             rounds.add(("plain", plain.latency_ms))
             wire += size * plain.ms_per_byte
             sent += factor * size
@@ -208,7 +208,7 @@ def bucket_cost(
         writing, reading = rates[text].times(parameter.count)
         encode += writing / (share * throughput)
         decode += reading / (share * throughput)
-        for index, message in enumerate(lasting_rounds(_parsed(text), parameter.shape, peers)):
+        for index, message in enumerate(lasting_rounds(parse_codec(text), parameter.shape, peers)):
             price = network.between_hosts if group.two_levels else network.exchange
             cost = price(message.collective)
             wire += message.bytes * cost.ms_per_byte
@@ -219,6 +219,3 @@ def bucket_cost(
             wire += 2 * size * inside.ms_per_byte
             sent += 2 * size * 2 * (group.each - 1) / group.each
     return BucketCost(round(sent / factor), ready, encode, decode, wire, sum(latency for _, latency in rounds))
-
-
-_parsed = cache(parse_codec)

@@ -93,7 +93,7 @@ def plan_run(
         named &= config.given or frozenset()
     decided, insists = decided_options(config) if decided is None else decided, "plan" in (config.given or ())
     names = [path for path, _ in model.named_parameters()]
-    agree_on_policy(config.compress, names, world.gather, config.fidelity)
+    agree_on_policy(config.compress, names, world, config.fidelity)
     _require_effect(config, named, world.size)
     require_unwrapped(model)
     require_saved(model)

@@ -26,8 +26,6 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.compress import parse_codec
-from hybridpar.compress.kernels import prepare_aside
 from hybridpar.errors import HybridparError
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.machine.process import available_cores, host_identity, usable_memory
@@ -112,8 +110,6 @@ def measure_inputs(
     # What a run adds in shared memory is never sent, and no codec is faster.
     unsent = workers == 1 or (cluster is None and (world.transport == "shared memory" or other_types(model)))
     codecs = [] if unsent else _codecs(asked)
-    if cluster is None and world.device.type == "cpu":
-        prepare_aside(map(parse_codec, codecs))
     way = None if open_trial is None else _measure_way(job, open_trial)
     profile = _measure_units(job, way, progress)
     spec = cluster or _measure_links(job, way)

@@ -26,7 +26,6 @@ from hybridpar.comm.world import World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.codec import Codec, Round, TensorSpec
 from hybridpar.compress.exchange import Exchange
-from hybridpar.compress.policy import bind
 from hybridpar.errors import HybridparError
 from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import MOST_NOISE, halves_apart, repeat_until_steady
@@ -178,7 +177,7 @@ def measure_codec(codec: Codec, shapes: Iterable[tuple[int, ...]], workers: int,
 @functools.cache
 def lasting_rounds(codec: Codec, shape: tuple[int, ...], workers: int) -> tuple[Round, ...]:
     """The rounds of a parameter once a warm-up is over."""
-    return codec.bind(TensorSpec("trial", shape, workers=workers)).lasting.rounds
+    return codec.bind(TensorSpec("trial", shape, workers=workers, device=torch.device("meta"))).rounds
 
 
 def _piece(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -199,7 +198,7 @@ def _time_exchanges(
     count = math.prod(shape)
     pieces = max(1, min(_MOST_PIECES, _COLD_BYTES // (4 * count)))
     exchange = Exchange(
-        [bind(codec, TensorSpec(f"trial {index}", shape, workers=workers, device=device)) for index in range(pieces)]
+        [codec.bind(TensorSpec(f"trial {index}", shape, workers=workers, device=device)) for index in range(pieces)]
     )
     gradients = [torch.randn(count, generator=draw, dtype=torch.float32).to(device) for _ in range(pieces)]
     results = [torch.empty_like(gradient) for gradient in gradients]

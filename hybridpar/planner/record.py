@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hybridpar.compress import format_codec
 from hybridpar.partition.planning import plan_stages
 from hybridpar.plan import (
     Compute,
@@ -54,9 +53,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None, compute: Compute | N
         sync=Sync(
             lanes=inputs.sync_lanes,
             bucket_bytes=inputs.bucket_bytes,
-            policy=tuple(
-                SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in choice.policy.rules
-            ),
+            policy=tuple(SyncRule(pattern=rule.pattern, codec=rule.codec) for rule in choice.policy.rules),
             outer=choice.every if choice.outer is not None else None,
             shard_optimizer=candidate.sharded,
         ),

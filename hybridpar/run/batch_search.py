@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from hybridpar.errors import UsageError
 from hybridpar.optim.schedule import Leg, Pace
 from hybridpar.pipeline.step import StepRequest
 from hybridpar.run.part import Part, Run
@@ -30,21 +29,6 @@ LARGEST = 1 << 20
 #: Part of an epoch's samples that a trial sees (45 minutes of 24 hours), and its fewest steps at the smallest size and
 #: at the largest.
 PART, LEAST_STEPS, LEAST_AT_LARGEST = 1 / 32, 8, 4
-
-
-def bounds(
-    start: int, chosen: int | None = None, *, rate_fell: float = 1.0, multiple: int = 64, largest: int = LARGEST
-) -> tuple[int, int]:
-    """Between which sizes to search.
-
-    A search begins at the run's first batch size, raised where the learning rate has fallen, and goes to no less than
-    half and no more than twice of what was chosen before.
-    """
-    low, high = start / math.sqrt(min(1.0, rate_fell)), float(largest)
-    if chosen is not None:
-        low, high = max(low, chosen / 2), min(high, 2.0 * chosen)
-    lowest = min(_rounded(low, multiple), largest)
-    return lowest, max(lowest, int(high))
 
 
 def search_batch_size(
@@ -76,10 +60,7 @@ class BatchSelector(Part):
     def __init__(self, run: Run) -> None:
         self._trainer, self._engine, self._samples = run.trainer, run.trainer.engine, run.samples
         self._config, self._start = run.config, run.config.samples_per_step
-        self.pace = Pace(run.config.epochs)
-        self._chosen: int | None = None
-        self._first_factor: float | None = None
-        self._begin(0, 0, self._start)
+        self.pace = self._trainer.pace = Pace(run.config.epochs, [Leg(0, 0, self._start, run.samples.per_epoch)])
 
     def begin_epoch(self, run: Run, epoch: int) -> None:
         """Search before the first step of an epoch. Never before the first epoch: its weights say nothing yet."""
@@ -91,36 +72,35 @@ class BatchSelector(Part):
 
     def choose(self, epoch: int) -> str:
         """Search, and go on with what was found; a collective."""
-        factor = self.pace.factor(self._trainer.steps_done, self._config) / self.pace.samples
-        self._first_factor = self._first_factor or factor
-        fell = factor / self._first_factor if factor > 0 else 1.0
-        multiple = min(64, max(1, self._start // 4))
-        low, high = bounds(self._start, self._chosen, rate_fell=fell, multiple=multiple)
-        samples = len(self._samples.images.train)
+        now, samples, multiple = (
+            self.pace.batch_size,
+            len(self._samples.images.train),
+            min(64, max(1, self._start // 4)),
+        )
+        low = _rounded(max(self._start, now / 2), multiple)
         seen = min(samples, max(round(PART * samples), LEAST_STEPS * low))
-        high = min(high, seen // LEAST_AT_LARGEST)
+        high = min(2 * now if len(self.pace.legs) > 1 else LARGEST, seen // LEAST_AT_LARGEST)
         if seen < LEAST_STEPS * low or high <= low:
-            return f"batch size {self.pace.batch_size}: {samples} samples are too few to try others"
-        try:
-            with self._trainer.on_trial() as undo:
+            return f"batch size {now}: {samples} samples are too few to try others"
+        factor = self.pace.factor(self._trainer.steps_done, self._config) / self.pace.samples
+        with self._trainer.on_trial() as undo:
 
-                def trial(batch_size: int) -> float:
-                    undo()
-                    return self._loss_at(batch_size, epoch, seen, factor)
+            def trial(batch_size: int) -> float:
+                undo()
+                return self._loss_at(batch_size, epoch, seen, factor)
 
-                self._chosen, losses = search_batch_size(trial, low, high, multiple=multiple)
-        finally:
-            self._engine.set_batch_scale(self.pace.samples)
-        if self._chosen != self.pace.batch_size:
-            self._begin(self._trainer.steps_done, epoch, self._chosen)
+            chosen, losses = search_batch_size(trial, low, high, multiple=multiple)
+        if chosen != now:
+            per_epoch = self._samples.make(chosen).steps_per_epoch
+            self.pace.begin(Leg(self._trainer.steps_done, epoch, chosen, per_epoch))
+        self._go_on()
         tried = ", ".join(f"{size}: {loss:.4f}" for size, loss in losses.items())
-        return f"batch size {self._chosen} from epoch {epoch + 1} on (loss at {tried})"
+        return f"batch size {chosen} from epoch {epoch + 1} on (loss at {tried})"
 
     def _loss_at(self, batch_size: int, epoch: int, seen: int, factor: float) -> float:
         """The mean loss over a small part of the data, trained at a batch size."""
-        scale = batch_size / self._start
+        scale, losses, counted = batch_size / self._start, 0.0, 0
         self._engine.set_batch_scale(scale)
-        losses, counted = 0.0, 0
         batches = self._samples.make(batch_size).epoch(epoch)
         for batch in itertools.islice(batches, math.ceil(seen / batch_size)):
             request = StepRequest(batch.micro_batches, batch.samples, batch.global_samples, factor * scale)
@@ -128,32 +108,21 @@ class BatchSelector(Part):
             losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
         return losses / counted
 
-    def _begin(self, step: int, epoch: int, batch_size: int) -> None:
-        """Go on at a batch size from a step and an epoch on."""
-        self._samples.batches = self._samples.make(batch_size)
-        self.pace.begin(Leg(step, epoch, batch_size, self._samples.per_epoch))
-        self._trainer.pace = self.pace
+    def _go_on(self) -> None:
+        """Train at the batch size of the last leg."""
+        self._samples.batches = self._samples.make(self.pace.batch_size)
         self._engine.set_batch_scale(self.pace.samples)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as plain values."""
-        return {"legs": self.pace.plain(), "chosen": self._chosen, "first_factor": self._first_factor}
+        return {"legs": self.pace.plain()}
 
     def restore(self, run: Run, state: dict[str, Any] | None) -> None:
-        """Go on from what `state` returned."""
-        if state is None:
-            raise UsageError(
-                f"the checkpoint was made without --select-batch, this run has {self._config.select_batch}",
-                "Steps of different batch sizes are counted from the start of the run.",
-                "Resume without it, or start a new run.",
-            )
-        pace = Pace.of(self._config.epochs, state["legs"])
-        leg = pace.legs[-1]
-        self._samples.batches = self._samples.make(leg.batch_size)
-        self.pace.legs[:] = pace.legs
-        self._chosen, self._first_factor = state["chosen"], state["first_factor"]
-        self._engine.set_batch_scale(self.pace.samples)
-        run.total = self.pace.total_steps()
+        """Go on from what `state` returned; without it the batch has been the first one until now."""
+        if state is not None:
+            self.pace.legs[:] = Pace.of(self._config.epochs, state["legs"]).legs
+            self._go_on()
+            run.total = self.pace.total_steps()
 
     def summary(self, run: Run) -> dict[str, Any]:
         """The last batch size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,16 @@ from typing import get_args
 import torch
 from torch import nn
 
+from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import Interpolation, images_over, is_of_any_size
-from hybridpar.data import ImageData, load_dataset
+from hybridpar.data import ImageData, TestBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, check_model_name, freeze, load_weights, parse_arguments, require_trained
+from hybridpar.models import build_model, check_model_name, freeze, parse_arguments, require_trained
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 from hybridpar.models.layers import freeze_batch_norm
-from hybridpar.models.pretrained import is_file, is_published, model_input
 from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
 
@@ -43,6 +44,27 @@ def example_batch(data: ImageData, config: TrainConfig, plan: ResolvedPlan) -> t
     """Something of the size of a micro-batch, for measuring the model."""
     samples = plan.micro_batch_samples(config.samples_per_step)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
+
+
+def batches_to_test(
+    data: ImageData,
+    config: TrainConfig,
+    device: torch.device,
+    rank: int = 0,
+    workers: int = 1,
+    shares: Sequence[float] | None = None,
+) -> TestBatches:
+    """The share of the test set of one of the workers that test it, in batches of as many samples as it trains on."""
+    return TestBatches(
+        data,
+        batch_size=max(2, config.samples_per_step // workers),
+        rank=rank,
+        workers=workers,
+        loader_workers=config.loader_workers,
+        device=device,
+        channels_last=config.uses_channels_last,
+        shares=shares,
+    )
 
 
 def load_data(config: TrainConfig, world: World) -> ImageData:
@@ -74,6 +96,10 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
     are.
     """
     check_model_name(name)  # before any data set is loaded
+    if config.weights is None and not is_of_any_size(config.data):
+        return config
+    from hybridpar.models.pretrained import is_published, model_input  # most runs need nothing of it
+
     published = config.weights is not None and is_published(config.weights)
     if not published and not is_of_any_size(config.data):
         return config
@@ -89,12 +115,24 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
     return replace(config, image_size=images_over(known, config.image_size))
 
 
-def start_from_weights(config: TrainConfig, name: str, model: nn.Module | DeferredModel) -> list[str]:
-    """Give a model the weights that its options name."""
+def read_weights(config: TrainConfig, name: str, model: nn.Module | DeferredModel, world: World) -> list[str]:
+    """Give a model the weights that a new run starts from; lines to show."""
     if config.weights is None:
         return []
-    report = load_weights(model, config.weights, name=name, args=parse_arguments(config.model_arg))
-    return [f"weights  {report}"]
+    from hybridpar.models import load_weights
+
+    source, arguments = config.weights, parse_arguments(config.model_arg)
+
+    def read() -> list[str]:
+        return [f"weights  {load_weights(model, source, name=name, args=arguments)}"]
+
+    if isinstance(model, DeferredModel):  # each worker reads what it will hold
+        return world.on_all(read)
+    with world.patient():
+        lines = world.from_main(read)
+    if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
+        broadcast_state(model, 0, world)
+    return lines
 
 
 def open_model(
@@ -127,6 +165,8 @@ def open_model(
 
 def _is_there(weights: str) -> bool:
     """Whether weights are a file that this worker can read."""
+    from hybridpar.models.pretrained import is_file
+
     return is_file(weights) and Path(weights).exists()
 
 

@@ -12,8 +12,7 @@
       profile/       traces of torch's profiler (`--profile`)
       flight/        what each worker does, while the run goes on (hybridpar.comm.flight)
 
-A new run gets a directory of its own; one that exists is continued with `--resume` or replaced with `--overwrite`,
-both of which the user must ask for. Only files that a run writes are ever deleted.
+A new run gets a directory of its own, and one that exists is continued with `--resume`; no run is ever deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,24 +32,18 @@ from typing import Any, TypeVar
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import data_name, images_over, read_images, samples_of
 from hybridpar.config.files import config_text
-from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
+from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError, check
 from hybridpar.formats.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint, step_of
 from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.formats.output_files import replace_file, run_directory_error
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
-#: Files and folders that a run writes.
-_WRITTEN = (
-    *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "metrics.jsonl", "summary.json"),
-    *("wandb.id", "mlflow.id", "events.out.tfevents.*"),
-    *("checkpoints", "tensorboard", "wandb", "flight", "profile"),
-)
 
 #: Options that built the model of a run; the checkpoint itself says which others cannot change.
 _FIXED = {"weights", "model_arg"}
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
-OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "hosts", "device", "timeout"}
+OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "run_dir", "debug", "hosts", "device", "timeout"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
 _NOT_RECALLED = {"plan", "timeline", "profile"}
 
@@ -90,56 +82,37 @@ class RunFolder:
 def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = None) -> RunFolder:
     """Decide on the run directory; called by one worker, the others are told.
 
-    Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_folder`.
+    Nothing is written yet: the run may still turn out to be impossible, see `claim_folder`.
     """
+    start = None if config.resume_from is None else resolve_checkpoint(config.resume_from).absolute()
     job = os.environ.get("TORCHELASTIC_RUN_ID")
     again = (was_restarted() if restarted is None else restarted) and job is not None
     claimed = (path for path in _directories(config, model) if again and read_facts(path).get("job") == job)
     if (mine := next(claimed, None)) is not None:
-        return RunFolder(mine, latest_checkpoint(mine / "checkpoints") or _start(config), restarted=True)
-    folder = _folder_of_request(config, model)
-    existing = next(path for path in (folder.directory, *folder.directory.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # said before anything is measured
-        problem = errno.EACCES if existing.is_dir() else errno.ENOTDIR
-        raise run_directory_error(folder.directory, OSError(problem, os.strerror(problem)))
-    return folder
-
-
-def _folder_of_request(config: TrainConfig, model: str) -> RunFolder:
-    """The directory that the options ask for."""
-    base, start = _base(config, model), _start(config)
+        return RunFolder(mine, latest_checkpoint(mine / "checkpoints") or start, restarted=True)
     if start is not None:
         read_manifest(start)
     if config.resume:
         directory = resumed_directory(config, model)
-        if (checkpoint := latest_checkpoint(directory / "checkpoints")) is None:
+        if (start := latest_checkpoint(directory / "checkpoints")) is None:
             raise CheckpointError(
                 f"there is nothing to resume in {directory}",
                 "--resume goes on from the newest whole checkpoint of the run directory.",
                 "Name the directory with --run-dir, or leave --resume away to start a new run.",
             )
-        return RunFolder(directory, checkpoint)
-    if config.run_dir is None and not config.overwrite:
-        return RunFolder(_unused(base), start)
-    holds_run = (base / RUN_FILE).exists()
-    if holds_run and not config.overwrite:
-        raise UsageError(
-            f"{base} already holds a run",
-            "A run never overwrites another one by itself.",
-            "Add --resume to continue it, --overwrite to replace it, or name another --run-dir.",
+    else:
+        directory = config.run_dir or next(path for path in _numbered(config, model) if not os.path.lexists(path))
+        check(
+            not (directory / RUN_FILE).exists(),
+            f"{directory} already holds a run",
+            "A run never replaces another one.",
+            "Add --resume to continue it, name another --run-dir, or delete the directory.",
         )
-    if holds_run and start is not None and start.resolve().is_relative_to(base.resolve()):
-        raise UsageError(
-            f"--overwrite would delete {config.resume_from}, which --resume-from names",
-            "The run that is replaced is deleted with its checkpoints.",
-            "Use --resume instead to continue that run, or name another --run-dir.",
-        )
-    return RunFolder(base, start)
-
-
-def _start(config: TrainConfig) -> Path | None:
-    """The checkpoint of `--resume-from`."""
-    return None if config.resume_from is None else resolve_checkpoint(config.resume_from).absolute()
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # said before anything is measured
+        problem = errno.EACCES if existing.is_dir() else errno.ENOTDIR
+        raise run_directory_error(directory, OSError(problem, os.strerror(problem)))
+    return RunFolder(directory, start)
 
 
 @contextlib.contextmanager
@@ -165,39 +138,39 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
         return config, ()
     directory = resumed_directory(config, model)
     checkpoint, facts = latest_checkpoint(directory / "checkpoints"), read_facts(directory)
-    if checkpoint is None or not _options_in(facts):
+    if checkpoint is None or not facts:
         return config, ()
-    if facts.get("model") != model:
-        raise UsageError(
-            f"the run in {directory} is of {facts.get('model')}, not of {model}",
-            "A resumed run goes on with the weights of its own model.",
-            "Name that model, or another --run-dir.",
+    check(
+        facts["model"] == model,
+        f"the run in {directory} is of {facts['model']}, not of {model}",
+        "A resumed run goes on with the weights of its own model.",
+        "Name that model, or another --run-dir.",
+    )
+    began, typed = recorded_config(facts, directory), set(_OPTIONS if config.given is None else config.given)
+    if config.batch_size == "auto":  # it stands for what was chosen when the run began
+        typed.discard("batch_size")
+    if "image_size" in typed and config.image_size != began.image_size:  # what is not named of it is as it was
+        config = dataclasses.replace(config, image_size=images_over(began.image_size, config.image_size))
+    # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
+    stays = _NOT_RECALLED | ({"steps"} if "epochs" in typed else set())
+    recalled, changed = {}, []
+    for name in (name for name in _OPTIONS if name not in OPTIONS_OF_THE_COMMAND):
+        option, before, now = name.replace("_", "-"), getattr(began, name), getattr(config, name)
+        if _text(now) == _text(before) or name in stays - typed:
+            continue
+        if name not in typed:
+            recalled[name] = before
+            continue
+        check(
+            name not in _FIXED and (name != "image_size" or _seen(now) == _seen(before)),
+            f"--{option} is {_text(now)}, and the run in {directory} began with {_text(before)}",
+            "A resumed run goes on with its own model, and images as the model has seen them.",
+            f"Leave --{option} away, or start a new run.",
         )
-    began, typed = recorded_config(facts, directory), config.given
-    taken, recalled, changed = dict[str, Any](), [], []
-    for name in _OPTIONS:
-        option, now, before = name.replace("_", "-"), getattr(config, name), getattr(began, name)
-        if now == before or name in OPTIONS_OF_THE_COMMAND:
-            continue
-        # The batch that `auto` stands for was chosen when the run began.
-        if (typed is not None and name not in typed) or (name == "batch_size" and now == "auto"):
-            # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
-            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in (typed or ())):
-                taken[name] = before
-                recalled.append(f"{option} {_text(before)}")
-            continue
-        if name == "image_size":  # what is not named of it is as it was
-            now = taken[name] = images_over(before, now)
-        if name in _FIXED or (name == "image_size" and _seen(now) != _seen(before)):
-            raise UsageError(
-                f"--{option} is {_text(now)}, and the run in {directory} began with {_text(before)}",
-                "A resumed run goes on with its own model, and images as the model has seen them.",
-                f"Leave --{option} away, or start a new run.",
-            )
-        if _text(now) != _text(before):
-            changed.append(f"resumed  {option}: {_text(before)} -> {_text(now)} after step {step_of(checkpoint)}")
-    lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
-    return dataclasses.replace(config, **taken), (*lines, *changed)
+        changed.append(f"resumed  {option}: {_text(before)} -> {_text(now)} after step {step_of(checkpoint)}")
+    began_with = ", ".join(f"{name.replace('_', '-')} {_text(value)}" for name, value in recalled.items())
+    lines = [f"resumed  as the run began: {began_with}"] if recalled else []
+    return dataclasses.replace(config, **recalled), (*lines, *changed)
 
 
 def _seen(image_size: int | str | None) -> tuple[Any, ...]:
@@ -209,7 +182,7 @@ def _seen(image_size: int | str | None) -> tuple[Any, ...]:
 def recorded_batch(folder: RunFolder) -> int | None:
     """The batch of the run that goes on here, or whose checkpoint is gone on from; None where there is none."""
     began = folder.directory if folder.continues else folder.checkpoint and folder.checkpoint.parents[1]
-    batch = _options_in(read_facts(began)).get("batch_size") if began is not None else None
+    batch = read_facts(began).get("options", {}).get("batch_size") if began is not None else None
     return batch if isinstance(batch, int) else None
 
 
@@ -221,22 +194,16 @@ def claim_folder(
     follows_plan: bool = False,
     images: Mapping[str, Any] | None = None,
 ) -> RunFolder:
-    """Make the directory this run's own: delete the run that it replaces, write `run.json` and `config.toml`.
+    """Make the directory this run's own, with `run.json` and `config.toml`.
 
-    Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
-    deleted nothing.
+    Called by one worker once model, data and checkpoint are known to be good, so that a request which fails leaves
+    nothing behind.
     """
-    facts: dict[str, Any] = {
-        "model": model,
-        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
-        "options": plain_options(config),
-        "images": images,
-    }
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    facts = {"model": model, "job": job, "options": plain_options(config), "images": images}
     try:
-        if not folder.continues and config.overwrite and (folder.directory / RUN_FILE).exists():
-            _clear(folder.directory)
-        elif not folder.continues and not config.overwrite and config.run_dir is None:
-            folder = dataclasses.replace(folder, directory=_make_unused(_base(config, model)))
+        if not folder.continues and config.run_dir is None:
+            folder = dataclasses.replace(folder, directory=next(filter(_is_made, _numbered(config, model))))
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise run_directory_error(folder.directory, error) from error
@@ -248,11 +215,29 @@ def claim_folder(
 
 def plain_options(config: TrainConfig) -> dict[str, Any]:
     """The options of a run by name, as JSON has them."""
-    return {key: _plain(value) for key, value in dataclasses.asdict(config).items() if key != "given"}
+    options = {name: getattr(config, name) for name in _OPTIONS}
+    plain: dict[str, Any] = json.loads(json.dumps(options, default=str))
+    return plain
 
 
 def _base(config: TrainConfig, model: str) -> Path:
-    return config.run_dir or _RUNS / f"{_slug(model)}-{_slug(data_name(config.data))}"
+    name = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", part).strip("-") for part in (model, data_name(config.data)))
+    return config.run_dir or _RUNS / name
+
+
+def _numbered(config: TrainConfig, model: str) -> Iterator[Path]:
+    """The directories of runs that are given none, in order."""
+    base = _base(config, model)
+    return (base.with_name(f"{base.name}-{number}") if number > 1 else base for number in itertools.count(1))
+
+
+def _is_made(directory: Path) -> bool:
+    """Make a directory; of two jobs that want the same one gets it."""
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _directories(config: TrainConfig, model: str) -> Iterator[Path]:
@@ -265,9 +250,8 @@ def _directories(config: TrainConfig, model: str) -> Iterator[Path]:
     for directory in sorted(directories, key=lambda path: path.stat().st_mtime, reverse=True):
         number, facts = directory.name.removeprefix(base.name).removeprefix("-"), read_facts(directory)
         # The first run with the data set hf/foo-2 has the name of the second with hf/foo. Damaged facts tell nothing.
-        began = _options_in(facts)
-        data = str(began.get("data"))
-        alike = not began or (facts.get("model") == model and samples_of(data) == samples_of(config.data))
+        data = samples_of(str(facts["options"].get("data"))) if facts else samples_of(config.data)
+        alike = facts.get("model", model) == model and data == samples_of(config.data)
         if alike and (not number or number.isdigit()):
             yield directory
 
@@ -284,29 +268,24 @@ def was_restarted() -> bool:
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """What a run's `run.json` says; nothing where there is none, or a damaged one."""
+    """What a run's `run.json` says, its model and options at least; nothing where there is none, or a damaged one."""
     try:
         facts = read_json(directory / RUN_FILE, "the run", RunDirectoryError)
     except RunDirectoryError:
         return {}
-    return facts if isinstance(facts, dict) else {}
-
-
-def _options_in(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a `run.json` tells; none where it is damaged."""
-    options = facts.get("options")
-    return options if isinstance(options, dict) else {}
+    whole = isinstance(facts, dict) and isinstance(facts.get("model"), str) and isinstance(facts.get("options"), dict)
+    return facts if whole else {}
 
 
 def run_facts(directory: Path) -> dict[str, Any]:
-    """What the `run.json` of a run says; it names a model at least."""
+    """What the `run.json` of a run says; without one there is no run."""
     facts = read_facts(directory)
-    if not isinstance(facts.get("model"), str):
-        raise UsageError(
-            f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
-            "`hybridpar train` leaves that file in every run directory.",
-            "Name such a directory; `hybridpar runs` lists those below runs/.",
-        )
+    check(
+        bool(facts),
+        f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
+        "`hybridpar train` leaves that file in every run directory.",
+        "Name such a directory; `hybridpar runs` lists those below runs/.",
+    )
     return facts
 
 
@@ -314,52 +293,18 @@ def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
     """The options that a run began with."""
     from pydantic import TypeAdapter, ValidationError
 
-    began = facts.get("options")
+    problem, cause = "it names no model and no options", None
     try:
-        if not isinstance(began, dict) or not isinstance(facts.get("model"), str):
-            raise UsageError("it names no model and no options")
-        known = {name: began[name] for name in _OPTIONS if name in began}
-        config = TypeAdapter(TrainConfig).validate_python(known)
+        if facts:
+            known = {name: value for name, value in facts["options"].items() if name in _OPTIONS}
+            return TypeAdapter(TrainConfig).validate_python(known)
     except (ValidationError, UsageError) as error:
-        problem = error.what if isinstance(error, UsageError) else ": ".join(first_problem(error))
-        raise CheckpointError(
-            f"cannot read the options of the run in {directory}: {problem}",
-            f"Its {RUN_FILE} names the model and all options that it was trained with.",
-            "Name its file of weights instead of the directory, with --model and --data.",
-        ) from error
-    return config
-
-
-def _unused(base: Path) -> Path:
-    """`base`, or `base-N` with the first number that is free."""
-    names = itertools.chain([base], (base.with_name(f"{base.name}-{number}") for number in itertools.count(2)))
-    return next(path for path in names if not os.path.lexists(path))
-
-
-def _make_unused(base: Path) -> Path:
-    """Make such a directory; of two jobs at a time each gets its own."""
-    while True:
-        with contextlib.suppress(FileExistsError):  # another job was faster
-            (directory := _unused(base)).mkdir(parents=True)
-            return directory
-
-
-def _clear(directory: Path) -> None:
-    for path in itertools.chain.from_iterable(map(directory.glob, _WRITTEN)):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-")
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+        problem, cause = error.what if isinstance(error, UsageError) else ": ".join(first_problem(error)), error
+    raise CheckpointError(
+        f"cannot read the options of the run in {directory}: {problem}",
+        f"Its {RUN_FILE} names the model and all options that it was trained with.",
+        "Name its file of weights instead of the directory, with --model and --data.",
+    ) from cause
 
 
 def _text(value: object) -> str:

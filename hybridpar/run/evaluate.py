@@ -8,27 +8,29 @@ workers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World, default_device
-from hybridpar.data import ImageData, TestBatches, load_dataset
+from hybridpar.config import TrainConfig
+from hybridpar.data import ImageData, load_dataset
 from hybridpar.data.file_sets import named_images
 from hybridpar.data.sources import ImageFacts
-from hybridpar.errors import UsageError, shortened
+from hybridpar.errors import check, shortened
 from hybridpar.machine.launch import record_failure
 from hybridpar.models import autocast
 from hybridpar.models.outputs import OutputLoss, main_output
 from hybridpar.observe.progress import progress_bar
 from hybridpar.observe.results import TestResult
 from hybridpar.optim.losses import make_loss
+from hybridpar.run.data import batches_to_test
 from hybridpar.run.directory import before_the_start
 from hybridpar.run.trained import Trained, build_trained, image_facts, images_of_model, load_trained
 from hybridpar.run.worker import tune_worker
@@ -41,7 +43,7 @@ _TOP = 5
 _FEW = 64
 
 
-def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
+def evaluate_trained(trained: Trained) -> TestResult | None:
     """Test a trained model as one of the workers of this job; the result is on worker 0."""
     world = World.join(lanes=1, timeout=trained.config.timeout)
     try:
@@ -49,34 +51,28 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
         with before_the_start():
             config = images_of_model(trained)
             data = world.on_all(lambda: _by_name(load_dataset(config), ImageFacts.read(trained.images)))
-            trained, model = world.on_all(lambda: _open(trained, data.classes, config.uses_channels_last, world))
+            # Weights on worker 0 alone: others need not see the checkpoint.
+            build = load_trained if world.is_main else build_trained
+            model = world.on_all(lambda: build(trained, data.classes, channels_last=config.uses_channels_last))
         # Autocast keeps a copy in its precision of each parameter that requires a gradient.
         model.to(world.device).requires_grad_(False)
         if world.size > 1:
             broadcast_state(model, 0, world)
-        batches = TestBatches(
-            data,
-            batch_size=max(2, config.samples_per_step // world.size),
-            rank=world.rank,
-            workers=world.size,
-            loader_workers=config.loader_workers,
-            device=world.device,
-            channels_last=config.uses_channels_last,
-        )
+        batches = batches_to_test(data, config, world.device, world.rank, world.size)
         loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixing.is_on))
-        notes = _Notes(data.classes, several=data.multi_label or config.loss == "bce")
+        noted: list[dict[str, Tensor]] = []
         with (
             progress_bar("images", batches.samples, shown=world.is_main) as show,
             autocast(config.amp, world.device),
         ):
 
             def note(outputs: Any, targets: Tensor) -> None:
-                notes.add(outputs, targets)
+                noted.append(_noted(outputs, targets, data.classes, config))
                 show(advance=len(targets))
 
             evaluation = evaluate(model, loss.of_scores, batches, world, note)
-        parts = world.gather_on_main(notes.tensors(), range(world.size))
-        return trained, None if parts is None else _put_together(parts, data, evaluation, batches.total)
+        parts = world.gather_on_main(_joined(noted), range(world.size))
+        return None if parts is None else _put_together(parts, data, evaluation, batches.total)
     except BaseException as error:
         record_failure(error, debug=trained.config.debug)
         raise
@@ -84,53 +80,32 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
         world.close()
 
 
-def _open(trained: Trained, classes: int, channels_last: bool, world: World) -> tuple[Trained, nn.Module]:
-    """The model, with its weights on worker 0 alone: others need not see the checkpoint, which a run may delete."""
-    if world.is_main:
-        return load_trained(trained, classes, channels_last=channels_last)
-    return trained, build_trained(trained, classes, channels_last=channels_last)
+def _joined(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What was noted of images, one after the other; of no image nothing."""
+    known = [part for part in parts if part]
+    return {name: torch.cat([part[name] for part in known]) for name in (known[0] if known else ())}
 
 
-class _Notes:
-    """What is noted of each image of one worker's share; of images with several classes how often each was right."""
-
-    def __init__(self, classes: int, *, several: bool) -> None:
-        self._several = several
-        self._right = torch.zeros(classes, dtype=torch.int64)
-        nothing = torch.empty(0, dtype=torch.int64)
-        self._parts = {
-            "targets": [nothing],
-            "predictions": [nothing],
-            "confidences": [nothing.double()],
-            "in_top5": [nothing.bool()],
-        }
-
-    def add(self, outputs: Any, targets: Tensor) -> None:
-        """Note a batch."""
-        scores = main_output(outputs).float()
-        if targets.ndim > 1:
-            self._right += ((scores > 0) == (targets > 0)).sum(dim=0).cpu()
-            return
-        if scores.ndim != 2 or scores.shape[1] != len(self._right):
-            raise UsageError(
-                f"the model returned scores of shape {tuple(scores.shape)}",
-                f"The data have {len(self._right):,} classes, and each image needs a score for each.",
-                "Name the model and the data that the weights were trained with.",
-            )
-        predictions = scores.argmax(dim=1)
-        best = scores.topk(min(_TOP, scores.shape[1]), dim=1).indices
-        noted = {
-            "targets": targets,
-            "predictions": predictions,
-            "confidences": _probabilities(scores, self._several).gather(1, predictions[:, None])[:, 0],
-            "in_top5": (best == targets[:, None]).any(dim=1) | (predictions == targets),
-        }
-        for name, values in noted.items():
-            self._parts[name].append(values.cpu())
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All notes, each image by image."""
-        return {"right": self._right, **{name: torch.cat(values) for name, values in self._parts.items()}}
+def _noted(outputs: Any, targets: Tensor, classes: int, config: TrainConfig) -> dict[str, Tensor]:
+    """What is noted of each image of a batch; of images with several classes for which ones it was right."""
+    scores = main_output(outputs).float()
+    if targets.ndim > 1:
+        return {"right": ((scores > 0) == (targets > 0)).cpu()}
+    check(
+        scores.ndim == 2 and scores.shape[1] == classes,
+        f"the model returned scores of shape {tuple(scores.shape)}",
+        f"The data have {classes:,} classes, and each image needs a score for each.",
+        "Name the model and the data that the weights were trained with.",
+    )
+    predictions = scores.argmax(dim=1)
+    best = scores.topk(min(_TOP, classes), dim=1).indices
+    noted = {
+        "targets": targets,
+        "predictions": predictions,
+        "confidences": _probabilities(scores, several=config.loss == "bce").gather(1, predictions[:, None])[:, 0],
+        "in_top5": (best == targets[:, None]).any(dim=1) | (predictions == targets),
+    }
+    return {name: values.cpu() for name, values in noted.items()}
 
 
 def _probabilities(scores: Tensor, several: bool) -> Tensor:
@@ -140,21 +115,16 @@ def _probabilities(scores: Tensor, several: bool) -> Tensor:
 
 def _put_together(parts: list[dict[str, Tensor]], data: ImageData, evaluation: Evaluation, total: int) -> TestResult:
     """The result, from what every worker noted of its share."""
-    noted: dict[str, Any] = {}
+    noted: dict[str, Any] = {name: values.numpy() for name, values in _joined(parts).items()}
     if data.multi_label:
-        right = torch.stack([part["right"] for part in parts]).sum(dim=0).numpy()
-        images = np.full(data.classes, evaluation.samples)
+        right, images = noted.pop("right").sum(axis=0), np.full(data.classes, evaluation.samples)
     else:
-        noted = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0] if name != "right"}
-        targets, predictions = noted["targets"], noted["predictions"]
-        right = np.bincount(targets[targets == predictions], minlength=data.classes)
+        targets = noted["targets"]
+        right = np.bincount(targets[targets == noted["predictions"]], minlength=data.classes)
         images = np.bincount(targets, minlength=data.classes)
-    return TestResult(
-        tuple(map(str, data.class_names)),
-        *(evaluation.accuracy, evaluation.loss, evaluation.samples, total - evaluation.samples),
-        *(right, images),
-        **noted,
-    )
+    unreadable = total - evaluation.samples
+    figures = evaluation.accuracy, evaluation.loss, evaluation.samples, unreadable, right, images
+    return TestResult(tuple(map(str, data.class_names)), *figures, **noted)
 
 
 def _by_name(data: ImageData, known: ImageFacts | None) -> ImageData:
@@ -163,12 +133,12 @@ def _by_name(data: ImageData, known: ImageFacts | None) -> ImageData:
     if known is None or known.class_names == names:
         return data
     strange = [name for name in names if name not in known.class_names]
-    if strange:
-        raise UsageError(
-            f"the model does not know {len(strange)} of the classes of the data: {shortened(', '.join(strange))}",
-            f"It was trained to tell apart {shortened(', '.join(known.class_names))}.",
-            "Test it on data of these classes; classes of which there are no images may be left out.",
-        )
+    check(
+        not strange,
+        f"the model does not know {len(strange)} of the classes of the data: {shortened(', '.join(strange))}",
+        f"It was trained to tell apart {shortened(', '.join(known.class_names))}.",
+        "Test it on data of these classes; classes of which there are no images may be left out.",
+    )
     numbers, test = torch.tensor([known.class_names.index(name) for name in names]), copy.copy(data.test)
     if data.multi_label:
         test.labels = torch.zeros(len(test), len(known.class_names), dtype=torch.bool)
@@ -189,30 +159,22 @@ class Predictor:
     """A trained model that classifies image files, on a GPU where there is one."""
 
     def __init__(self, trained: Trained, image_size: int | None = None) -> None:
+        self._config, self._device = trained.config, default_device()
         with before_the_start():
             self.facts: ImageFacts = image_facts(trained, image_size)
-            self._config = trained.config
-            classes, channels_last = len(self.facts.class_names), self._config.uses_channels_last
-            self.trained, model = load_trained(trained, classes, channels_last=channels_last)
-        self._device = default_device()
+            classes = len(self.facts.class_names)
+            model = load_trained(trained, classes, channels_last=self._config.uses_channels_last)
         # Autocast keeps a copy in its precision of each parameter that requires a gradient.
         self._model = model.to(self._device).requires_grad_(False)
 
     def __call__(self, files: Sequence[Path], top: int = 1) -> Iterator[list[Prediction]]:
         """Classify files. Those that cannot be read are left out, with a warning."""
-        workers = self._config.loader_workers
-        batches = TestBatches(
-            named_images(files, self.facts, self._config),
-            batch_size=self._config.samples_per_step,
-            rank=0,
-            workers=1,
-            loader_workers=0 if workers is None and len(files) < _FEW else workers,
-            device=self._device,
-            channels_last=self._config.uses_channels_last,
-        )
-        names, several = self.facts.class_names, self.facts.multi_label or self._config.loss == "bce"
-        for images, numbers in batches:
-            with torch.inference_mode(), autocast(self._config.amp, self._device):
+        config, names = self._config, self.facts.class_names
+        if config.loader_workers is None and len(files) < _FEW:
+            config = replace(config, loader_workers=0)
+        several = self.facts.multi_label or config.loss == "bce"
+        for images, numbers in batches_to_test(named_images(files, self.facts, config), config, self._device):
+            with torch.inference_mode(), autocast(config.amp, self._device):
                 scores = main_output(self._model(images))
             best = _probabilities(scores, several).topk(min(top, len(names)))
             rows = zip(numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)

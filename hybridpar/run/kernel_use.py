@@ -14,13 +14,13 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.machine.process import host_identity
 from hybridpar.plan import KernelChoice, Kernels, ResolvedPlan
-from hybridpar.planner.resolve import lane_threads
+from hybridpar.planner.resolve import DTYPES, lane_threads
 from hybridpar.run.part import Part, Run
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import LIMIT, confirm_kernels
 from hybridpar.tvm_kernels.database import default_database
-from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
+from hybridpar.tvm_kernels.layers import tunable_layers
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.norm_swap import why_stock
 from hybridpar.tvm_kernels.shapes import KernelKey, Layout
@@ -49,13 +49,10 @@ class KernelUse(Part):
             return ["kernels  the model has no depthwise convolution and no norm for which there are kernels"]
         lines = [f"kernels  {self.confirmed}"] if self.confirmed else []
         by_kernel = Counter(choice.kernel for choice in self.section.choices)
-        lines.append(
-            f"kernels  {by_kernel.pop(_TUNED, 0)} of {len(self.section.choices)} operations of convolutions and "
-            "norms run on kernels of their own"
-        )
-        for kernel, count in by_kernel.items():
-            lines.append(f"         {count} on torch, as {kernel.removeprefix('stock: ')}")
-        return lines
+        tuned = f"{by_kernel.pop(_TUNED, 0)} of {len(self.section.choices)}"
+        lines.append(f"kernels  {tuned} operations of convolutions and norms run on kernels of their own")
+        stock = [f"{count} on torch, as {kernel.removeprefix('stock: ')}" for kernel, count in by_kernel.items()]
+        return [*lines, *(f"         {line}" for line in stock)]
 
     def summary(self, run: Run) -> dict[str, Any]:
         """How many operations run on kernels, and the time that their records promise to save."""
@@ -63,6 +60,18 @@ class KernelUse(Part):
         saved_ms = None if self.saved_ms is None else round(fmean(saved), 3)
         tuned = sum(choice.kernel == _TUNED for choice in self.section.choices)
         return {"kernels": {"tuned": tuned, "stock": len(self.section.choices) - tuned, "saved_ms": saved_ms}}
+
+
+def open_kernels(run: Run) -> list[KernelUse]:
+    """Decide which kernels a run uses, and note that in its plan; a collective."""
+    # A run that is resumed goes on with the same kernels, bit for bit.
+    confirm, shape = run.folder.checkpoint is None, run.samples.images.sample_shape
+    use = prepare_kernels(run.trainer.model, run.config, run.plan, run.world, shape, confirm)
+    if use is None:
+        return []
+    run.plan = run.plan.model_copy(update={"kernels": use.section})
+    run.notes += use.notes()
+    return [use]
 
 
 def prepare_kernels(
@@ -82,12 +91,9 @@ def prepare_kernels(
         return None
     samples = plan.micro_batch_samples(config.samples_per_step)
     layout = Layout.CHANNELS_LAST if plan.channels_last else Layout.CONTIGUOUS
-    layers: list[DepthwiseLayer] = []
-    norms: list[NormLayer] = []
-    if len(sample_shape) == 3:
-        with without_replicas(model):  # looking must leave no trace in a step's statistics
-            layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
-    dtype = "float32" if plan.compute.amp == "none" else "bfloat16"
+    with without_replicas(model):  # looking must leave no trace in a step's statistics
+        layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
+    dtype = DTYPES[plan.compute.amp]
     where = lane_threads(plan.layout, world.device), cpu_fingerprint()
     if world.device.type == "cuda":
         where = 1, gpu_at(world.device.index or 0).fingerprint
@@ -97,21 +103,21 @@ def prepare_kernels(
         for direction in layer.needs
     ]
     counts, confirmed = Counter(key for _, key in keys), ""
-    if confirm and plan.kernels.database == "auto" and world.device.type == "cpu" and dtype == "float32":
+    if confirm and plan.kernels.database == "auto" and world.device.type == "cpu":
         confirmed = _confirm(counts, choices, world)
         choices = active_choices() or choices
     choices.prepare(counts)
-    decisions = [(name, key, choices.decide(key)) for name, key in keys]
-    reasons = [(name, str(key.direction), decision.why) for name, key, decision in decisions]
+    decisions = [choices.decide(key) for _, key in keys]
+    why = [(name, str(key.direction), decision.why) for (name, key), decision in zip(keys, decisions, strict=True)]
     for norm in norms:
-        reasons.append((norm.name, "batch_norm_act", why_stock(norm.shape, norm.layout, world.device, dtype)))
-    operations = tuple(
-        KernelChoice(layer=layer, direction=direction, kernel=f"stock: {why}" if why else _TUNED)
-        for layer, direction, why in reasons
-    )
-    records = [decision.record for *_, decision in decisions if decision.kernel is not None]
+        why.append((norm.name, "batch_norm_act", why_stock(norm.shape, norm.layout, world.device, dtype)))
+    operations = [
+        KernelChoice(layer=layer, direction=direction, kernel=f"stock: {reason}" if reason else _TUNED)
+        for layer, direction, reason in why
+    ]
+    records = [decision.record for decision in decisions if decision.kernel is not None]
     saved = sum(record.saved_ms for record in records if record is not None) * plan.pipeline.micro_batches
-    section = Kernels(database=choices.database.name, choices=operations)
+    section = Kernels(database=choices.database.name, choices=tuple(operations))
     return KernelUse(section, saved if records else None, confirmed)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 from dataclasses import asdict, replace
 from itertools import chain
@@ -23,7 +22,6 @@ from hybridpar.data import ImageData, describe_data
 from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.formats.checkpoint_files import digest_of
-from hybridpar.machine.launch import in_job
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.observe.loggers import logger_names
 from hybridpar.plan import ResolvedPlan
@@ -31,7 +29,7 @@ from hybridpar.planner.fixed import decided_options
 from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.checkpoints import Checkpoints, is_finished, resume
-from hybridpar.run.data import check_batch, example_batch, load_data, open_model, start_from_weights, steps_of
+from hybridpar.run.data import check_batch, example_batch, load_data, open_model, read_weights, steps_of
 from hybridpar.run.directory import claim_folder, find_folder, recall_options, recorded_batch, was_restarted
 from hybridpar.run.part import Part, Run, RunTrainer, sync_of
 from hybridpar.run.reporting import Recorder, describe
@@ -44,25 +42,18 @@ from hybridpar.train.trainer import open_trial
 Model = nn.Module | DeferredModel
 
 
-def recall(config: TrainConfig, model_name: str) -> tuple[TrainConfig, tuple[str, ...], HybridparError | None]:
-    """The options of a run that is resumed, and lines on them; where worker 0 has a problem with these, that.
-
-    It is raised once the workers have joined, as they were asked to: another host may have no such run.
-    """
-    try:
-        recalled, changes = recall_options(config, model_name)
-        recalled.check()
-        if os.environ.get("RANK", "0") == "0":
-            logger_names(recalled.log)
-    except HybridparError as error:
-        if not in_job():
-            raise
-        return config, (), error
-    return recalled, changes, None
+def recall(config: TrainConfig, model_name: str) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The options of a run that is resumed, and lines on them."""
+    config, changes = recall_options(config, model_name)
+    config.check()
+    logger_names(config.log)
+    return config, changes
 
 
-def join(config: TrainConfig, job: contextlib.ExitStack) -> World | None:
+def join(config: TrainConfig, model_name: str, job: contextlib.ExitStack) -> World | None:
     """Come to the other workers, until `job` ends; None on a server, once all workers have left."""
+    with contextlib.suppress(HybridparError):  # worker 0 says it, once all have joined as they were asked to
+        config, _ = recall(config, model_name)
     if config.parameter_servers is None:
         world: World | None = join_workers(config)
     else:
@@ -87,8 +78,8 @@ def open_run(run: Run) -> None:
     if run.config.batch_size == "auto":
         choose_batch(run, _module(model), data)
     check_batch(run.config, len(data.train), world.size)
-    if run.folder.checkpoint is None and run.config.weights is not None:
-        run.notes += read_weights(run, model)
+    if run.folder.checkpoint is None:
+        run.notes += read_weights(run.config, run.model_name, model, world)
     planned = open_plan(run, model, data)
     run.plan, run.notes = planned.plan, [*run.notes, *planned.lines]
     run.samples = Samples(data, run.config, run.plan, world, isinstance(model, DeferredModel))
@@ -98,6 +89,7 @@ def open_run(run: Run) -> None:
     run.total = run.config.steps if run.config.steps is not None else run.config.epochs * run.samples.per_epoch
     run.epochs = math.ceil(run.total / run.samples.per_epoch)
     run.trainer = open_trainer(run, model, planned)
+    run.plan = run.trainer.plan  # as it is carried out
 
 
 def _module(model: Model) -> nn.Module:
@@ -134,25 +126,11 @@ def choose_batch(run: Run, model: nn.Module, data: ImageData) -> None:
     run.config = replace(run.config, batch_size=batch)
 
 
-def read_weights(run: Run, model: Model) -> list[str]:
-    """Give a model the weights that a new run starts from; lines to show."""
-    config, world = run.config, run.world
-    if isinstance(model, DeferredModel):  # each worker reads what it will hold
-        return world.on_all(lambda: start_from_weights(config, run.model_name, model))
-    with world.patient():
-        lines = world.from_main(lambda: start_from_weights(config, run.model_name, model))
-    if world.size > 1 and config.parameter_servers is None:  # else servers hand them out
-        from hybridpar.comm.replicate import broadcast_state
-
-        broadcast_state(model, 0, world)
-    return lines
-
-
 def open_plan(run: Run, model: Model, data: ImageData) -> PlannedRun:
     """Find the plan of a run."""
     config, world = run.config, run.world
     serves = config.parameter_servers is not None  # no plan is searched for, and one worker has something to send, too
-    planned = plan_run(
+    return plan_run(
         _module(model),
         replace(config, plan="none") if serves else config,
         world,
@@ -164,12 +142,6 @@ def open_plan(run: Run, model: Model, data: ImageData) -> PlannedRun:
         announce=run.progress.prepare,
         open_trial=None if isinstance(model, DeferredModel) else open_trial,
     )
-    if config.timeline is not None:
-        from hybridpar.run.step_timeline import check_timeline
-
-        alone_on_gpus = world.device.type == "cuda" and world.size == 1
-        world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
-    return planned
 
 
 def open_trainer(run: Run, model: Model, planned: PlannedRun) -> RunTrainer:
@@ -199,37 +171,21 @@ def open_trainer(run: Run, model: Model, planned: PlannedRun) -> RunTrainer:
 def begin(run: Run) -> bool:
     """Make the parts, go on from the checkpoint, and claim the directory; False where nothing is left to train."""
     config, world, trainer, plan = run.config, run.world, run.trainer, run.plan
-    run.parts, kernels = open_parts(run), None
-    if plan.kernels is not None:
-        from hybridpar.run.kernel_use import prepare_kernels
-
-        # A run that is resumed goes on with the same kernels, bit for bit.
-        confirm, shape = run.folder.checkpoint is None, run.samples.images.sample_shape
-        kernels = prepare_kernels(trainer.model, config, plan, world, shape, confirm)
-        run.parts = [*([] if kernels is None else [kernels]), *run.parts]
+    run.parts = open_parts(run)
     # From here on the workers' generators (dropout) differ.
     torch.manual_seed(config.seed * 1000 + 1 + world.rank)
     if not trainer.joins:
         resume(run)
     if world.from_main(lambda: is_finished(run)):
-        trainer.dismiss()
         return False
-    # Only now is it sure that the run can start; what stood in its directory before may go.
-    run.folder = world.from_main(
-        lambda: claim_folder(
-            run.folder,
-            as_asked(config, plan),
-            run.model_name,
-            follows_plan=plan.inputs is not None,
-            images=asdict(ImageFacts.of(run.samples.images)),
-        )
-    )
+    # Only now is it sure that the run can start.
+    facts = {"follows_plan": plan.inputs is not None, "images": asdict(ImageFacts.of(run.samples.images))}
+    run.folder = world.from_main(lambda: claim_folder(run.folder, as_asked(config, plan), run.model_name, **facts))
     if not trainer.enter(run.folder, run.state.resumed_from or 0):
         return False
     if trainer.joins:
         run.find_position()
-    run.notes += [] if kernels is None else kernels.notes()
-    describe(run, None if kernels is None else kernels.section)
+    describe(run)
     return True
 
 
@@ -237,10 +193,14 @@ def open_parts(run: Run) -> list[Part]:
     """What looks at the steps of a run, in the order in which it does."""
     config, trainer, plan = run.config, run.trainer, run.plan
     parts: list[Part] = [Recorder()]
+    if plan.kernels is not None:
+        from hybridpar.run.kernel_use import open_kernels
+
+        parts += open_kernels(run)
     if config.timeline is not None or plan.is_staged:
         from hybridpar.run.step_timeline import StepTimeline
 
-        parts.append(StepTimeline())
+        parts.append(StepTimeline(run))
     if config.profile:
         from hybridpar.run.step_profile import StepProfile
 
@@ -252,17 +212,9 @@ def open_parts(run: Run) -> list[Part]:
     if config.shares.strip() == "auto" and run.samples.replicas > 1:
         from hybridpar.run.shares import ShareTuner
 
-        parts.append(
-            ShareTuner(
-                run.world,
-                plan.layout.ranks,
-                config.samples_per_step,
-                config.parts_per_step(plan.pipeline.micro_batches),
-                idle=plan.sync.batch_norm != "sync",
-                in_pairs=config.mixing.is_on,
-                wait=trainer.wait,
-            )
-        )
+        sizes = config.samples_per_step, config.parts_per_step(plan.pipeline.micro_batches)
+        rules = {"idle": plan.sync.batch_norm != "sync", "in_pairs": config.mixing.is_on}
+        parts.append(ShareTuner(run.world, plan.layout.ranks, *sizes, **rules, wait=trainer.wait))
     run.checkpoints = Checkpoints(config)
     return [*parts, run.checkpoints]  # a checkpoint has what the other parts made of the step
 

@@ -109,9 +109,6 @@ class RunTrainer(Trainer):
         FLIGHT.open(folder.directory / FLIGHT_FOLDER, self.world.rank, self.world.size)
         return True
 
-    def dismiss(self) -> None:
-        """Let go those who wait for this run, which has nothing to do."""
-
     def records(self, record: StepRecord, warn: Callable[[str], None]) -> list[StepRecord]:
         """The steps of the run that are over, now that this worker has made the step of a record."""
         return [record]
@@ -142,7 +139,7 @@ class Run:
         data_line: What the data set is.
         batch_line: Why `--batch-size auto` chose the batch; empty where it was given.
         folder: Where it writes.
-        plan: How it trains; from `describe` on as it is written down.
+        plan: How it trains.
         samples: What this worker sees of the data.
         trainer: What makes its steps.
         memory: How much memory of the device this worker needs.

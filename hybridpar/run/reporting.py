@@ -5,26 +5,39 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+import csv
+import io
+from dataclasses import asdict, astuple
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybridpar.compress import format_codec, read_policy
+from hybridpar.compress import read_policy
 from hybridpar.formats.output_files import replace_file
 from hybridpar.machine.devices import machine_load
 from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
-from hybridpar.observe.summary import SUMMARY_FILE, read_summary, step_without_data_ms, summarize, write_summary
+from hybridpar.observe.summary import (
+    SUMMARY_FILE,
+    print_report,
+    read_summary,
+    step_without_data_ms,
+    summarize,
+    write_summary,
+)
 from hybridpar.observe.text import format_bytes, format_duration
-from hybridpar.plan import Kernels, ResolvedPlan, StepFigures, SyncRule
+from hybridpar.plan import ResolvedPlan, StepFigures, SyncRule
 from hybridpar.run.directory import plain_options
-from hybridpar.run.part import Part, Run, RunTrainer, sync_of
-from hybridpar.run.timings import OF_ANY_PART, Share, combine
+from hybridpar.run.part import Part, Run, sync_of
+from hybridpar.run.timings import Share, combine
 from hybridpar.run.worker import device_name
-from hybridpar.sync.compression_table import WireFormat
+from hybridpar.sync.figures import WireFormat
+
+#: In the run directory: the codec of each parameter.
+TABLE_FILE = "compress.csv"
 
 #: Fields of `RunInfo` that loggers are given beside the options.
 _FACTS = ("workers", "device", "stages", "replicas", "micro_batches", "schedule", "codec", "parameters")
@@ -36,7 +49,7 @@ _KEYS = tuple(name for name in StepFigures.model_fields if name != "step_ms")
 # ----------------------------------------------------------------------------------------------------------- the start
 
 
-def describe(run: Run, kernels: Kernels | None) -> None:
+def describe(run: Run) -> None:
     """Write down the plan of a run, and find what to show of it at the start."""
     config, trainer, world, directory = run.config, run.trainer, run.world, run.folder.directory
     if (shares := run.samples.batches.shares) is not None:
@@ -44,12 +57,9 @@ def describe(run: Run, kernels: Kernels | None) -> None:
     if run.folder.restarted:
         since = f"step {run.state.resumed_from}" if run.state.resumed_from else "the start"
         run.notes.append(f"a worker died; all workers were restarted and go on from {since}")
-    wire_format = trainer.engine.wire_format()
-    if wire_format.layers:
-        from hybridpar.run.wire_table import wire_format_lines
-
-        run.notes += wire_format_lines(wire_format, directory if world.is_main else None)
-    run.plan = plan = _written_plan(trainer, device_name(world.device), wire_format, kernels)
+    wire_format, device = trainer.engine.wire_format(), device_name(world.device)
+    run.notes += wire_format_lines(wire_format, directory if world.is_main else None)
+    run.plan = plan = _written_plan(run.plan, device, wire_format)
     run.notes += expected_lines(plan.predicted, run.total - trainer.steps_done)
     if world.is_main:
         replace_file(directory / "plan.json", [plan.to_json().encode()])
@@ -60,7 +70,7 @@ def describe(run: Run, kernels: Kernels | None) -> None:
         data_line=run.data_line,
         batch_line=run.batch_line,
         workers=world.job_size,
-        device=device_name(world.device),
+        device=device,
         epochs=run.epochs,
         steps_total=run.total,
         steps_per_epoch=run.samples.per_epoch,
@@ -78,12 +88,12 @@ def describe(run: Run, kernels: Kernels | None) -> None:
     )
 
 
-def _written_plan(trainer: RunTrainer, device: str, wire_format: WireFormat, kernels: Kernels | None) -> ResolvedPlan:
+def _written_plan(plan: ResolvedPlan, device: str, wire_format: WireFormat) -> ResolvedPlan:
     """The plan of a run as it is written down."""
-    plan, rules = trainer.plan, wire_format.applied.rules
-    update: dict[str, object] = {} if kernels is None else {"kernels": kernels}
+    update: dict[str, object] = {}
     if plan.inputs is None:  # a search has said of every parameter what it is sent as
-        policy = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in rules)
+        rules = wire_format.applied.rules
+        policy = tuple(SyncRule(pattern=rule.pattern, codec=rule.codec) for rule in rules)
         update["sync"] = plan.sync.model_copy(update={"policy": policy})
     if plan.measured.profile is None:  # else it says what the times of stages are from, which may be another machine
         here = {"device": device, "threads": torch.get_num_threads(), "versions": {"torch": torch.__version__}}
@@ -91,16 +101,29 @@ def _written_plan(trainer: RunTrainer, device: str, wire_format: WireFormat, ker
     return plan.model_copy(update=update)
 
 
-def expected_lines(predicted: StepFigures | None, steps: int, now: datetime | None = None) -> list[str]:
-    """When the steps that are left will be done, and the memory of a worker; nothing where nothing was predicted."""
+def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[str]:
+    """A line on the codecs of gradients, which also writes the table of them; nothing where there is none."""
+    layers, policy = wire_format.layers, wire_format.policy
+    if not layers:
+        return []
+    if directory is not None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([asdict(layers[0]), *map(astuple, layers)])
+        replace_file(directory / TABLE_FILE, [text.getvalue().encode()])
+    if wire_format.applied.changes_nothing and not policy.changes_nothing:
+        return [f"warning: --compress {str(policy)[:60]} changes nothing: it fits no layer of this model"]
+    rules = str(policy) if len(str(policy)) <= 60 else f"{len(policy.rules)} rules, the first that matches counts"
+    before, after = (sum(getattr(row, name) for row in layers) for name in ("bytes_before", "bytes_after"))
+    size = f"{format_bytes(before)} of a worker and step become {format_bytes(after)}"
+    return [f"codec    {rules}: {size}; each layer is in {TABLE_FILE}"]
+
+
+def expected_lines(predicted: StepFigures | None, steps: int) -> list[str]:
+    """How long the steps that are left will take, and the memory of a worker; nothing where nothing was predicted."""
     if predicted is None or predicted.step_ms is None or steps <= 0:
         return []
-    begins = now or datetime.now()
-    seconds = 1e-3 * predicted.step_ms * steps
-    end = begins + timedelta(seconds=seconds)
-    until = f"{end:%H:%M}" if end.date() == begins.date() else f"{end:%Y-%m-%d %H:%M}"
     memory = "" if predicted.memory_bytes is None else f"; {format_bytes(predicted.memory_bytes)} per worker"
-    return [f"expected about {format_duration(seconds)}, until {until}, without data and tests{memory}"]
+    return [f"expected about {format_duration(1e-3 * predicted.step_ms * steps)}, without data and tests{memory}"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the steps
@@ -121,7 +144,7 @@ class Recorder(Part):
         self._writer = MetricsWriter(directory, resumed_from)
         options = {"model": run.model_name, **plain_options(run.config)}
         options |= {name: getattr(run.info, name) for name in _FACTS}
-        logged = LoggedRun(directory, run.info, options, resumed_from)
+        logged = LoggedRun(directory, options, resumed_from)
         self._loggers = Loggers(logger_names(run.config.log), logged, run.progress.message)
 
     def record(self, run: Run, record: StepRecord) -> None:
@@ -161,18 +184,22 @@ def close_run(run: Run) -> None:
     of_parts = [part.summary(run) for part in run.parts]
     if not world.is_main:
         return
-    from hybridpar.observe.report import print_report
-
-    directory = run.folder.directory
-    summary = _summary(run)
+    directory, info = run.folder.directory, run.info
+    summary = summarize(
+        info,
+        read_metrics(directory),
+        seed=run.config.seed,
+        ended="interrupted" if run.stopping else "finished",
+        resumed_from=run.state.resumed_from,
+        versions={"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {},
+    )
+    summary["epochs"] = run.state.epoch  # whose steps were not always the same number
+    if (divided := run.samples.batches.shares) is not None:
+        summary["shares"] = ",".join(f"{share:g}" for share in divided)
     shares = {rank: share for rank, share in enumerate(answers) if isinstance(share, Share)}  # a worker may be lost
-    measured = combine(shares, run.plan.layout.ranks, summary["step_ms_median"])
-    if run.state.resumed_from is not None:  # what all workers noted covers a part only
-        measured = {key: measured[key] for key in OF_ANY_PART if key in measured}
-    summary |= measured
-    if run.plan.sync.outer is not None and (mean := run.timings.mean_step())["step_ms_mean"] > 0:
-        images_per_second = 1e3 * run.config.samples_per_step / mean["step_ms_mean"]  # few steps exchange anything
-        summary |= mean | {"images_per_second": round(images_per_second, 3)}
+    summary |= combine(shares, run.plan.layout.ranks, summary["step_ms_median"])
+    if run.plan.sync.outer is not None:  # few steps exchange anything
+        summary |= run.timings.mean_step(run.config.samples_per_step)
     for fields in (*of_parts, _predicted_fields(run.plan.predicted), trainer.summary()):
         summary |= fields
     warnings = _compare(run, summary) + run.warnings
@@ -182,23 +209,6 @@ def close_run(run: Run) -> None:
     note_orderly_end()
     if run.stopping:
         print(f"stopped after step {trainer.steps_done}; the same command with --resume goes on from there")
-
-
-def _summary(run: Run) -> dict[str, Any]:
-    """The summary, as far as options, metrics and checkpoints say it."""
-    shares = run.samples.batches.shares
-    summary = summarize(
-        run.info,
-        read_metrics(run.folder.directory),
-        seed=run.config.seed,
-        ended="interrupted" if run.stopping else "finished",
-        resumed_from=run.state.resumed_from,
-        versions={"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {},
-    )
-    if shares is not None:
-        summary["shares"] = ",".join(f"{share:g}" for share in shares)
-    summary["epochs"] = run.state.epoch  # whose steps were not always the same number
-    return summary
 
 
 def _predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:
@@ -226,15 +236,10 @@ def _compare(run: Run, summary: dict[str, Any]) -> list[str]:
 
 def say_finished(run: Run) -> int:
     """Show the result that a finished run has; what it left behind stays as it is."""
-    if run.world.is_main and (result := read_summary(run.folder.directory)) is not None:
-        longer = "--steps" if run.config.steps is not None else "--epochs"
-        done = f"has done all of its {run.total:,} steps"
-        if result["steps"] < run.total:
-            longer, done = "stop= of --checkpoints", str(run.over)
-        run.progress.message(
-            f"nothing left to train: the run in {run.folder.directory} {done}; a larger {longer} goes on"
-        )
-        from hybridpar.observe.report import print_report
-
-        print_report(result, [run.folder.directory / SUMMARY_FILE, run.folder.checkpoints])
+    directory, result = run.folder.directory, read_summary(run.folder.directory)
+    if run.world.is_main and result is not None:
+        done = f"has done all of its {run.total:,} steps" if result["steps"] >= run.total else str(run.over)
+        run.progress.message(f"nothing left to train: the run in {directory} {done}")
+        run.progress.message("a larger --epochs, --steps or stop= of --checkpoints goes on")
+        print_report(result, [directory / SUMMARY_FILE, run.folder.checkpoints])
     return 0

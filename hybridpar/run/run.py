@@ -11,13 +11,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
 from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.observe.progress import Progress, open_progress
+from hybridpar.observe.progress import open_progress
 from hybridpar.observe.records import EpochRecord
 from hybridpar.run.data import with_images_of_model
 from hybridpar.run.directory import before_the_start
@@ -28,29 +29,18 @@ from hybridpar.run.timings import Step, measured_step
 from hybridpar.run.worker import describe_worker, tune_worker
 from hybridpar.train.results import StepResult
 
-#: Accuracy and loss; None where nothing was tested.
-Scores = tuple[float | None, float | None]
-_UNTESTED: Scores = (None, None)
-
 
 def run_training(config: TrainConfig, model_name: str) -> int:
     """Train on this worker until the run is finished or interrupted."""
     config.check()
-    config, changes, problem = recall(config, model_name)
     with contextlib.ExitStack() as job:
         try:
-            if (world := join(config, job)) is None:  # this was a server
+            if (world := join(config, model_name, job)) is None:  # this was a server
                 return 0
-
-            def decided() -> tuple[TrainConfig, tuple[str, ...]]:
-                if problem is not None:
-                    raise problem
-                return config, changes
-
-            config, changes = world.from_main(decided)
+            config, changes = world.from_main(partial(recall, config, model_name))
             config = with_images_of_model(config, model_name)
             tune_worker(config, world if config.parameter_servers is None else World(device=world.device))
-            with open_progress() if world.is_main else Progress() as progress:
+            with contextlib.closing(open_progress(shown=world.is_main)) as progress:
                 notes = [*describe_worker(config), *changes]
                 run = Run(config=config, model_name=model_name, world=world, progress=progress, notes=notes)
                 with before_the_start():
@@ -142,37 +132,38 @@ def train_steps(run: Run, epoch: int, batches: Iterator[Batch], stop: StopReques
         run.checkpoints.save(run)
 
 
-def test(run: Run, epoch: int, *, last: bool) -> tuple[Scores, Scores]:
-    """Accuracy and loss of the model and of its moving average, as far as it is time for a test and there are such."""
-    trainer, averaged, every = run.trainer, _UNTESTED, run.config.test_every
+def test(run: Run, epoch: int, *, last: bool) -> dict[str, float]:
+    """Accuracy and loss of the model, and of its moving average where there is one; nothing before it is time."""
+    trainer, every = run.trainer, run.config.test_every
     ended = max(epoch + 1, run.state.epoch)  # other workers may have done more meanwhile
     # A run that ended within this epoch was tested there, and not after it.
     before = [end.epoch + 1 for end in run.state.tested if end.test_accuracy is not None and end.epoch < epoch]
     if ended // every == max(before, default=0) // every and not last:
-        return _UNTESTED, _UNTESTED
+        return {}
     with run.clock.away(), outside("testing"):
         of_model = trainer.evaluate(run.samples.test)
+        figures = {"test_accuracy": of_model.accuracy, "test_loss": of_model.loss}
         if run.config.model_ema is not None:
             with trainer.averaged():
                 of_average = trainer.evaluate(run.samples.test)
-                averaged = of_average.accuracy, of_average.loss
+            figures |= {"ema_test_accuracy": of_average.accuracy, "ema_test_loss": of_average.loss}
     if (tested := of_model.samples) < (total := run.samples.test.total):
         run.progress.warn(f"the accuracy is over {tested:,} of {total:,} test images: the others cannot be read")
-    return (of_model.accuracy, of_model.loss), averaged
+    return figures
 
 
 def end_epoch(run: Run, epoch: int) -> bool:
     """Test at the end of an epoch, or of the run within it; whether that was the last one."""
     state, trainer = run.state, run.trainer
     last = epoch == run.epochs - 1 or trainer.steps_done >= run.total
-    scores, averaged = test(run, epoch, last=last)
+    figures = test(run, epoch, last=last)
     if trainer.independent:  # the answer to a push may tell of steps past the end of an epoch
         epoch, ended = (run.epochs if last else state.epoch) - 1, state.epoch > epoch
     elif ended := state.epoch_step >= run.samples.per_epoch:  # --steps may end within an epoch
         state.epoch, state.epoch_step = epoch + 1, 0
-    if ended and scores[0] is not None:
-        trainer.note_metric(scores[0])
-    end = EpochRecord(epoch, trainer.steps_done, *scores, state.losses.value, state.elapsed, *averaged)
+    if ended and figures:
+        trainer.note_metric(figures["test_accuracy"])
+    end = EpochRecord(epoch, trainer.steps_done, train_loss=state.losses.value, seconds=state.elapsed, **figures)
     state.end_epoch(end)
     for part in run.parts:
         part.epoch(run, end, last=last)

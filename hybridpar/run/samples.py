@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches
 from hybridpar.errors import check
 from hybridpar.plan import ResolvedPlan
+from hybridpar.run.data import batches_to_test
 from hybridpar.run.state import RunState
 
 
@@ -19,16 +21,16 @@ class Samples:
         self, images: ImageData, config: TrainConfig, plan: ResolvedPlan, world: World, own_only: bool
     ) -> None:
         self.images = images
-        self._config, self._plan, self._world = config, plan, world
+        self._config, self._plan, self._world = replace(config, **plan.compute.options), plan, world
         #: Copies of the model, or of the whole pipeline, which divide each batch.
         self.replicas = plan.layout.replicas
         self._replica = plan.layout.replica_of(world.rank)
-        #: Workers that a batch of a step is divided by in testing; this one among those that test, and their number.
-        self._tested = world.size, world.rank, world.size
+        #: This worker among those that divide the test set, and their number.
+        self._tests = world.rank, world.size
         if own_only and plan.layout.positions > 1:  # the workers of a replica evaluate together
-            self._tested = self.replicas, self._replica, self.replicas
+            self._tests = self._replica, self.replicas
         if config.parameter_servers is not None and not config.parameter_servers.waits_for_all:
-            self._tested = world.size, 0, 1  # worker 0 tests alone
+            self._tests = 0, 1  # worker 0 tests alone
         self._shares = _shares_of(config, plan)
         #: Those of the steps to come.
         self.batches = self.make(config.samples_per_step)
@@ -54,17 +56,9 @@ class Samples:
         )
 
     def _make_test(self, shares: Sequence[float] | None) -> TestBatches:
-        parts, rank, workers = self._tested
-        return TestBatches(
-            self.images,
-            batch_size=max(2, self._config.samples_per_step // parts),
-            rank=rank,
-            workers=workers,
-            shares=shares if shares is not None and len(shares) == workers else None,
-            loader_workers=self._config.loader_workers,
-            device=self._world.device,
-            channels_last=self._plan.channels_last,
-        )
+        rank, workers = self._tests
+        shares = shares if shares is not None and len(shares) == workers else None
+        return batches_to_test(self.images, self._config, self._world.device, rank, workers, shares)
 
     @property
     def per_epoch(self) -> int:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,10 @@ from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.directory import RunFolder
 from hybridpar.run.part import RunTrainer
-from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.ledger import StepRow
-from hybridpar.server.link import Servers
+from hybridpar.server.link import Servers, merged_states, shard_starts
 from hybridpar.server.process import ServerWorld, find_process
+from hybridpar.server.shard import StepRow
 from hybridpar.server.wire import AskState, Start, Weights
 from hybridpar.train.engine import EngineParts
 from hybridpar.train.results import StepResult
@@ -71,7 +69,7 @@ class ServedTrainer(RunTrainer):
         #: Of this worker's last push.
         self._latest: StepRecord | None = None
         #: Of a checkpoint that was loaded: clocks and counts of the shards.
-        self._progress: Sequence[Mapping[str, Any]] | None = None
+        self._progress: Sequence[Mapping[str, Any]] = ()
         alone = replace(asked, sync="allreduce", compress="none", shares="equal")
         self.joins = world.process.joins
         super().__init__(model, config=alone, world=world, plan=PlannedRun(resolve(alone, 1)), **known)
@@ -112,26 +110,14 @@ class ServedTrainer(RunTrainer):
 
     def _records_of(self, rows: Sequence[StepRow]) -> list[StepRecord]:
         """Of steps in which this worker's pushes took a part like its last one."""
-        if self._latest is None:
-            return []
-        squares = self.servers.squares
-        return [
-            replace(
-                self._latest,
-                step=row.step,
-                epoch=(row.step - 1) // self.steps_per_epoch,
-                loss=row.loss,
-                lr=row.rate * self.peak_rate,
-                samples=row.samples,
-                step_ms=row.seconds * 1e3,
-                skipped=row.skipped > 0,
-                grad_norm=None if squares is None else math.sqrt(squares),
-                staleness=row.staleness,
-                most_stale=row.most_stale,
-                queued=row.queued,
-            )
-            for row in rows
-        ]
+        squares, records = self.servers.squares, []
+        for row in rows if self._latest is not None else ():
+            figures = asdict(row)
+            figures |= {"lr": row.lr * self.peak_rate, "skipped": row.skipped > 0}
+            figures |= {"epoch": (row.step - 1) // self.steps_per_epoch}
+            figures |= {"grad_norm": None if squares is None else math.sqrt(squares)}
+            records.append(replace(self._latest, **figures))
+        return records
 
     def gather_in_the_end(self, item: object) -> list[object]:
         """An item of each worker that is there still."""
@@ -139,12 +125,11 @@ class ServedTrainer(RunTrainer):
 
     def summary(self) -> dict[str, Any]:
         """The staleness of all gradients."""
-        ages: Counter[int] = Counter(self.servers.links[0].ask(AskState()).state["histogram"])
+        ages = dict(sorted(self.servers.links[0].ask(AskState()).state["histogram"].items()))
         if not ages:  # no gradient has come
             return {"staleness": None}
-        mean = round(sum(age * count for age, count in ages.items()) / ages.total(), 4)
-        histogram = {str(age): ages[age] for age in sorted(ages)}
-        return {"staleness": {"mean": mean, "most": max(ages), "histogram": histogram}}
+        mean = round(sum(age * count for age, count in ages.items()) / sum(ages.values()), 4)
+        return {"staleness": {"mean": mean, "most": max(ages), "histogram": {str(age): ages[age] for age in ages}}}
 
     def _end(self, error: BaseException | None) -> None:
         try:
@@ -174,28 +159,21 @@ class ServedTrainer(RunTrainer):
         except SyncError:
             if not (self.joins and self.world.process.is_over()):
                 raise
-            print(
-                f"worker {self.servers.worker} came back when the run was over; it has nothing to do", file=sys.stderr
-            )
+            print(f"worker {self.servers.worker} came back when the run was over", file=sys.stderr)
             return False
         self.model.load_state_dict(welcome.rest, strict=False)
         self.engine.gradients.take_weights()
         if self.joins:
             self.steps_done = welcome.step
             self.engine.go_on_from(welcome.step)
-        elif self._progress is None:
+        elif not self.steps_done:
             self.engine.load_average_state(self.model.state_dict())
         self.world.go_over(self.servers)
         return True
 
-    def dismiss(self) -> None:
-        """Let the servers end."""
-        if self.world.is_main:
-            self.servers.dismiss()
-
     def _starts(self) -> list[Start]:
         assert self.total_steps is not None
-        progress, workers = self._progress or (), self.world.size
+        workers, progress = self.world.size, self._progress
         return shard_starts(
             self.model,
             self.servers,

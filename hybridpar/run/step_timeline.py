@@ -5,7 +5,7 @@ Nothing here can end a run: what cannot be written is said at its end.
 
 from __future__ import annotations
 
-from pathlib import Path
+import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
@@ -32,14 +32,15 @@ def check_timeline(config: TrainConfig, devices: int = 1) -> None:
 class StepTimeline(Part):
     """Records the steps of a timeline, where one is asked for; with stages, workers compare clocks at the start."""
 
-    def __init__(self) -> None:
-        self._path: Path | None = None
+    def __init__(self, run: Run) -> None:
+        alone_on_gpus = run.world.device.type == "cuda" and run.world.size == 1
+        run.world.from_main(lambda: check_timeline(run.config, torch.cuda.device_count() if alone_on_gpus else 1))
+        self._path = run.config.timeline
         self._shown = range(0)
         self._recorded: dict[int, StepSpans] = {}
 
     def start(self, run: Run) -> None:
         """Decide which steps to show."""
-        self._path = run.config.timeline
         self._shown = steps_to_show(run.trainer.steps_done, run.total)
         if run.plan.is_staged:
             from hybridpar.comm.clocks import gather_spans  # most runs have neither stages nor a timeline

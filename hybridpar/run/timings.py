@@ -41,7 +41,7 @@ def steps_to_show(done: int, total: int) -> range:
 
 
 class StepTimes(NamedTuple):
-    """One step of a worker: `step_ms` is the sum of the other three.
+    """One step of a worker, from the end of the step before: its time is the sum of these.
 
     Attributes:
         compute_ms: All but the next two.
@@ -52,11 +52,6 @@ class StepTimes(NamedTuple):
     compute_ms: float
     exposed_sync_ms: float
     data_ms: float
-
-    @property
-    def step_ms(self) -> float:
-        """Time from the end of the step before to the end of this one."""
-        return sum(self)
 
 
 class StepClock:
@@ -118,17 +113,18 @@ def measured_step(result: StepResult, data_ms: float, epoch: int, clock: StepClo
         times, spans = clock.divide(spans, data_ms, max(0.0, exposed - spans.exposed_sync_ms))
     else:
         times = StepTimes(result.host_ms - exposed, exposed, data_ms)
-    figures: dict[str, Any] = {}
-    if outcome.sync.bytes_before:  # else none were sent
-        figures = {name: getattr(outcome.sync, name) for name in _OF_SYNC}
-        figures["hidden_share"] = outcome.sync.hidden_share(exposed)
+    sync, figures = outcome.sync, dict[str, Any]()
+    if sync.bytes_before:  # else none were sent
+        figures = {name: getattr(sync, name) for name in _OF_SYNC}
+    if summing := sync.sync_ms or (spans.sync_ms if result.staged else 0.0):
+        figures["hidden_share"] = max(0.0, 1 - exposed / summing)
     record = StepRecord(
         step=result.step,
         epoch=epoch,
         loss=result.loss,
         lr=result.lr,
         samples=outcome.samples,
-        step_ms=times.step_ms,
+        step_ms=sum(times),
         **times._asdict(),
         bytes_sent=outcome.bytes_sent,
         skipped=result.skipped,
@@ -145,14 +141,12 @@ class Share(NamedTuple):
 
     Attributes:
         means: Figures of which the summary has the mean over workers, by its keys; None where they were not measured.
-        totals: Sums over the steps of this worker.
         peaks: Figures of which the summary has the largest, by its keys.
         parts: Where the time of its steps went, see `hybridpar.observe.summary.step_shares`.
         computed: Per step, on one clock for all workers.
     """
 
     means: dict[str, float | None]
-    totals: dict[str, float]
     peaks: dict[str, int | None]
     parts: tuple[float, ...] | None
     computed: list[Computed]
@@ -162,64 +156,50 @@ class Timings:
     """This worker's own share of the figures that the summary takes over the workers."""
 
     def __init__(self) -> None:
-        columns = (*STEP_PARTS, *(row.name for row in _OF_WORKERS), "bytes_before", "bytes_after", "sums_ms")
-        self._columns = {name: array("d") for name in columns}  # of each figure where it was measured
+        # Of each figure where it was measured.
+        self._columns = {name: array("d") for name in (*STEP_PARTS, *(row.name for row in _OF_WORKERS))}
         self._computed: list[Computed] = []
 
     def add(self, record: StepRecord, spans: StepSpans | None = None) -> None:
         """Take a step into account, with what ran in it where the model is cut into stages."""
         for name, column in self._columns.items():
-            if (value := getattr(record, name, None)) is not None:
+            if (value := getattr(record, name)) is not None:
                 column.append(value)
         if spans is not None and spans.spans:
-            self._columns["sums_ms"].append(spans.sync_ms)
             self._computed.append(spans.computed)
 
     def _steady(self, name: str) -> array[float]:
         """A column without the first steps, where there are others."""
         return self._columns[name][WARM_UP_STEPS:] or self._columns[name]
 
-    def mean_step(self) -> dict[str, float]:
-        """What the summary says of steps that are not alike: means of their time and its parts."""
+    def mean_step(self, samples: int) -> dict[str, float]:
+        """What the summary says of steps that are not alike: means of their time and its parts, and the speed."""
         means = {name: statistics.fmean(values) for name in STEP_PARTS if (values := self._steady(name))}
-        return {key: round(value, 3) for key, value in {**means, "step_ms_mean": sum(means.values())}.items()}
+        if (step_ms := sum(means.values())) > 0:
+            means |= {"step_ms_mean": step_ms, "images_per_second": 1e3 * samples / step_ms}
+        return {key: round(value, 3) for key, value in means.items()}
 
     def share(self, ahead: float = 0.0, peaks: Mapping[str, int | None] | None = None) -> Share:
         """What the other workers are sent of it; `ahead` is how far this worker's clock is ahead of rank 0's."""
-        totals = {name: sum(self._columns[name]) for name in ("bytes_before", "bytes_after")}
-        totals["sums_ms"] = sum(self._steady("sums_ms"))
-        totals["exposed_ms"] = sum(self._steady("exposed_sync_ms")) if totals["sums_ms"] else 0.0
         computed = self._computed[WARM_UP_STEPS:] or self._computed
         return Share(
-            {row.summary: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
-            totals,
+            {row.key: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
             dict(peaks or {}),
             step_shares([*zip(*map(self._steady, STEP_PARTS), strict=True)]),
             [step._replace(begin=step.begin - ahead, end=step.end - ahead) for step in computed],
         )
 
 
-#: What `combine` tells of a run that was resumed, of which it knows a part.
-OF_ANY_PART = ("bubble", "overlap", "peak_saved_bytes", "memory_bytes")
-
-
 def combine(
     shares: Mapping[int, Share], replicas: Sequence[Sequence[int]], step_ms: float | None = None
 ) -> dict[str, Any]:
-    """The figures of a run from those of its workers, by rank."""
+    """The figures of a run from those of its workers, by rank; of a resumed run since it was."""
     known = list(shares.values())
     parts = divided_step(step_ms, [share.parts for share in known])
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
     for row in _OF_WORKERS:
-        if values := [value for share in known if (value := share.means[row.summary]) is not None]:
-            result[row.summary] = reduced(replace(row, reduce="mean"), values)
-    before, after, sums, exposed = (
-        sum(share.totals[name] for share in known) for name in ("bytes_before", "bytes_after", "sums_ms", "exposed_ms")
-    )
-    if after:
-        result["compression_ratio"] = round(before / after, 3)
-    if sums > 0:
-        result["overlap"] = round(max(0.0, 1 - exposed / sums), 4)
+        if values := [value for share in known if (value := share.means[row.key]) is not None]:
+            result[row.key] = reduced(replace(row, reduce="mean"), values)
     there = [[shares[rank].computed for rank in ranks] for ranks in replicas if shares.keys() >= {*ranks}]
     if bubbles := [joint_bubble(step) for workers in there for step in zip(*workers, strict=False)]:
         result["bubble"] = round(statistics.mean(bubbles), 4)

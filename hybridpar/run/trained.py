@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
-from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
-from hybridpar.formats.checkpoint_files import load_model_state, read_manifest, resolve_checkpoint, step_of
-from hybridpar.formats.tensor_files import shards_of
+from hybridpar.errors import CheckpointError, PlanError, UsageError, check, shortened
+from hybridpar.formats.checkpoint_files import load_model_state, read_manifest, resolve_checkpoint, shards_of, step_of
 from hybridpar.models import parse_arguments
 from hybridpar.models.pretrained import is_file
 from hybridpar.models.weights import check_file
@@ -69,48 +68,49 @@ class Trained:
 def find_trained(source: str, options: TrainedOptions) -> Trained:
     """Find the model that options name, without importing torch."""
     words = set() if options.weights is None else {word.strip() for word in options.weights.split(",")}
-    if not words <= {"best", "last", "ema", "raw"} or words >= {"best", "last"} or words >= {"ema", "raw"}:
-        raise UsageError(
-            f"--weights {shortened(options.weights)}",
-            "It names a checkpoint of the run (`best` or `last`), which of its weights (`ema` or `raw`), or both.",
-            "Write for instance --weights last, or --weights last,raw.",
-        )
+    check(
+        words <= {"best", "last", "ema", "raw"} and not (words >= {"best", "last"} or words >= {"ema", "raw"}),
+        f"--weights {shortened(options.weights)}",
+        "It names a checkpoint of the run (`best` or `last`), which of its weights (`ema` or `raw`), or both.",
+        "Write for instance --weights last, or --weights last,raw.",
+    )
     path = Path(source)
     if not path.is_dir():
         return _in_file(source, options)
-    checkpoint, why = _checkpoint_of(path), ""
+    checkpoint, why = resolve_checkpoint(path if path.name else path.absolute()), ""
     # RUN/checkpoints/step-N
     folders = path, *checkpoint.absolute().parents[:2]
     run = next((folder for folder in folders if (folder / RUN_FILE).is_file()), path)
-    facts, is_named = read_facts(run), options.model is not None and options.data is not None
-    if not (run / RUN_FILE).is_file() and not is_named:
-        raise UsageError(
-            f"{path} is not in the directory of a run: there is no {RUN_FILE}",
-            "A run says of which model its weights are, and which data it was trained on.",
-            "Name the model with --model and the data with --data.",
-        )
-    if is_named and "options" not in facts:
-        facts = {"model": options.model, "options": {}}
+    facts = read_facts(run)
+    if options.model is not None and options.data is not None:
+        facts = facts or {"model": options.model, "options": {}}
+    check(
+        bool(facts) or (run / RUN_FILE).is_file(),
+        f"{path} is not in the directory of a run: there is no {RUN_FILE}",
+        "A run says of which model its weights are, and which data it was trained on.",
+        "Name the model with --model and the data with --data.",
+    )
     recorded = recorded_config(facts, run)
-    if not (path / "manifest.json").is_file():
+    is_run = not (path / "manifest.json").is_file()
+    check(
+        is_run or not words & {"best", "last"},
+        f"--weights {options.weights} with the checkpoint {path}",
+        "Of a run there may be several checkpoints, and this is one.",
+        f"Name the run, {run}, or leave out `best` and `last`.",
+    )
+    if is_run:
         why, rule = ", the last", recorded.saving
         if "last" not in words and (best := best_checkpoint(run, read_metrics(run).epochs, rule)) is not None:
             checkpoint, why = best[1], f", the best by {rule.by}"
-    elif words & {"best", "last"}:
-        raise UsageError(
-            f"--weights {options.weights} with the checkpoint {path}",
-            "Of a run there may be several checkpoints, and this is one.",
-            f"Name the run, {run}, or leave out `best` and `last`.",
-        )
     config = replace(options.changed(recorded), plan="none", **_as_planned(run))  # a plan is for training
     config.check()
     has_average = bool(shards_of("model_ema", read_manifest(checkpoint)["files"]))
-    if "ema" in words and not has_average:
-        raise UsageError(
-            f"--weights ema: {checkpoint} has no moving average",
-            "It is kept by a run with --model-ema.",
-            "Leave out --weights.",
-        )
+    check(
+        has_average or "ema" not in words,
+        f"--weights ema: {checkpoint} has no moving average",
+        "It is kept by a run with --model-ema.",
+        "Leave out --weights.",
+    )
     average = has_average and "raw" not in words
     return Trained(config, options.model or str(facts["model"]), source, checkpoint, why, average, facts.get("images"))
 
@@ -118,12 +118,12 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
 def _in_file(source: str, options: TrainedOptions) -> Trained:
     """A model whose weights are in a file, or published."""
     is_published = options.model is not None and not is_file(source)
-    if not (Path(source).exists() or is_published or Path(source).suffix):
-        raise UsageError(
-            f"there is no run {shortened(source)}",
-            "A run is the directory that `hybridpar train` reports at its end.",
-            "Name such a directory, a checkpoint step-N in it, or a file of weights.",
-        )
+    check(
+        Path(source).exists() or is_published or bool(Path(source).suffix),
+        f"there is no run {shortened(source)}",
+        "A run is the directory that `hybridpar train` reports at its end.",
+        "Name such a directory, a checkpoint step-N in it, or a file of weights.",
+    )
     if is_file(source):
         check_file(Path(source))
     if options.model is None or options.data is None:
@@ -132,29 +132,15 @@ def _in_file(source: str, options: TrainedOptions) -> Trained:
             "A file of weights does not say of which model they are, and what they tell apart.",
             "Name --model and --data, or a run directory instead.",
         )
-    if options.weights is not None:
-        raise UsageError(
-            f"--weights {options.weights} with the weights {shortened(source)}",
-            "It chooses among the checkpoints of a run, and what they hold.",
-            "Leave it out, or name a run directory.",
-        )
+    check(
+        options.weights is None,
+        f"--weights {options.weights} with the weights {shortened(source)}",
+        "It chooses among the checkpoints of a run, and what they hold.",
+        "Leave it out, or name a run directory.",
+    )
     config = options.changed(TrainConfig(weights=source))
     config.check()
     return Trained(config, options.model, source)
-
-
-def _checkpoint_of(path: Path) -> Path:
-    try:
-        checkpoint = resolve_checkpoint(path)
-        return checkpoint if checkpoint.name else checkpoint.absolute()
-    except CheckpointError as error:
-        if not (path / RUN_FILE).exists():
-            raise
-        raise CheckpointError(
-            f"the run in {path} has no whole checkpoint",
-            "A checkpoint is saved after the first epoch, or as --checkpoints says.",
-            "Wait until there is one, or train without `--checkpoints never`.",
-        ) from error
 
 
 def _as_planned(run: Path) -> dict[str, Any]:
@@ -166,30 +152,22 @@ def _as_planned(run: Path) -> dict[str, Any]:
     return {} if compute is None else {"memory_format": compute.memory_format, "amp": compute.amp}
 
 
-def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> tuple[Trained, nn.Module]:
-    """Build the model with its weights; a checkpoint that was deleted meanwhile gives way to the newest one."""
+def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> nn.Module:
+    """Build the model with its weights."""
     from hybridpar.models import load_weights
 
     model = build_trained(trained, classes, channels_last=channels_last)
     if trained.checkpoint is None:
         report = load_weights(model, trained.source, name=trained.name, args=parse_arguments(trained.config.model_arg))
-        if report.new:
-            raise UsageError(
-                f"the weights {shortened(report)}",
-                "A model that is used as it is must have all of its weights.",
-                "Name the model and the data that they were trained with.",
-            )
-        return trained, model
+        check(
+            not report.new,
+            f"the weights {shortened(report)}",
+            "A model that is used as it is must have all of its weights.",
+            "Name the model and the data that they were trained with.",
+        )
+        return model
     try:
-        state = load_model_state(trained.checkpoint, average=trained.average)
-    except CheckpointError:
-        if (trained.checkpoint / "manifest.json").is_file():  # it is damaged, and what was asked for
-            raise
-        newest = _checkpoint_of(Path(trained.source))
-        trained = replace(trained, checkpoint=newest, why=", the last")
-        state = load_model_state(newest, average=trained.average)
-    try:
-        model.load_state_dict(state)
+        model.load_state_dict(load_model_state(trained.checkpoint, average=trained.average))
     except RuntimeError as error:
         problem = " ".join(str(error).partition("\n")[2].split())
         raise CheckpointError(
@@ -198,7 +176,7 @@ def load_trained(trained: Trained, classes: int, *, channels_last: bool = False)
             "Names and shapes of all parameters and buffers must be equal.",
             "Leave out --model, --model-arg and --data, which the run knows.",
         ) from error
-    return trained, model
+    return model
 
 
 def build_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> nn.Module:

@@ -4,9 +4,8 @@ The shards' rules (`Shard`, `Rules`) know nothing of processes; `hybridpar train
 shards on processes.
 """
 
-from hybridpar.server.ledger import Push
 from hybridpar.server.rules import SCALES, Rules
-from hybridpar.server.shard import Shard
+from hybridpar.server.shard import Push, Shard
 from hybridpar.server.stripes import cut_model
 
 __all__ = ["SCALES", "Push", "Rules", "Shard", "cut_model"]

@@ -9,21 +9,13 @@ push brings that along. What a message leaves out of the gradient stays with the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress import (
-    Coder,
-    Collective,
-    ErrorFeedback,
-    Policy,
-    Round,
-    TensorSpec,
-    bind,
-    format_codec,
-)
+from hybridpar.compress import Coder, Collective, Policy, Round, TensorSpec, format_codec
 from hybridpar.compress.codec import Full
 from hybridpar.compress.memory import Residual, Scratch
 from hybridpar.errors import check
@@ -35,12 +27,12 @@ PieceMessage = Tensor | list[Tensor]
 
 def check_for_servers(policy: Policy) -> None:
     """Check that codecs hand over gradients and nothing else, parameter by parameter."""
-    for rule in policy.rules:
-        core, given = rule.codec.core, f"codec {format_codec(rule.codec)!r} with parameter servers"
+    for codec in policy.codecs:
+        given = f"codec {format_codec(codec)!r} with parameter servers"
         what = "It has owners of stripes make an update of the gradients, and with servers these do that."
-        check(core.gives_sums, given, what, "Use onebit, and momentum as usual: servers keep it.")
+        check(codec.gives_sums, given, what, "Use onebit, and momentum as usual: servers keep it.")
         what = "Workers push parameter by parameter, so there are no buckets."
-        check(getattr(core, "scope", "") != "bucket", given, what, "Leave out scope=bucket.")
+        check(getattr(codec, "scope", "") != "bucket", given, what, "Leave out scope=bucket.")
 
 
 class PushEncoder:
@@ -58,8 +50,8 @@ class PushEncoder:
         check_for_servers(policy)
         self.stripe = stripe
         codecs = [policy.codec_of(piece.name) for piece in stripe.pieces]
-        self._reads_state = [codec.core.reads_state for codec in codecs]
-        self._coders = [bind(codec, _spec(piece)) for codec, piece in zip(codecs, stripe.pieces, strict=True)]
+        self._reads_state = [codec.reads_state for codec in codecs]
+        self._coders = [codec.bind(_spec(piece)) for codec, piece in zip(codecs, stripe.pieces, strict=True)]
         self._scratch = Scratch(torch.device("cpu"))  # pieces are coded by turns
 
     def encode(self, gradients: Sequence[Tensor]) -> tuple[list[PieceMessage], dict[int, dict[str, Any]]]:
@@ -113,10 +105,10 @@ class PushDecoder:
 
     def __init__(self, policy: Policy, stripe: Stripe) -> None:
         codecs = [policy.codec_of(piece.name) for piece in stripe.pieces]
-        inner = [codec.inner if isinstance(codec, ErrorFeedback) else codec for codec in codecs]
-        self._coders = [bind(codec, _spec(piece)) for codec, piece in zip(inner, stripe.pieces, strict=True)]
-        self._reads_state = [codec.core.reads_state for codec in codecs]
-        self._remembers = [isinstance(codec, ErrorFeedback) for codec in codecs]
+        plain = [replace(codec, feedback=False) for codec in codecs]
+        self._coders = [codec.bind(_spec(piece)) for codec, piece in zip(plain, stripe.pieces, strict=True)]
+        self._reads_state = [codec.reads_state for codec in codecs]
+        self._remembers = [codec.feedback for codec in codecs]
         self._ranges = stripe.ranges
         self._scratch = Scratch(torch.device("cpu"))
         most = max((piece.count for piece in stripe.pieces), default=0)

@@ -25,9 +25,8 @@ from hybridpar.server.link import Servers
 from hybridpar.server.stripes import flat_buffers, piece_views, put_buffers, trained_parameters
 from hybridpar.server.wire import Gradient, Weights
 from hybridpar.sync.figures import SyncFigures
-from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
-from hybridpar.sync.stage_gradients import StageGradients, StepGradients
+from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncOptions
 from hybridpar.train.engine import Engine, EngineParts
 
 

@@ -28,32 +28,18 @@ from torch import nn
 from hybridpar.config import OptimizerConfig, SyncConfig
 from hybridpar.config.sync import AsyncServers
 from hybridpar.errors import UsageError
-from hybridpar.registry import Registry
 from hybridpar.sync.clipping import clip_each, clip_factor
 
 #: Weight of a gradient, from its staleness tau >= 0 and the n of n-softsync, the mean staleness to be expected.
 Scale = Callable[[int, int], float]
 
-#: All rules by name. Others can be registered, and named to `Rules`.
-SCALES: Registry[Scale] = Registry("staleness rule")
-
-
-@SCALES.register("none", "every gradient counts in full, however old it is")
-def full_weight(staleness: int, expected: int) -> float:
-    """1."""
-    return 1.0
-
-
-@SCALES.register("inverse", "1 / tau, and 1 where tau is 0")
-def inverse_weight(staleness: int, expected: int) -> float:
-    """1 / max(1, tau): the rule of IJCAI 2016, per gradient (equation 5)."""
-    return 1.0 / max(1, staleness)
-
-
-@SCALES.register("mean", "1 / n for n-softsync, whatever the gradient's staleness")
-def mean_weight(staleness: int, expected: int) -> float:
-    """1 / n: the rule of ICDM 2016, which takes the mean staleness for that of every gradient."""
-    return 1.0 / max(1, expected)
+#: All rules by name: every gradient in full; 1 / max(1, tau), of IJCAI 2016, per gradient (equation 5); and 1 / n, of
+#: ICDM 2016, which takes the mean staleness for that of every gradient. Others can be entered, and named to `Rules`.
+SCALES: dict[str, Scale] = {
+    "none": lambda staleness, expected: 1.0,
+    "inverse": lambda staleness, expected: 1.0 / max(1, staleness),
+    "mean": lambda staleness, expected: 1.0 / max(1, expected),
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +61,7 @@ class Rules:
     collect: int = 1
     barrier: bool = False
     expected: int = 1
-    scale: Scale = field(default=full_weight)
+    scale: Scale = field(default=SCALES["none"])
     bound: int | None = None
     rate: float = 1.0
 
@@ -99,11 +85,11 @@ class Rules:
             bound: See the class.
 
         Raises:
-            UsageError: n is out of range, or there is no such rule.
+            UsageError: n is out of range.
         """
         if not 1 <= split <= learners:
             raise UsageError(f"softsync:{split} with {learners} learners", f"n is from 1 to {learners}.")
-        return cls(learners, learners // split, False, split, SCALES.get(scale), bound)
+        return cls(learners, learners // split, False, split, SCALES[scale], bound)
 
     @classmethod
     def asynchronous(cls, learners: int, scale: str = "inverse", bound: int | None = None) -> Rules:

@@ -27,9 +27,8 @@ from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.machine.process import usable_memory
 from hybridpar.server import wire
 from hybridpar.server.encoding import PushDecoder
-from hybridpar.server.ledger import StepRow
 from hybridpar.server.rules import Rules
-from hybridpar.server.shard import Answer, Shard
+from hybridpar.server.shard import Answer, Shard, StepRow
 from hybridpar.server.stripes import Stripe
 from hybridpar.server.wire import Connection, Garbled
 

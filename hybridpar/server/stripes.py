@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
@@ -187,9 +187,7 @@ def _nearest(borders: Sequence[int], wanted: Sequence[int]) -> list[int]:
     for number, cut in enumerate(wanted):
         first = bisect_right(borders, cuts[-1]) if cuts else 0
         last = len(borders) - len(wanted) + number  # others are to have a border, too
-        right = min(max(bisect_left(borders, cut), first), last)
-        left = max(right - 1, first)
-        cuts.append(min(borders[right], borders[left], key=lambda border: abs(border - cut)))
+        cuts.append(min(borders[first : last + 1], key=lambda border, cut=cut: abs(border - cut)))  # type: ignore[misc]
     return cuts
 
 

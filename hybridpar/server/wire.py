@@ -41,9 +41,8 @@ from hybridpar.comm.handshake import end
 from hybridpar.errors import HybridparError
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.formats.messages import DTYPES, put_together, take_apart, tensor_facts
-from hybridpar.server.ledger import Push, StepRow
 from hybridpar.server.rules import Clipping
-from hybridpar.server.shard import Answer
+from hybridpar.server.shard import Answer, Push, StepRow
 from hybridpar.server.stripes import Piece
 
 _HEADER = struct.Struct("!4sIQ")

@@ -9,6 +9,13 @@ workers with M micro-batches leaves the statistics of the whole batch, as one st
 What is not pooled, unless asked for (`group`), is the normalisation: each micro-batch is normalised by its own moments.
 Training with M micro-batches of b is the same function as data parallelism over M replicas with b samples each.
 
+Where micro-batches are too small for that, `batch_norm="sync"` normalises each by the moments over all replicas'
+micro-batches of the same number (Peng et al. 2018, "MegDet", section 3.3), so R replicas of b samples train as one
+replica of R b samples does. It costs one small message per layer in each direction, which cannot overlap with the
+computation around it. Torch's own `SyncBatchNorm` needs a GPU; this runs wherever gradients can be summed. Every
+compute lane needs a group of its own for it, because lanes run beside each other and the sums of one group must come in
+one order on all replicas. Within a lane the schedule is that order.
+
 A module gets another class with the same parameters, buffers and names, so `state_dict`, pickling and `isinstance` go
 on working; `release` gives it its class back.
 
@@ -31,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hybridpar.comm.group import Group
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import Constants
@@ -157,8 +165,6 @@ class _Pooled:
         self._check_input_dim(input)
         pool, index = self._pool
         if pool.group is not None:
-            from hybridpar.sync.sync_batchnorm import normalise_over_replicas
-
             output, *each = normalise_over_replicas(input, self.weight, self.bias, self.eps, pool.group)
             output = self.activate(output) if hasattr(self, "activate") else output
             moments = torch.stack(each).to(self.running_mean.dtype)
@@ -374,3 +380,75 @@ class ReplicaBuffers:
 
     def _present(self) -> list[Tensor]:
         return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
+
+
+def normalise_over_replicas(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch normalisation in training, by the moments over all replicas; a collective in both directions."""
+    output, mean, variance = _Normalise.apply(input, weight, bias, eps, group)
+    return output, mean, variance
+
+
+class _Normalise(torch.autograd.Function):
+    """Ioffe and Szegedy 2015, algorithm 1 and its gradients, with sums over replicas.
+
+    Forward, per channel: the sums of x and x^2 and the count are added over the replicas. Backward: so are the sums of
+    dy and dy z, where z = (x - mean) s and s = 1 / sqrt(var + eps). With n values,
+    dx = w s (dy - sum(dy) / n - z sum(dy z) / n).
+    Gradients of weight and bias stay local: they are summed over the replicas with all others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dims = [0, *range(2, input.ndim)]
+        channels, shape = input.shape[1], [1, -1, *[1] * (input.ndim - 2)]
+        exact = input if input.dtype == torch.float64 else input.float()
+        count = input.numel() // channels
+        # First about the own mean, which loses nothing in float32; sums over replicas are float64.
+        own_mean = exact.mean(dims)
+        centred = exact - own_mean.view(shape)
+        deviations = centred.square().sum(dims)
+        local = own_mean.double()
+        number = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
+        sums = torch.cat((local * count, deviations.double() + local.square() * count, number))
+        group.all_reduce(sums)
+        total = sums[-1:]
+        mean = sums[:channels] / total
+        variance = (sums[channels:-1] / total - mean.square()).clamp_(min=0)
+        scale = (variance + eps).rsqrt().to(exact.dtype)
+        normal = centred.add_((local - mean).to(exact.dtype).view(shape)).mul_(scale.view(shape))
+        output = normal if weight is None else normal * weight.to(exact.dtype).view(shape)
+        if bias is not None:
+            output = output + bias.to(exact.dtype).view(shape)
+        ctx.save_for_backward(normal, weight, scale, total)
+        ctx.group, ctx.dims, ctx.shape, ctx.has_bias = group, dims, shape, bias is not None
+        unbiased = deviations / max(1, count - 1)
+        ctx.mark_non_differentiable(own_mean, unbiased)
+        # A copy where nothing was computed: autograd may not be handed what is saved.
+        return (output.clone() if output is normal else output).to(input.dtype), own_mean, unbiased
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        normal, weight, scale, total = ctx.saved_tensors
+        given = gradients[0].to(normal.dtype)
+        dims, shape, channels = ctx.dims, ctx.shape, normal.shape[1]
+        of_bias = given.sum(dims)
+        of_weight = (given * normal).sum(dims)
+        result = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat((of_bias, of_weight)).double()
+            ctx.group.all_reduce(sums)
+            means = (sums / total).to(normal.dtype)
+            factor = scale if weight is None else weight.to(normal.dtype) * scale
+            result = given - means[:channels].view(shape) - normal * means[channels:].view(shape)
+            result = (result * factor.view(shape)).to(gradients[0].dtype)
+        return (
+            result,
+            of_weight.to(weight.dtype) if weight is not None else None,
+            of_bias.to(weight.dtype if weight is not None else of_bias.dtype) if ctx.has_bias else None,
+            None,
+            None,
+        )

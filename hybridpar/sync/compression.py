@@ -16,9 +16,8 @@ from torch import Tensor
 from hybridpar.comm.group import Group
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Coder, Exchange, PhaseTimer, Policy
-from hybridpar.compress.codec import Full
+from hybridpar.compress.codec import FeedbackCoder, Full
 from hybridpar.compress.coders import BucketExchange, ParameterCoders
-from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
@@ -175,7 +174,7 @@ class Compression(ParameterCoders):
         full = all_reduce_bytes(4 * coder.spec.count, workers)
         if _is_plain(coder):
             return "none", full, full
-        rounds = coder.lasting.rounds
+        rounds = coder.rounds
         return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in rounds)
 
     @property

@@ -1,4 +1,4 @@
-"""What the sync of a step cost, added up over buckets and lanes.
+"""What each parameter is sent as, and what the sync of a step cost, added up over buckets and lanes.
 
 Sync lanes note the cost of each bucket; it is added up when it is read, after the step. Nothing here makes the host
 wait for a GPU within a step.
@@ -6,11 +6,13 @@ wait for a GPU within a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from hybridpar.compress import Policy, read_policy
 
 if TYPE_CHECKING:
     from hybridpar.compress import PhaseTimer
@@ -54,12 +56,6 @@ class SyncFigures:
     sync_ms: float | None = None
     residual_norm: float | None = None
     residual_norms: Mapping[str, float] | None = None
-
-    def hidden_share(self, exposed_ms: float) -> float | None:
-        """Part of `sync_ms` that computation hid."""
-        if not self.sync_ms:
-            return None
-        return max(0.0, 1 - exposed_ms / self.sync_ms)
 
 
 @dataclass
@@ -108,3 +104,74 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.LocalResponseNorm,
+    nn.RMSNorm,
+)
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one parameter is sent as.
+
+    Attributes:
+        layer: Its name.
+        kind: `conv`, `depthwise`, `linear`, `norm`, `bias`, `embedding` or `other`.
+        size: Its number of elements.
+        codec: What it is sent as, as text.
+        bytes_before: What a worker sends of it in a step as it is.
+        bytes_after: What it sends as the codec.
+    """
+
+    layer: str
+    kind: str
+    size: int
+    codec: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """What the gradients of a model are sent as.
+
+    Attributes:
+        policy: By which rules.
+        layers: Each parameter; empty where gradients are added as they are.
+    """
+
+    policy: Policy
+    layers: Sequence[LayerBytes]
+
+    @property
+    def applied(self) -> Policy:
+        """The rules as far as they have an effect: those of `none` where no parameter is sent as a codec."""
+        return self.policy if any(row.codec != "none" for row in self.layers) else read_policy("none")
+
+
+def layer_bytes(model: nn.Module, known: Mapping[str, tuple[str, int, int]]) -> list[LayerBytes]:
+    """A row for each parameter that is exchanged, in the model's order."""
+    return [
+        LayerBytes(name, kind_of(module, name.rpartition(".")[2]), parameter.numel(), *known[name])
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(path, recurse=False)
+        if name in known
+    ]
+
+
+def kind_of(module: nn.Module, name: str) -> str:
+    """What a parameter of a module is, by the parameter's own name."""
+    if isinstance(module, _NORMS):
+        return "norm"
+    if "bias" in name:
+        return "bias"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "depthwise" if module.groups == module.in_channels > 1 else "conv"
+    if isinstance(module, (nn.Linear, nn.Bilinear)) or "proj_weight" in name:
+        return "linear"
+    return "embedding" if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else "other"

@@ -461,11 +461,10 @@ class OuterLoop:
 
 def _check_codecs(policy: Policy) -> None:
     """Refuse codecs that are about gradients of single steps."""
-    for rule in policy.rules:
-        core = rule.codec.core
-        if core.keeps_momentum or not core.gives_sums:
+    for codec in policy.codecs:
+        if codec.keeps_momentum or not codec.gives_sums:
             raise UsageError(
-                f"--compress {core.name} with --sync outer:H",
+                f"--compress {codec.name} with --sync outer:H",
                 "It keeps the momentum of gradients of every step; an outer gradient is the progress of many.",
                 "Use onebit, qsgd_mn:bits=4, topk or another codec that keeps none.",
             )

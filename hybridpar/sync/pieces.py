@@ -60,8 +60,8 @@ class Gradients:
 def can_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step_in_pieces` does what `optimizer.step()` would do.
 
-    It does for SGD, Adam, AdamW and Adagrad of torch in their fused form, without hooks on the step, and for dense
-    parameters on a CPU, which all are whose gradients are not written.
+    It does for SGD, Adam and AdamW of torch in their fused form, without hooks on the step, and for dense parameters on
+    a CPU, which all are whose gradients are not written.
     """
     kind = _KINDS.get(type(optimizer))
     hooks: Sequence[Collection[Any]] = (
@@ -167,21 +167,6 @@ def _adam(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gr
     return step
 
 
-def _adagrad(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gradients) -> _Step:
-    fixed = {key: group[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
-
-    def step(parameter: nn.Parameter, squares: Tensor) -> None:
-        state = optimizer.state[parameter]
-        state["step"] += 1
-
-        def update_piece(part: Tensor, gradient: Tensor, sums: Tensor) -> None:
-            torch._fused_adagrad_([part], [gradient], [sums], [state["step"]], **fixed)
-
-        _go_through(parameter, gradients, squares, update_piece, _as_laid(state, "sum", parameter))
-
-    return step
-
-
 #: Steps a parameter, and notes the sum of squares of its gradient where that is wanted.
 _Step = Callable[[nn.Parameter, Tensor], None]
 
@@ -189,5 +174,4 @@ _KINDS: dict[type[torch.optim.Optimizer], Callable[..., _Step]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
-    torch.optim.Adagrad: _adagrad,
 }

@@ -35,9 +35,8 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.sync.buckets import Bucket, Slot, layout_fingerprint, make_buckets
 from hybridpar.sync.compression import Compression, add_plainly
 from hybridpar.sync.meetings import EncodedMeeting, FlatMeeting, Meeting, SharedGradients, SharedMeeting
-from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients
-from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncLanes
+from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncLanes, SyncOptions
 
 _log = logging.getLogger(__name__)
 

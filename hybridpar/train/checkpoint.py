@@ -11,7 +11,7 @@ A checkpoint is a directory `step-N`:
     manifest.json          step, model fingerprint, number of workers, and the SHA-256 of each file
 
 Where workers hold their own stages only, each of them writes its weights, and an index says which file has which
-(`hybridpar.formats.tensor_files`).
+(`hybridpar.formats.checkpoint_files`).
 
 The directory is written under another name and renamed when every file is on disk. All files are read without running
 code (`weights_only=True`). Any number of workers can resume it: generators of a worker which no longer exists are
@@ -39,6 +39,8 @@ from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError, RunDirectoryError
 from hybridpar.formats.checkpoint_files import (
     CHECKPOINT_VERSION,
+    can_hold,
+    index_of,
     latest_checkpoint,
     load_model_state,
     read_manifest,
@@ -46,9 +48,11 @@ from hybridpar.formats.checkpoint_files import (
     reason_of,
     resolve_checkpoint,
     sha256_of,
+    shard_name,
+    shards_of,
     usable,
+    write_tensors,
 )
-from hybridpar.formats.tensor_files import can_hold, index_of, shard_name, shards_of, write_tensors
 
 
 @dataclass(frozen=True)

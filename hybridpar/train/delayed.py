@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from hybridpar.errors import UsageError
-from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.pipeline.step import LateOutcome, StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
@@ -64,15 +63,10 @@ class JoinedOutcome(StepOutcome):
     @property
     def values(self) -> StepValues:
         """Sums over both halves; a step of which a half was rolled back was not done."""
-        first, second = [half.values for half in self._halves]
-        return StepValues(
-            first.loss + second.loss,
-            first.samples + second.samples,
-            max(first.stop, second.stop),
-            max(first.save, second.save),
-            min(first.commit, second.commit),
-            first.squares + second.squares if min(first.squares, second.squares) >= 0 else -1.0,
-        )
+        halves = [half.values for half in self._halves]
+        sums = StepValues(*map(sum, zip(*halves, strict=True)))
+        squares = sums.squares if min(half.squares for half in halves) >= 0 else -1.0
+        return sums._replace(commit=min(half.commit for half in halves), squares=squares)
 
 
 class DoubleBufferEngine(Engine):
@@ -85,7 +79,7 @@ class DoubleBufferEngine(Engine):
 
     def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super()._make_optimizer(module)
-        if self._halves and not isinstance(optimizer, (torch.optim.SGD, AdaGradSGD)):
+        if self._halves and not isinstance(optimizer, torch.optim.SGD):
             raise UsageError(
                 f"late=half with {type(optimizer).__name__}",
                 "Half a batch is half a step for SGD alone: other optimizers' steps do not grow with gradients.",
@@ -95,26 +89,16 @@ class DoubleBufferEngine(Engine):
 
     def step(self, given: StepRequest) -> StepOutcome:
         """Train on this worker's share of one global batch, by late gradients."""
-        micro_batches = given.micro_batches
-        if self._halves and len(micro_batches) == 1:
-            self.refuse()
-            raise UsageError(
-                "a batch that cannot be cut in two halves",
-                "With late=half a worker's batch has two micro-batches at least.",
-                "Hand over tensors, or twice as many micro-batches.",
-            )
         if self.pipeline.replicas > 1 and given.global_samples is None:
             # The exchange begins with the step, so whether somebody refuses the step is to be known before.
             given = replace(given, global_samples=self.pipeline.executor.count_samples(given.weight)())
         if not self._halves:
             return self._late_step(given)
-        middle = (len(micro_batches) + 1) // 2
-        halves = micro_batches[:middle], micro_batches[middle:]
-        samples = [sum(int(targets.shape[0]) for _, targets in half) for half in halves]
-        parts = zip(halves, samples, strict=True)
-        return JoinedOutcome(
-            [self._late_step(replace(given, micro_batches=half, samples=count)) for half, count in parts]
-        )
+        middle, outcomes = (len(given.micro_batches) + 1) // 2, []
+        for half in (given.micro_batches[:middle], given.micro_batches[middle:]):
+            samples = sum(int(targets.shape[0]) for _, targets in half)
+            outcomes.append(self._late_step(replace(given, micro_batches=half, samples=samples)))
+        return JoinedOutcome(outcomes)
 
     def _late_step(self, given: StepRequest) -> StepOutcome:
         reducers = [stage.reducer for stage in self.pipeline.stages.values()]

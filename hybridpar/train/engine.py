@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import check_compression
 from hybridpar.config import TrainConfig
-from hybridpar.errors import UsageError, refuse, shortened
+from hybridpar.errors import UsageError, refuse
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.models import autocast
 from hybridpar.models.state import same_modes
@@ -42,8 +42,7 @@ from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import StepOutcome, StepRequest, whole_options
 from hybridpar.plan import ResolvedPlan
-from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.stage_gradients import StageGradients
+from hybridpar.sync.stage_gradients import StageGradients, SyncOptions
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from hybridpar.partition.stage import Stage
     from hybridpar.pipeline.cuda_graph import StepGraph
     from hybridpar.sync.compression import Compression
-    from hybridpar.sync.compression_table import WireFormat
+    from hybridpar.sync.figures import WireFormat
     from hybridpar.sync.pieces import Gradients
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
@@ -137,11 +136,12 @@ class Engine:
             "capture": config.cuda_graph,
             "record": config.timeline is not None or config.shares.strip() == "auto",
             "sync": self._sync_options(),
+            "seed": config.seed,
+            "own_only": parts.own_only,
         }
         if parts.example is None:
             options = whole_options(world.size, **common)
         else:
-            common |= {"seed": config.seed, "own_only": parts.own_only}
             options = pipeline_options(plan, parts.example, world, self._lanes.device, micro_batches, **common)
         return PipelineEngine(
             *(parts.model, stages, world, self._lanes, parts.loss, self._step_of, options, micro_batches),
@@ -211,11 +211,10 @@ class Engine:
                     return step_in_pieces(optimizer, unwritten)
                 squares = unwritten.materialise()
             fill_momentum(optimizer)
-            if commit is None:
-                optimizer.step()
-            elif getattr(optimizer, "_step_supports_amp_scaling", False):
-                step_if_committed(optimizer, commit)
-            elif bool(commit):  # waits for the device: this optimizer has to be told
+            if commit is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+                fused: Any = optimizer  # it reads on the device whether to step
+                fused.found_inf, fused.grad_scale, commit = (1.0 - commit).float(), None, None
+            if commit is None or bool(commit):  # waits for the device: another optimizer has to be told
                 optimizer.step()
             return squares
 
@@ -232,6 +231,7 @@ class Engine:
                     "Gradients are synchronised for the parameters of the model.",
                     "Make the optimizer from the model that the factory is given.",
                 )
+            self._given.add_param_group = _refuse_more  # type: ignore[method-assign]
         optimizer, layout = self._given, self.plan.layout
         is_sharded = self.plan.sync.shard_optimizer and layout.replicas > 1
         if self.plan.is_staged or is_sharded:
@@ -275,7 +275,6 @@ class Engine:
         """Train on this replica's share of one global batch."""
         if self._modes:
             check_modes(self._modes)
-        self._refuse_joined()
         executor, total = self.pipeline.executor, request.global_samples
         if total is None and self.pipeline.replicas == 1:
             total = request.weight
@@ -297,17 +296,6 @@ class Engine:
             for stage in self.pipeline.stages.values():
                 stage.replica_buffers.share(new=True)
         return outcome
-
-    def _refuse_joined(self) -> None:
-        """Refuse parameters that were added to an optimizer: it may not be that of their stage, on this worker."""
-        added = [param for rates in self._rates for group in rates.added for param in group["params"]]
-        if added:
-            names = [name for name, param in self.model.named_parameters() if any(param is other for other in added)]
-            raise UsageError(
-                f"the optimizer was given more parameters while training: {shortened(', '.join(names))}",
-                "Stages, workers and the schedule of rates divide what the optimizer was made with.",
-                "Make it with all parameters; those with requires_grad False wait until that changes.",
-            )
 
     def refuse(self) -> None:
         """Tell the other replicas that this one cannot do the step that they begin."""
@@ -402,7 +390,7 @@ class Engine:
 
     def wire_format(self) -> WireFormat:
         """What gradients are sent as; a collective."""
-        from hybridpar.sync.compression_table import WireFormat
+        from hybridpar.sync.figures import WireFormat
 
         return WireFormat(self.pipeline.options.sync.policy, self.pipeline.layer_bytes())
 
@@ -411,11 +399,6 @@ class Engine:
     def model_state(self) -> dict[str, Any]:
         """What this worker holds of the model, as a checkpoint has it; `synchronize_buffers` makes it whole."""
         return self.held_state()
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether no worker holds all of the model, or all of the optimizer's state."""
-        return self.own_only or (self.plan.sync.shard_optimizer and self.pipeline.replicas > 1)
 
     @property
     def is_saved(self) -> bool:
@@ -494,28 +477,12 @@ class Engine:
         self.pipeline.wait()
         self.pipeline.executor.start_at(step)
 
-    def bring_back(self) -> None:
-        """Make the model whole before `close`, a collective; where that fails, `leave_out` what is not held here."""
-        if not self.pipeline.is_spread:
-            return
-        lanes = self._lanes
-        if lanes.closed or any(lane.failure is not None for lane in (lanes.caller, *lanes.others)):
-            self.leave_out()  # the others may be gone
-            return
-        try:
-            self.collect()
-        except BaseException:
-            self.leave_out()
-            raise
-
-    def leave_out(self) -> None:
-        """Put what only other workers train on the meta device; nobody is waited for."""
-        self.pipeline.leave_out()
-
     def close(self) -> None:
         """Remove all hooks and leave the grid. The model stays as trained, and the optimizer's options as given."""
         for rates in self._rates:
             rates.scale(1.0, 1.0)
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("add_param_group", None)
         for hook in self._hooks:
             hook.remove()
         self.pipeline.close()
@@ -543,8 +510,10 @@ def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:
         )
 
 
-def step_if_committed(optimizer: torch.optim.Optimizer, commit: Tensor) -> None:
-    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read."""
-    optimizer.found_inf = (1.0 - commit).float()  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    optimizer.step()
+def _refuse_more(group: Mapping[str, Any]) -> None:
+    """In the place of an optimizer's `add_param_group`."""
+    raise UsageError(
+        "the optimizer is given more parameters while training",
+        "Stages, workers and the schedule of rates divide what the optimizer was made with.",
+        "Make it with all parameters; those with requires_grad False wait until that changes.",
+    )

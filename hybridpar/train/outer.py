@@ -15,7 +15,7 @@ import math
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.replicate import replicate
-from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.comm.world import all_reduce_bytes
 from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import Policy, agree_on_policy
 from hybridpar.config.sync import Outer
@@ -33,10 +33,9 @@ from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.pipeline.step import StepOutcome, StepRequest, StepSpans, StepValues
 from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
-from hybridpar.sync.compression_table import WireFormat, layer_bytes
-from hybridpar.sync.figures import SyncFigures, add_up
-from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.figures import SyncFigures, WireFormat, add_up, layer_bytes
 from hybridpar.sync.outer import OuterLoop, OuterResult, OuterRound, Timetable
+from hybridpar.sync.stage_gradients import SyncOptions
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
 
@@ -49,22 +48,25 @@ class OuterOutcome(StepOutcome):
     Of an exchange all workers know the same. What is known of the party's step is read when it is asked for.
     """
 
-    def __init__(
-        self, party: StepOutcome, samples: int, full: int, result: OuterResult | None = None, waited_ms: float = 0.0
-    ) -> None:
-        self.is_agreed = result is not None
+    def __init__(self, party: StepOutcome, samples: int, full: int) -> None:
         self._party, self._samples, self._full = party, samples, full
-        self._result, self._waited_ms = result, waited_ms
+        self.waited_ms = 0.0
+        self.result: OuterResult | None = None
+
+    @property
+    def is_agreed(self) -> bool:  # type: ignore[override]
+        """Whether the step ended with an exchange."""
+        return self.result is not None
 
     @property
     def exposed_sync_ms(self) -> float:  # type: ignore[override]
         """Time in which the worker only waited for its party, or for the exchange."""
-        return self._party.exposed_sync_ms + self._waited_ms
+        return self._party.exposed_sync_ms + self.waited_ms
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes that this worker sent to its party, and to others."""
-        return self._party.bytes_sent + (0 if self._result is None else self._result.sent)
+        return self._party.bytes_sent + (0 if self.result is None else self.result.sent)
 
     @property
     def spans(self) -> StepSpans:
@@ -74,26 +76,25 @@ class OuterOutcome(StepOutcome):
     @property
     def sync(self) -> SyncFigures:
         """What the exchange took, or else the party's sync, of what an all-reduce would have sent."""
-        if self._result is None:
+        if self.result is None:
             return replace(self._party.sync, bytes_before=self._full)
-        return replace(add_up([self._result.costs]), bytes_before=self._full, bytes_after=self.bytes_sent)
+        return replace(add_up([self.result.costs]), bytes_before=self._full, bytes_after=self.bytes_sent)
 
     @property
     def values(self) -> StepValues:
         """What all workers know of an exchange; else what is known of the party's step."""
-        if self._result is None:
+        if self.result is None:
             return self._party.values._replace(samples=self._samples, stop=0.0, save=0.0)
-        losses, counted, squares, norms, samples, stop, save = self._result.report
+        losses, counted, squares, norms, samples, stop, save = self.result.report
         loss = losses / counted if counted else math.nan
-        return StepValues(loss, samples, stop, save, float(self._result.good), squares / norms if norms else -1.0)
+        return StepValues(loss, samples, stop, save, float(self.result.good), squares / norms if norms else -1.0)
 
 
 class OuterEngine(Engine):
     """Trains each party on its own share, and exchanges the progress now and then."""
 
     def __init__(self, parts: EngineParts, *, total_steps: int | None = None, warmup_steps: int = 0) -> None:
-        config, world = parts.config, parts.world
-        loop = config.outer
+        config, world, plan, loop = parts.config, parts.world, parts.plan, parts.config.outer
         assert loop is not None
         check(
             total_steps is None or loop.every <= total_steps,
@@ -111,55 +112,42 @@ class OuterEngine(Engine):
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
         self._timetable = Timetable(loop.every, total_steps, loop.qsr, warmup_steps)
         self._round: OuterRound | None = None
-        self._worlds: list[World | NodeWorlds] = []
-        try:
-            self._open(parts, loop)
-        except BaseException:
-            self._leave()
-            raise
+        nodes, columns, parties = None, plan.layout.columns, plan.layout.ranks
+        with ExitStack() as opened:
+            if parts.stages is None and config.exchange.hierarchy:
+                nodes = NodeWorlds.open(world, columns, 1)
+            if nodes is not None:
+                opened.callback(nodes.close)
+                parties = nodes.nodes.members
+            self._party = world.split(parties, len(world.lane_groups) or 1)
+            opened.callback(self._party.close)
+            self._team = world
+            if len(columns) > 1:
+                self._team = world.split(columns, 1)
+                opened.callback(self._team.close)
+            if parts.stages is not None:  # random operations of stages know their place in the party only
+                config = replace(config, seed=config.seed + 1_000_003 * self._team.rank)
+            super().__init__(replace(parts, world=self._party, config=config))
+            self._open_loop(parts, loop, nodes)
+            self._worlds = opened.pop_all()
         #: Bytes that an all-reduce of the gradients would have sent.
         self._full_bytes = all_reduce_bytes(self.outer.bytes, world.size)
         if self._team.size == 1 and self.outer.is_mean:
             who = "worker" if world.size == 1 else "replica"
             _log.warning("--sync %s changes nothing: there is one %s, and no other to exchange with", config.sync, who)
 
-    def recover(self, steps: int) -> int:
-        """As of `Engine`; refuses to go on, as what was exchanged may hold steps that have not been."""
-        done = super().recover(steps)
-        if done < steps:
-            raise TrainingError(
-                f"an error has ended step {done + 1} of an outer loop",
-                "What the workers exchange would count it.",
-                "Go on from a checkpoint.",
-            )
-        return done
-
-    def _open(self, parts: EngineParts, loop: Outer) -> None:
-        model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
-        nodes, columns, parties = None, plan.layout.columns, plan.layout.ranks
-        if parts.stages is None and config.exchange.hierarchy:
-            nodes = NodeWorlds.open(world, columns, 1)
-        if nodes is not None:
-            parties = nodes.nodes.members
-        self._party = world.split(parties, len(world.lane_groups) or 1)
-        self._team = world if len(columns) == 1 else world.split(columns, 1)
-        self._worlds = [made for made in (nodes, self._party, self._team) if made is not None and made is not world]
-        if parts.stages is not None:  # random operations of stages know their place in the party only
-            config = replace(config, seed=config.seed + 1_000_003 * self._team.rank)
-        super().__init__(replace(parts, world=self._party, config=config))
-        names = dict(model.named_parameters())
-        policy = agree_on_policy(plan.sync.codec, names, world.gather)
+    def _open_loop(self, parts: EngineParts, loop: Outer, nodes: NodeWorlds | None) -> None:
+        model, plan, total = parts.model, parts.plan, self._timetable.total
+        modules = [stage.module for stage in self.pipeline.stages.values()]
+        local = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        buffer_names = {name for name, buffer in model.named_buffers() if id(buffer) in local}
+        policy = agree_on_policy(plan.sync.codec, dict(model.named_parameters()), parts.world)
         assert isinstance(policy, Policy)
         self._policy = policy
-        modules = [stage.module for stage in self.pipeline.stages.values()]
-        params = {id(param) for module in modules for param in module.parameters()}
-        buffers = {id(buffer) for module in modules for buffer in module.buffers()}
-        buffer_names = {name for name, buffer in model.named_buffers() if id(buffer) in buffers}
-        total = self._timetable.total
         lr, momentum = loop.rates(None if total is None else total // loop.every)
         optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
         self.outer = OuterLoop(
-            {name: param for name, param in names.items() if id(param) in params},
+            {name: param for name, param in model.named_parameters() if id(param) in local},
             lambda: {name: buffer for name, buffer in model.named_buffers() if name in buffer_names},
             self._team,
             parts.lanes,
@@ -177,6 +165,17 @@ class OuterEngine(Engine):
         self._buffers = [ReplicaBuffers(module, self._team, None) for module in modules]
         self.outer.begin()
 
+    def recover(self, steps: int) -> int:
+        """As of `Engine`; refuses to go on, as what was exchanged may hold steps that have not been."""
+        done = super().recover(steps)
+        if done < steps:
+            raise TrainingError(
+                f"an error has ended step {done + 1} of an outer loop",
+                "What the workers exchange would count it.",
+                "Go on from a checkpoint.",
+            )
+        return done
+
     # ------------------------------------------------------------------ a step
 
     def step(self, given: StepRequest) -> StepOutcome:
@@ -187,14 +186,8 @@ class OuterEngine(Engine):
         self._steps += 1
         self._unread.append((party, given.samples))
         self._read(1)  # the step before is known by now
-        result, waited = self._exchange(party, given)
         samples = round(given.global_samples or given.samples * self._team.size)
-        return OuterOutcome(party, samples, self._full_bytes, result, waited)
-
-    def _exchange(self, party: StepOutcome, given: StepRequest) -> tuple[OuterResult | None, float]:
-        """Send and take what is due after a step."""
-        assert self._round is not None
-        result, waited = None, 0.0
+        outcome = OuterOutcome(party, samples, self._full_bytes)
         for transfer in self._round.transfers(len(self._trained), self._delay):
             if self._steps not in (transfer.sent, transfer.arrives):
                 continue
@@ -204,11 +197,11 @@ class OuterEngine(Engine):
                 is_end = self._round.is_last and transfer.arrives == self._round.stop
                 self._send(transfer.fragment, party, given, plain=is_end)
             if transfer.arrives == self._steps and self.outer.exchange is not None:
-                arrived = self.outer.arrive()
+                result, before = self.outer.arrive(), outcome.result
                 # Several fragments arrive in the last step.
-                result = arrived if result is None else arrived._replace(sent=result.sent + arrived.sent)
-            waited += (time.perf_counter() - started) * 1e3
-        return result, waited
+                outcome.result = result if before is None else result._replace(sent=before.sent + result.sent)
+            outcome.waited_ms += (time.perf_counter() - started) * 1e3
+        return outcome
 
     def _send(self, fragment: int, party: StepOutcome, given: StepRequest, *, plain: bool) -> None:
         self._read(0)
@@ -347,19 +340,16 @@ class OuterEngine(Engine):
         On another number of workers, each begins with the weights of the last exchange; outer momentum stays.
         """
         super().load_state_dict(state)
-        self._unread = []
-        self._flags, self._trained = [False, False], [0] * len(self._trained)
         party = state.get("party", {})
+        trained = party.get("trained", ())
+        self._unread, self._flags = [], list(party.get("flags", (False, False)))
+        self._trained = list(trained) if len(trained) == len(self._trained) else [0] * len(self._trained)
         self.outer.load_state_dict(party.get("outer", {}))
-        if not party:  # all are at the weights of the last exchange
-            return
-        load_values(self.model, party["model"])
-        super().load_training_state(party["training"])
-        if party["average"]:
-            self.load_average_state(party["average"])
-        self._flags = list(party["flags"])
-        if len(party["trained"]) == len(self._trained):
-            self._trained = list(party["trained"])
+        if party:  # else all are at the weights of the last exchange
+            load_values(self.model, party["model"])
+            super().load_training_state(party["training"])
+            if party["average"]:
+                self.load_average_state(party["average"])
 
     def go_on_from(self, step: int) -> None:
         """Number of the last step, which says when parties exchange next."""
@@ -373,11 +363,7 @@ class OuterEngine(Engine):
         try:
             super().close()
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        for world in self._worlds:
-            world.close()
+            self._worlds.close()
 
     def _sync_options(self) -> SyncOptions:
         # The codec is for outer gradients.

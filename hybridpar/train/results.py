@@ -76,11 +76,7 @@ class BadSteps:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._most = MAX_BAD_STEPS
-        if engine.loss_scales:
-            from hybridpar.optim.loss_scale import FALLS
-
-            self._most += FALLS
+        self._most = MAX_BAD_STEPS + sum(scale.falls for scale in engine.loss_scales[:1])
         self._pending: StepResult | None = None
         self._count = 0
         self._first_bad: str | None = None

@@ -33,8 +33,8 @@ from hybridpar.models.deferred import DeferredModel, named_tensors
 from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.state import random_state, restore_random_state
-from hybridpar.models.state_dicts import is_extra, load_values
-from hybridpar.optim.build import expand, make_optimizer
+from hybridpar.models.state_dicts import load_values
+from hybridpar.optim.build import build_optimizer, expand
 from hybridpar.optim.losses import as_sum, ignored_label, make_loss, soft_targets
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.local_stage import RefusedStepError
@@ -209,8 +209,7 @@ class Trainer:
             from hybridpar.tvm_kernels import optimize
 
             optimize(self.model, None if asked.kernels == "auto" else asked.kernels)
-        replicas = plan.layout.replicas
-        options = expand(asked, total_steps=self.total_steps, replicas=replicas)
+        options = expand(asked, total_steps=self.total_steps, replicas=plan.layout.replicas)
         if asked.is_onebit:
             plan = plan.with_codec(options.compress)
         if plan.sync.outer is not None and asked.outer is None:
@@ -223,7 +222,7 @@ class Trainer:
                 made = optimizer(model)
                 self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
-            return make_optimizer(model, asked, options, replicas=replicas)
+            return build_optimizer(model, options)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             from hybridpar.pipeline.cuda_graph import check_capturable
@@ -365,10 +364,9 @@ class Trainer:
                 "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
                 "Use larger batches, or fewer micro-batches (micro_batches).",
             )
-        if self._mixes:  # a sample and its neighbour stay together
-            ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
-            return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
-        return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
+        # Where batches are mixed, a sample and its neighbour stay together.
+        split = [2 * (samples // 2 * part // parts) for part in range(1, parts)] if self._mixes else parts
+        return list(zip(inputs.tensor_split(split), targets.tensor_split(split), strict=True)), samples, None
 
     def _check_single(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Refuse targets with several classes where the loss is that of a single one."""
@@ -422,13 +420,10 @@ class Trainer:
         """
         self.engine.wire_format()
         before = copy.deepcopy(self._state())
-        named = [*before.model.items(), *(before.average or {}).items()]
-        # What a module is given as its extra state it may keep, and change.
-        copied = {id(value): value for name, value in named if isinstance(value, Tensor) and not is_extra(name)}
 
         def undo() -> None:
             self.engine.wait()
-            self._restore(copy.deepcopy(before, dict(copied)))  # some of it is taken over
+            self._restore(copy.deepcopy(before))  # some of it is taken over
 
         try:
             yield undo
@@ -570,8 +565,7 @@ class Trainer:
         path = resolve_checkpoint(Path(path))
         require_model(path, self.fingerprint)
         held = engine.held_state().keys() if engine.own_only else None
-        stepped = engine.stepped if engine.in_parts else None
-        data = load_checkpoint(path, self.world.rank, held=held, stepped=stepped)
+        data = load_checkpoint(path, self.world.rank, held=held, stepped=engine.stepped or None)
         with usable(path):
             self._restore(data)
             extra: dict[str, Any] = dict(data.training["extra"])
@@ -601,11 +595,14 @@ class Trainer:
         try:
             if self._owns_world:
                 self._leave(f"{GOOD_ORDER if error is None else 'left'} after step {self.steps_done}", error)
-            if error is None:
-                self.engine.bring_back()
+            lanes = self.lanes.caller, *self.lanes.others
+            if error is None and not self.lanes.closed and all(lane.failure is None for lane in lanes):
+                if self.engine.pipeline.is_spread:
+                    self.engine.collect()
             else:  # others may be gone
-                self.engine.leave_out()
+                self.engine.pipeline.leave_out()
         except BaseException as problem:
+            self.engine.pipeline.leave_out()
             error = error or problem
             raise
         finally:

@@ -10,6 +10,7 @@ A second derivative is refused: the kernels have none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,15 @@ STOCK: dict[str, Callable[[Tensor], Tensor]] = {
 }
 assert tuple(STOCK) == ACTIVATIONS
 
+#: Those whose backward needs nothing but the result.
+_IN_PLACE = {"relu": partial(functional.relu, inplace=True), "relu6": partial(functional.relu6, inplace=True)}
+
 
 def stock_batch_norm_act(*given: *Given) -> Tensor:
     """BatchNorm and activation by torch's own operations."""
     x, weight, bias, mean, variance, training, momentum, eps, act = given
     z = functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
-    # Of these only the rectifier's backward needs nothing but its result.
-    return functional.relu_(z) if act == "relu" else STOCK[act](z)
+    return _IN_PLACE.get(act, STOCK[act])(z)
 
 
 def kernels_fit(

@@ -23,8 +23,8 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Built, Request
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, compiler, cubin
-from hybridpar.tvm_kernels.schedules.cuda import ITEM, Tile, Tiling
-from hybridpar.tvm_kernels.shapes import Direction, KernelKey, Parameters
+from hybridpar.tvm_kernels.schedules.cuda import Tile, Tiling
+from hybridpar.tvm_kernels.shapes import ITEM, Direction, KernelKey, Parameters
 
 _SCHEDULE = Path(__file__).with_name("schedules") / "cuda.py"
 _SOURCES = (_SCHEDULE, Path(__file__).with_name("shapes.py"), Path(__file__).parents[1] / "codegen/cuda_source.py")

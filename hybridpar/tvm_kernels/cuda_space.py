@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterator
 
 from hybridpar.tvm_kernels.machine import Gpu
-from hybridpar.tvm_kernels.schedules.cuda import ITEM, WARP, Tile, Tiling
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
+from hybridpar.tvm_kernels.schedules.cuda import WARP, Tile, Tiling
+from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, KernelKey, Layout
 
 #: Multiply-adds beside each other; registers that a thread may be estimated to need, as beyond 255 they spill; accesses
 #: of shared memory for each one without conflicts; and threads that an SM holds. Of kernels written out by

@@ -3,8 +3,8 @@
 A kernel for the CPU runs in phases, one after the other. Each is a function over a range that may be cut anywhere and
 shared among threads, for example `prepare` over channels and then `rows` over strips of the image; the result is the
 same bit for bit however it is cut. Functions take addresses and nothing is checked in them, so the caller has checked
-that tensors are float32, dense in the kernel's layout, on the CPU and as large as the shape says. Any multiple of 4 is
-an address; of the result only a multiple of 64 where the kernel writes past the caches, as torch allocates.
+that tensors are of the kernel's dtype, dense in its layout, on the CPU and as large as the shape says. Any multiple of
+an element's size is an address; of the result one of 64 where the kernel writes past the caches, as torch allocates.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from hybridpar.tvm_kernels.cuda_kernel import CudaVariant
 from hybridpar.tvm_kernels.database import KernelRecord
 from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.schedules import geometry
-from hybridpar.tvm_kernels.shapes import KernelKey, Parameters
+from hybridpar.tvm_kernels.shapes import ITEM, KernelKey, Parameters
 from hybridpar.tvm_kernels.space import cpu_schedule, reject
 from hybridpar.tvm_kernels.spread import run_ranges
-
-_FLOAT = 4
 
 #: Small phases, beside the one that reads images: they turn the weights, or add up partial sums. With up to so many
 #: bytes of scratch memory they take 10 to 30 us, and starting threads takes 40 to 70.
@@ -55,7 +53,7 @@ class Variant:
     def arguments(self) -> dict[str, Any]:
         """What `define` in the schedule's file takes."""
         names = {"shape": self.key.shape.text, "direction": str(self.key.direction)}
-        return {**names, "parameters": dict(sorted(self.parameters.items()))}
+        return {**names, "dtype": self.key.dtype, "parameters": dict(sorted(self.parameters.items()))}
 
     @property
     def request(self) -> Request:
@@ -71,39 +69,42 @@ class Variant:
 
     @property
     def work(self) -> tuple[dict[str, int], int]:
-        """How far each function counts, in the order in which they run; and floats of scratch memory."""
+        """How far each function counts, in the order in which they run; and bytes of scratch memory."""
         schedule = cpu_schedule(self.key.direction)
-        work: tuple[dict[str, int], int] = schedule.work(self.key.shape, self.key.direction, self.parameters)
+        work: tuple[dict[str, int], int] = schedule.work(self.key, self.parameters)
         return work
 
     def load(self, built: Built, into: Session | None = None) -> TunedKernel:
         """The kernel in an object file; a session is given for what a search loads, and None for what is to stay."""
         functions = session().load(built) if into is None else into.load(built, keep=False)
         ranges, scratch = self.work
-        small = scratch * _FLOAT <= _MOST_ALONE
+        small = scratch <= _MOST_ALONE
         threads = {name: 1 if small and name in _ON_SCRATCH else self.key.threads for name in ranges}
         phases = tuple((functions[name], count, threads[name]) for name, count in ranges.items())
-        return TunedKernel(phases, scratch * _FLOAT, 64 if self.parameters.get("stream") else _FLOAT)
+        item = ITEM[self.key.dtype]
+        return TunedKernel(phases, scratch, item, geometry.LINE if self.parameters.get("stream") else item)
 
 
 @dataclass(frozen=True, slots=True)
 class TunedKernel:
-    """A compiled kernel for the CPU. It checks nothing: what it is given must be dense, float32 and aligned.
+    """A compiled kernel for the CPU. It checks nothing: what it is given must be dense, of its dtype and aligned.
 
     Attributes:
         phases: What is computed, in order.
         scratch_bytes: Memory that a call needs meanwhile; what it holds before and after is not used.
+        align: What the addresses of tensors are multiples of.
         align_out: What the address of the result is a multiple of; else the process would be killed.
     """
 
     phases: Sequence[Phase]
     scratch_bytes: int
-    align_out: int = _FLOAT
+    align: int = ITEM["float32"]
+    align_out: int = ITEM["float32"]
 
     def takes(self, *tensors: Tensor) -> bool:
         """Whether the addresses are aligned as they must be."""
         for tensor in tensors:  # noqa: SIM110 - a generator costs more than all the rest
-            if tensor.data_ptr() % _FLOAT:
+            if tensor.data_ptr() % self.align:
                 return False
         return True
 

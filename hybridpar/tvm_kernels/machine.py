@@ -40,10 +40,12 @@ class Machine:
     Attributes:
         lanes: Float32 values in a vector register.
         registers: Vector registers.
+        bfloat16: Whether an instruction rounds float32 to it (AVX512_BF16).
     """
 
     lanes: int
     registers: int
+    bfloat16: bool = False
 
 
 @functools.cache
@@ -56,7 +58,7 @@ def this_machine() -> Machine:
         lanes, registers = 16, 32
     else:
         lanes, registers = 8 if "avx" in flags else 4, 16
-    return Machine(lanes, registers)
+    return Machine(lanes, registers, "avx512_bf16" in flags)
 
 
 @dataclass(frozen=True)

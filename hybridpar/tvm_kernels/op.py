@@ -59,16 +59,15 @@ def depthwise_conv2d(
     """
     stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
     if not is_seen(x) and (choices := active_choices()) is not None:
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
+        if torch.is_autocast_enabled(x.device.type) and x.dtype in _NAMES:
+            dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        if not (x.is_cpu and torch.is_autocast_enabled("cpu")):
-            plan = _plan_of(choices, x, weight, bias, (stride, padding, dilation))
-            if plan is not None and plan.differentiable:
-                result: Tensor = _Convolution.apply(x, weight, bias, plan)
-                return result
-            if plan is not None:
-                return plan.compute(x, weight, bias)
+        plan = _plan_of(choices, x, weight, bias, (stride, padding, dilation))
+        if plan is not None and plan.differentiable:
+            result: Tensor = _Convolution.apply(x, weight, bias, plan)
+            return result
+        if plan is not None:
+            return plan.compute(x, weight, bias)
     return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
 
 
@@ -210,11 +209,11 @@ def _made(
         shape = ConvShape(*map(int, x.shape), *pairs)  # type: ignore[arg-type]
     except ShapeError:  # an empty batch, or what torch refuses, too
         return None
-    where = (torch.get_num_threads(), cpu_fingerprint(), "float32")
+    where = (torch.get_num_threads(), cpu_fingerprint())
     if x.is_cuda:
-        where = (1, gpu_at(x.device.index or 0).fingerprint, _NAMES[x.dtype])
+        where = (1, gpu_at(x.device.index or 0).fingerprint)
     kernels = [
-        choices.decide(KernelKey(direction, shape, layout, *where)).kernel if needed else None
+        choices.decide(KernelKey(direction, shape, layout, *where, _NAMES[x.dtype])).kernel if needed else None
         for direction, needed in zip(Direction, (True, *wanted[:2]), strict=True)
     ]
     if all(kernel is None for kernel in kernels):
@@ -229,7 +228,7 @@ def _is_readable(x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None)
 
     Contiguous weights may have any stride of the channel axis, of size 1, and torch derives a layout from it.
     """
-    if not (x.dtype is torch.float32 if x.is_cpu else x.is_cuda and x.dtype in _NAMES):
+    if x.dtype not in _NAMES or not (x.is_cpu or x.is_cuda):
         return False
     if weight.ndim != 4 or weight.shape[:2] != (x.shape[1], 1):
         return False

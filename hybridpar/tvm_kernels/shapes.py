@@ -11,7 +11,8 @@ from enum import StrEnum
 from hybridpar.errors import UsageError, shortened
 
 _TEXT = re.compile("{n}x{n}x{n}x{n} k{n}x{n} s{n}x{n} p{n}x{n} d{n}x{n}".replace("{n}", r"(\d{1,6})"))
-_FLOAT = 4
+#: Bytes of one element.
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 #: Parameters of a schedule, by name.
 Parameters = Mapping[str, int]
@@ -83,9 +84,9 @@ class ConvShape:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the two images and the weights: each direction reads two of the three and writes the third."""
+        """Bytes of both images and the weights in float32: a direction reads two of the three and writes the third."""
         pixels = self.height * self.width + self.out_height * self.out_width
-        return _FLOAT * self.channels * (self.batch * pixels + self.kernel[0] * self.kernel[1])
+        return ITEM["float32"] * self.channels * (self.batch * pixels + self.kernel[0] * self.kernel[1])
 
     @property
     def text(self) -> str:
@@ -161,6 +162,11 @@ class KernelKey:
     dtype: str = "float32"
 
     @property
+    def least_bytes(self) -> int:
+        """Bytes that have to be read and written."""
+        return self.shape.least_bytes * ITEM[self.dtype] // ITEM["float32"]
+
+    @property
     def text(self) -> str:
         """In words, for messages."""
         return f"{self.direction} {self.shape.text} {self.layout}, {self.threads} thread(s)"
@@ -188,4 +194,4 @@ class NormShape:
     @property
     def bytes(self) -> int:
         """Of the input in float32."""
-        return _FLOAT * self.rows * self.channels
+        return ITEM["float32"] * self.rows * self.channels

@@ -23,35 +23,37 @@ def cpu_schedule(direction: Direction) -> Any:
     return cpu_weight if direction is Direction.WEIGHT_GRADIENT else cpu_gather
 
 
-def why_none(key: KernelKey) -> str:
+def why_none(key: KernelKey, machine: Machine | None = None) -> str:
     """Why there are no kernels for a key, whatever the records say; empty where there are some."""
     if is_gpu(key.device):
         return cuda.why_none(key.shape, key.direction, key.dtype)
     if key.layout is not Layout.CHANNELS_LAST:
         return "there are kernels for channels_last alone"
-    if key.dtype != "float32":
-        return "there are kernels for float32 alone"
+    if key.dtype not in ("float32", "bfloat16"):
+        return f"there are no kernels for {key.dtype}"
+    if key.dtype == "bfloat16" and not (machine or this_machine()).bfloat16:
+        return "there are kernels for bfloat16 on CPUs with AVX512_BF16 alone"
     return outside(key.shape, key.direction)
 
 
-def reject(key: KernelKey, parameters: Parameters) -> str | None:
+def reject(key: KernelKey, parameters: Parameters, machine: Machine | None = None) -> str | None:
     """Why parameters make no kernel, or None; nothing else may be compiled."""
-    if reason := why_none(key):
+    if reason := why_none(key, machine):
         return reason
     if is_gpu(key.device):
         return cuda.reject(key.shape, key.direction, key.layout, key.dtype, parameters)
     kind = cpu_schedule(key.direction).Tile
-    return misnamed(kind, parameters) or kind(**parameters).check(key.shape, key.direction)
+    return misnamed(kind, parameters) or kind(**parameters).check(key)
 
 
 def candidates(key: KernelKey, machine: Machine | None = None) -> list[dict[str, int]]:
     """All parameters that are worth a try on a key's device; for a CPU, on another machine if one is given."""
-    if why_none(key):
+    if why_none(key, machine):
         return []
     if is_gpu(key.device):
         return list(cuda_space.candidates(key, gpu_of(key.device)))
-    tried = cpu_schedule(key.direction).candidates(key.shape, key.direction, key.threads, machine or this_machine())
-    return [parameters for parameters in tried if reject(key, parameters) is None]
+    tried = cpu_schedule(key.direction).candidates(key, machine or this_machine())
+    return [parameters for parameters in tried if reject(key, parameters, machine) is None]
 
 
 def default(key: KernelKey) -> Parameters:

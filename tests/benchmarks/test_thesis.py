@@ -15,7 +15,7 @@ from benchmarks.thesis.ours import OURS
 from benchmarks.thesis.peers import DDP, ONE_DEVICE
 from benchmarks.thesis.task import Task
 from benchmarks.thesis.worker import measure
-from tests.data.test_map_sets import Colours
+from tests.data.test_library_sets import Colours
 
 
 def test_one_worker_measures_a_data_set_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 import os
-import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from hybridpar.comm import connections
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
-from hybridpar.errors import SyncError, UsageError
 from hybridpar.schedule.layout import Layout
 from tests.lanes.checked import Checker, Lanes
-from tests.ranks import run_ranks, start_processes
+from tests.ranks import run_ranks
 
 BOTH_FORMS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "sockets"])
 PART = [MessagePart((3,))]
@@ -100,69 +94,10 @@ def test_a_pipeline_without_replicas(size: int, shared_memory: bool) -> None:
         assert answer["arrived"] == (5.0 + size - 1 if rank == size - 1 else None)
 
 
-@BOTH_FORMS
-@pytest.mark.parametrize("size", [2, 3])
-def test_replicas_without_a_pipeline(size: int, shared_memory: bool) -> None:
-    transport = "shared memory" if shared_memory else "sockets"
-    answers = run_ranks(one_line, size, 1, shared_memory=shared_memory)
-    for rank, answer in enumerate(answers):
-        assert answer["place"] == (0, rank, 1, size)
-        assert answer["replica world"] == (rank, size, transport, tuple(range(size)))
-        assert answer["sums"] == [size * (size + 1) / 2] * 4
-        assert answer["gathered"] == list(range(size))
-        assert answer["peers"] == ([], [])
-        assert answer["arrived"] == 5.0
-
-
-def test_one_worker_is_a_grid_too() -> None:
-    grid = Grid(World(), line(1, 1), [])
-    assert (grid.position, grid.replica, grid.layout.replicas, grid.replica_world.size) == (0, 0, 1, 1)
-    assert pass_on(grid, 2.0) == 2.0
-    grid.close()
-    assert not dist.is_initialized()
-
-
 # ------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_workers_must_fill_the_layout(workers: int) -> None:
-    with pytest.raises(UsageError) as caught:
-        Grid(World(rank=1, size=3), line(2, workers), [])
-    assert f"stages are placed on {workers} worker(s), and the job has 3" in caught.value.what
-    assert f"Start {workers} workers" in caught.value.fix
-
-
-def disagree(world: World) -> str:
-    with pytest.raises(SyncError) as caught:
-        Grid(world, line(2, 2), [(0, 1)] if world.rank else [(0, 1), (1, 0)])
-    return str(caught.value)
-
-
-def test_workers_must_want_the_same_grid() -> None:
-    first, second = run_ranks(disagree, 2)
-    assert "worker 1 wants stages on ['0,1'] and pairs [(0, 1)], worker 0 wants ['0,1'] and [(0, 1), (1, 0)]" in first
-    assert "worker 0 wants" in second
-
-
 # ------------------------------------------------------------------------------ without shared memory
-
-
-def no_room(world: World) -> tuple[set[str], float | None]:
-    """The last worker cannot map the memory that it is handed."""
-    with pytest.MonkeyPatch.context() as patched:
-        if world.rank == world.size - 1:
-            patched.setattr(connections.mmap, "mmap", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        grid = Grid(world, line(world.size, world.size), chain(world.size))
-    try:
-        channels = [*grid.senders.values(), *grid.receivers.values()]
-        return {channel.group.transport for channel in channels}, pass_on(grid, 1.0)
-    finally:
-        grid.close()
-
-
-def test_channels_without_shared_memory_use_the_network() -> None:
-    assert run_ranks(no_room, 3) == [({"sockets"}, None), ({"sockets"}, None), ({"sockets"}, 3.0)]
 
 
 # ------------------------------------------------------------------------------ what is left
@@ -212,70 +147,3 @@ def test_nothing_is_left_of_a_closed_grid(shared_memory: bool) -> None:
 
 
 # ------------------------------------------------------------------------------ two by two, and a death
-
-
-def two_by_two(rank: int, directory: str, answers: Any) -> None:
-    """A process of its own for each of four workers; the last one is killed in the end."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=rank,
-        world_size=4,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    facts: dict[str, Any] = {}
-    grids = {}
-    for form, shared_memory in (("shared memory", True), ("sockets", False)):
-        world = World.join(lanes=1, timeout=60, shared_memory=shared_memory)
-        grid = grids[form] = Grid(world, line(2, world.size), [(0, 1), (1, 0)])
-        facts[form] = {
-            "place": (grid.position, grid.replica),
-            "sums": total(grid, float(rank + 1)),
-            "arrived": pass_on(grid, 10.0 * rank),
-        }
-        world.barrier()
-    if rank == 3:
-        answers.put((rank, facts))
-        answers.close()
-        answers.join_thread()
-        os.kill(os.getpid(), signal.SIGKILL)
-    for form, grid in grids.items():
-        try:
-            if rank == 1:
-                with grid.world.named_errors("receiving activations"):
-                    grid.receivers[1].receive(PART)
-            if rank == 2:
-                with grid.replica_world.named_errors("adding gradients"):
-                    total(grid, 1.0)
-            facts[form]["error"] = None
-        except SyncError as error:
-            facts[form]["error"] = str(error)
-    answers.put((rank, facts))
-    answers.close()
-    answers.join_thread()
-    # Groups of a job that has lost a worker are not worth closing.
-    os._exit(0)
-
-
-@pytest.fixture(scope="module")
-def four_workers() -> list[dict[str, Any]]:
-    with start_processes(two_by_two, 4) as answers:
-        facts = dict(answers.get(timeout=120) for _ in range(4))
-    return [facts[rank] for rank in range(4)]
-
-
-@pytest.mark.parametrize("form", ["shared memory", "sockets"])
-def test_two_positions_of_two_replicas(four_workers: list[dict[str, Any]], form: str) -> None:
-    facts = [worker[form] for worker in four_workers]
-    assert [fact["place"] for fact in facts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    # Positions add up over ranks (0, 1) and (2, 3), messages go from 0 to 2 and from 1 to 3.
-    assert [fact["sums"] for fact in facts] == [[3.0] * 3, [3.0] * 3, [7.0] * 3, [7.0] * 3]
-    assert [fact["arrived"] for fact in facts] == [None, None, 1.0, 11.0]
-
-
-@pytest.mark.parametrize("form", ["shared memory", "sockets"])
-def test_the_death_of_a_worker_is_named_by_ranks_of_the_job(four_workers: list[dict[str, Any]], form: str) -> None:
-    first, second, third = (worker[form]["error"] for worker in four_workers[:3])
-    assert first is None
-    assert "worker 1 of 4 stopped while receiving activations: a peer has died" in second
-    assert "worker 2 of 4 stopped while adding gradients with worker 3: a peer has died" in third

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import threading
@@ -21,14 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rig.in_process import InProcessGroup, Meeting
-from hybridpar.comm import connections, handshake
-from hybridpar.comm import sockets as sockets_module
+from hybridpar.comm import connections
 from hybridpar.comm.connections import connect
 from hybridpar.comm.group import Group, Reduction, TorchGroup, open_group
 from hybridpar.comm.shared_memory import CHUNK_BYTES, SharedMemoryGroup
 from hybridpar.comm.sockets import SocketGroup
 from hybridpar.comm.world import World
-from hybridpar.machine.supervise import TOKEN_VARIABLE
 from tests.ranks import run_ranks
 from tests.threads import on_threads
 
@@ -320,16 +317,6 @@ def test_a_silent_peer_is_noticed_where_another_is_done_and_leaves() -> None:
     second.close()
 
 
-def test_a_poll_that_reports_what_is_not_there_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poll() -> Mock:
-        real = select_poll()
-        return Mock(wraps=real, poll=lambda wait: [(one, event | select.POLLIN) for one, event in real.poll(wait)])
-
-    select_poll = select.poll
-    monkeypatch.setattr(sockets_module.select, "poll", poll)
-    on_threads(2, lambda group: group.all_reduce(torch.ones(1 << 22)), sockets)
-
-
 # ----------------------------------------------------------------------------- strangers, and workers that cannot
 
 
@@ -404,54 +391,6 @@ def add_up_beside(kind: str, doors: type[Any]) -> None:
         assert all(answer.eq(3).all() for answer in answers)
     finally:
         strangers[0].close()
-
-
-def test_small_messages_leave_at_once_from_both_ends() -> None:
-    def work(group: Any) -> list[int]:
-        flag = socket.IPPROTO_TCP, socket.TCP_NODELAY
-        return [peer.socket.getsockopt(*flag) for peer in group._peers.values()]
-
-    assert all(map(all, on_threads(3, work, sockets)))
-
-
-def test_the_token_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    token, sent = "a token of this job", list[bytes]()
-    monkeypatch.setenv(TOKEN_VARIABLE, token)
-
-    def receive(connection: socket.socket, size: int, *deadline: float) -> bytes:
-        sent.append(real(connection, size, *deadline))
-        return sent[-1]
-
-    real = handshake._receive
-    monkeypatch.setattr(handshake, "_receive", receive)
-    gathered = list[object]()
-
-    def open_group(meeting: Meeting, rank: int) -> Group:
-        def gather(item: object) -> list[object]:
-            gathered.append(item)
-            return meeting.gather(rank, item)
-
-        return opened(SocketGroup, gather, 2, rank)
-
-    on_threads(2, lambda group: None, open_group)
-    assert sorted(map(len, sent)) == [8, 32, 36, 64]  # what the caller says, proof, greeting and reply
-    assert not any(token.encode() in data for data in sent)
-    assert token not in repr(gathered)
-
-
-def with_different_tokens(world: World) -> str:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(TOKEN_VARIABLE, f"the token of worker {world.rank}")
-        patched.setattr(connections, "_SETUP_SECONDS", 0.5)
-        with pytest.raises(OSError, match="worker") as caught:
-            opened(SocketGroup, world.gather, world.size, world.rank)
-    return str(caught.value)
-
-
-def test_workers_with_different_tokens_do_without_sockets() -> None:
-    first, second = run_ranks(with_different_tokens, 2)
-    assert first == second
-    assert "cannot reach all others" in first
 
 
 def problem_of(meeting: Meeting, rank: int) -> str:

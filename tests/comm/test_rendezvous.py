@@ -252,32 +252,6 @@ def test_a_live_worker_that_waits_for_nobody_is_busy(signs, busy, caplog):
     assert [record.getMessage() for record in caplog.records] == said
 
 
-def test_a_worker_that_shows_no_life_is_not_busy():
-    store = dist.HashStore()
-    store.set("sign-1", '[7, "testing"]')
-    assert not RollCall(store, 0, 2, beat=0.01).is_busy()
-
-
-def test_a_worker_shows_life_until_it_leaves():
-    store = dist.HashStore()
-    leave = RollCall(store, 1, 2, beat=0.01).show_life()
-    store.wait(["sign-1"], datetime.timedelta(seconds=20))
-    assert json.loads(store.get("sign-1"))[0] >= 1
-    leave()
-
-
-class SilentStore:
-    """A store whose server is stopped."""
-
-    def set(self, key: str, value: str) -> None:
-        raise RuntimeError("Broken pipe")
-
-
-def test_a_store_that_does_not_answer_is_worker_0s():
-    assert RollCall(SilentStore(), 2, 3).missing(0.0) == [0]
-    assert RollCall(SilentStore(), 0, 3).missing(0.0) == []
-
-
 def test_who_is_late_to_join_is_named():
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(milliseconds=50))

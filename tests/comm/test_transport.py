@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.shared_memory import CHUNK_BYTES
-from hybridpar.comm.transport import FUSED_BYTES, MessagePart, memory_of, payload
+from hybridpar.comm.transport import FUSED_BYTES, MessagePart, payload
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.schedule.layout import Layout
@@ -69,16 +69,6 @@ def check_message(received: list[Tensor], sent: list[Tensor]) -> None:
 
 
 # ------------------------------------------------------------------------------ what a message is
-
-
-def test_a_tensor_travels_in_the_format_that_the_other_end_expects() -> None:
-    part = MessagePart((2, 3, 4, 5), channels_last=True)
-    tensor = values(0, 2, 3, 4, 5)
-    [memory] = payload([tensor], [part])
-    received = part.empty(torch.device("cpu"))
-    memory_of(received).copy_(memory)
-    assert torch.equal(received, tensor)
-    assert received.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(

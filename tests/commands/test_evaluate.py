@@ -52,4 +52,4 @@ def test_a_wrong_request_is_refused(run_dir, words, told, capsys):
 def test_a_run_without_a_checkpoint_is_refused(tmp_path, capsys):
     train(tmp_path, steps=1, checkpoints="never")
     assert main(["evaluate", str(tmp_path)]) == 2
-    assert "no whole checkpoint" in capsys.readouterr().err
+    assert "holds no whole one" in capsys.readouterr().err

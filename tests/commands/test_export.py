@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from PIL import Image
 
 from hybridpar.cli import main
 from tests.runs import train
@@ -62,24 +61,19 @@ def test_a_file_that_is_there_is_replaced_with_force_alone(run_dir, tmp_path, ca
     assert "is a directory" in capsys.readouterr().err
 
 
-def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):
+def test_the_data_set_is_not_needed(run_dir, tmp_path, capsys):
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     facts = json.loads((copy / "run.json").read_text())
     facts["options"] |= {"data": "folder", "data_root": str(tmp_path / "gone")}
     (copy / "run.json").write_text(json.dumps(facts))
-    assert export(copy, tmp_path / "net.pt2") == 2
-    assert "--images" in capsys.readouterr().err
-    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
-    assert export(copy, tmp_path / "net.pt2", "--images", str(tmp_path / "one.png")) == 0
-    assert "batches of 2, 1 images" in capsys.readouterr().out
+    assert export(copy, tmp_path / "net.pt2") == 0
 
 
 @pytest.mark.parametrize(
     ("name", "words", "told"),
     [
         ("net.pt", [], "ends in .pt2"),
-        ("net.pt2", ["--images", "nowhere"], "not one image can be read"),
         ("net.pt2", ["--model", "nothing"], "unknown model"),
     ],
 )

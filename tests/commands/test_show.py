@@ -101,4 +101,4 @@ def test_the_command(tmp_path, capsys):
     assert main(["show", str(tmp_path / "plan.json")]) == 0
     assert "2 stages" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "plan.json"), "--draw", str(tmp_path / "a.gif")]) == 2
-    assert "--draw step.html" in capsys.readouterr().err
+    assert "a.html" in capsys.readouterr().err

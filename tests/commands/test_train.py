@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.commands.train import Train, check_names
 from hybridpar.errors import UsageError
 
 
 def parsed(*words: str) -> Train:
-    command = find_command("train")
+    command = COMMANDS.get("train")
     options = command.parse("train", words)
     assert isinstance(options, Train)
     return options

@@ -11,18 +11,18 @@ import torch
 
 from hybridpar.cli import main
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands.tune.request import TuneRequest
-from hybridpar.commands.tune.tuning import find_work, run_tune
+from hybridpar.commands.tune import TuneRequest, find_work
 from hybridpar.config import TrainConfig
-from hybridpar.errors import KernelError
+from hybridpar.errors import UsageError
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.profile_cache import profile_key
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.kernel_use import prepare_kernels
-from hybridpar.tvm_kernels import choice, optimize, tune
+from hybridpar.tvm_kernels import choice, machine, optimize, tune
 from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.small_nets import separable
 from tests.tvm_kernels.standin import all_records
@@ -111,13 +111,14 @@ def test_ctrl_c_keeps_what_there_is(call):
     assert "1 left: the same command goes on" in said
 
 
-def test_without_a_compiler_it_says_so(tmp_path):
+def test_without_a_compiler_it_says_so(call, monkeypatch):
     def nothing(*_: object, **__: object) -> None:
         raise KernelsUnavailable("apache-tvm is not installed")
 
-    config = TuneRequest(shape=(SHAPE,), output=tmp_path / "k.jsonl")
-    with pytest.raises(KernelError, match="apache-tvm is not installed"):
-        run_tune(config, nothing)  # type: ignore[arg-type]
+    monkeypatch.setattr(tune, "search_all", nothing)
+    code, _, error = call("--shape", SHAPE, "-o", "k.jsonl")
+    assert code == 1
+    assert "apache-tvm is not installed" in error
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_without_a_compiler_it_says_so(tmp_path):
         (["--shape", SHAPE, "--memory-format", "contiguous"], ["--memory-format contiguous on the CPU"]),
         (["vgg11"], ["vgg11 has no depthwise convolution", "mobilenet_v2"]),
         (["mobilenet_v2", "--data", "cifer10"], ["unknown data set 'cifer10'"]),
-        (["mobilenet_v2", "--amp", "bf16"], ["--amp bf16 on the CPU", "--target cuda"]),
+        (["mobilenet_v2", "--amp", "fp16"], ["--amp fp16 on the CPU", "--amp bf16"]),
     ],
 )
 def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):
@@ -145,6 +146,15 @@ def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):
     for part in said:
         assert part in error
     assert not call.tuner.asked
+
+
+def test_bf16_is_tuned_where_the_cpu_has_instructions_for_it(monkeypatch):
+    request = TuneRequest(shape=(SHAPE,), amp="bf16")
+    monkeypatch.setattr(machine, "this_machine", lambda: Machine(16, 32))
+    with pytest.raises(UsageError, match="AVX512_BF16"):
+        find_work(request)
+    monkeypatch.setattr(machine, "this_machine", lambda: Machine(16, 32, bfloat16=True))
+    assert {key.dtype for key in find_work(request)} == {"bfloat16"}
 
 
 def test_times_of_a_profile_are_told_apart_by_kernels(monkeypatch):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.rig.in_process import InProcessGroup, Meeting
 from hybridpar.comm.group import Reduction
-from hybridpar.compress import Coder, Exchange, TensorSpec, bind, parse_codec
-from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress import Coder, Exchange, TensorSpec, parse_codec
+from hybridpar.compress.codec import FeedbackCoder
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -26,7 +26,7 @@ def unsent(coder: Coder) -> Tensor:
     """
     out = torch.zeros(coder.spec.count)
     if isinstance(coder, FeedbackCoder):
-        for key, part in coder.lasting.residuals.items():
+        for key, part in coder.residuals.items():
             out[part.start : part.stop].add_(coder.unsent[key].left)
     return out
 
@@ -85,7 +85,7 @@ class Team:
         self.shapes = dict(shapes)
         self.workers = workers
         self.exchanges = [
-            Exchange([bind(codec, TensorSpec(name, shape, rank, workers, **spec)) for name, shape in shapes.items()])
+            Exchange([codec.bind(TensorSpec(name, shape, rank, workers, **spec)) for name, shape in shapes.items()])
             for rank in range(workers)
         ]
 

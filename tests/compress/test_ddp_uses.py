@@ -75,7 +75,7 @@ def static(world: World, codec: str | None) -> Tensor:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, static_graph=True)
     state: Any = None
     if codec is not None:
-        state, hook = ddp_hook(codec, model, lanes=2)
+        state, hook = ddp_hook(codec, model)
         ddp.register_comm_hook(state, hook)
     with state or nullcontext():
         train(ddp, world.rank, range(4))  # DDP itself cannot accumulate in the first step of a static graph
@@ -92,7 +92,7 @@ def test_a_static_graph() -> None:
 def closed(world: World) -> tuple[str, int, bool]:
     before = threading.active_count()
     model = net()
-    ddp, state = make("onebit", model, lanes=3)
+    ddp, state = make("onebit", model)
     assert state is not None
     train(ddp, world.rank, range(2))
     state.close()
@@ -118,7 +118,7 @@ def parties(world: World) -> Tensor:
     group: Any = groups[world.rank // 2]
     model = net()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, process_group=group)
-    state, hook = ddp_hook("onebit", model, group=group, lanes=2)
+    state, hook = ddp_hook("onebit", model, group=group)
     ddp.register_comm_hook(state, hook)
     with state:
         train(ddp, world.rank, range(3))
@@ -198,14 +198,14 @@ def reshaped(world: World) -> tuple[str, str]:
         saved = state.state_dict()
         model[5] = nn.Linear(40, 7)  # five classes became seven
         again = DistributedDataParallel(model, bucket_cap_mb=0.02)
-        again.register_comm_hook(state, ddp_hook("none")[1])
+        again.register_comm_hook(state, CodecState.exchange)
         with pytest.raises(Exception, match="lacks") as changed:
             train(again, world.rank, range(1))
         model = copy.deepcopy(model)
         fresh: CodecState = ddp_hook("onebit", model)[0]
         fresh.load_state_dict(saved)
         last = DistributedDataParallel(model, bucket_cap_mb=0.02)
-        last.register_comm_hook(fresh, ddp_hook("none")[1])
+        last.register_comm_hook(fresh, CodecState.exchange)
         with fresh, pytest.raises((CheckpointError, RuntimeError), match="the residuals of") as loaded:
             train(last, world.rank, range(1))
         return str(changed.value), str(loaded.value)
@@ -219,7 +219,7 @@ def test_a_layer_that_changed_its_shape() -> None:
 
 def unlike(world: World, what: str) -> str:
     with pytest.raises(UsageError) as caught:
-        ddp_hook("qsgd_mn", **{what: world.rank})
+        ddp_hook("qsgd_mn", net(), **{what: world.rank})
     return str(caught.value)
 
 
@@ -255,7 +255,7 @@ def lost(world: World) -> tuple[str, float]:
     """What a worker says whose peer has left, and how long it would wait for it."""
     ddp, state = make("onebit", net())
     assert state is not None
-    path: Any = state._paths[0][0]
+    path: Any = state._across
     if world.rank == 1:
         state.close()
         dist.barrier()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks.rig.in_process import InProcessGroup, Meeting
-from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec
-from hybridpar.compress.quantised import cut_stripes
+from hybridpar.compress import Exchange, TensorSpec, Traffic, parse_codec
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, run_together, same_bits
 
@@ -16,7 +15,7 @@ SHAPES = {"a": (40, 33), "b": (9,), "c": (7, 40), "d": (5, 4, 3, 3)}
 
 def exchange_of(texts: dict[str, str], rank: int = 0, workers: int = 2) -> Exchange:
     return Exchange(
-        [bind(parse_codec(text), TensorSpec(name, SHAPES[name], rank, workers)) for name, text in texts.items()]
+        [parse_codec(text).bind(TensorSpec(name, SHAPES[name], rank, workers)) for name, text in texts.items()]
     )
 
 
@@ -39,16 +38,6 @@ def test_messages_that_meet_alike_travel_together() -> None:
     assert group.calls == ["all_to_all", "all_gather", "all_reduce SUM", "all_reduce SUM"]
 
 
-@pytest.mark.parametrize("text", ["onebit:least=1", "twobit:least=1"])
-def test_two_workers_send_to_each_other_and_more_to_owners(text: str) -> None:
-    def collective(text: str, workers: int) -> Collective:
-        return exchange_of({"a": text}, workers=workers).coders[0].rounds[0].collective
-
-    assert [collective(text, workers) for workers in (2, 3)] == [Collective.GATHER, Collective.SHARD]
-    assert collective(f"{text},meet=shard", 2) is Collective.SHARD
-    assert collective(f"{text},meet=gather", 3) is Collective.GATHER
-
-
 def test_bytes_on_the_wire() -> None:
     none = exchange_of({"a": "none"}, workers=4).traffic
     assert none == Traffic(payload=4 * 1320, wire=2 * 4 * 1320 * 3 // 4)
@@ -59,13 +48,6 @@ def test_bytes_on_the_wire() -> None:
     top = exchange_of({"a": "topk"}, workers=4).traffic
     assert top == Traffic(payload=56 + 32, wire=3 * 88)
     assert top + one == Traffic(payload=88 + 640, wire=3 * 88 + 6 * 128)
-
-
-def test_stripes_are_cut_as_cntk_does() -> None:
-    assert cut_stripes(10, 1, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
-    assert cut_stripes(2, 1, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
-    assert cut_stripes(70, 32, 2) == [(0, 64), (64, 70)]
-    assert cut_stripes(0, 1, 2) == [(0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize(

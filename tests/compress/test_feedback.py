@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.codec import FeedbackCoder
 from hybridpar.errors import CheckpointError
 from tests.compress.team import Team, equal, same_bits
 

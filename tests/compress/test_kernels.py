@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +11,12 @@ from torch import Tensor
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, scale_of
+from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise, scale_of
 from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.memory import Memory, Residual, Scratch
-from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.quantised import Quantiser
-from tests.compress.team import Team, same_bits
+from tests.compress.team import same_bits
 
 CPU = torch.device("cpu")
 SCRATCH = Scratch(CPU)
@@ -196,25 +194,6 @@ def test_special_values(kind: str) -> None:
     assert largest.item() == scale_of(values).item()
 
 
-def test_powersgd_goes_the_other_way_for_more_rows_and_without_feedback() -> None:
-    five, some = torch.randn(5, 16), Residual.zeros(256, CPU)
-    assert not kernels.powersgd_left(torch.randn(16, 16), some, five, five.clone())
-    assert not kernels.powersgd_left(torch.randn(16, 16), Memory(), five[:2], five[2:4].clone())
-    assert not kernels.powersgd_product(five, five, torch.empty(16, 16), 1.0)
-    assert not kernels.powersgd_product(five[:2], five[:2, :15].contiguous(), torch.empty(16, 15), 1.0)
-    if isinstance(kernels.table(), kernels.CpuKernels):
-        with pytest.raises(AssertionError):
-            kernels.powersgd_left(torch.randn(16, 16), some, five[:2], torch.empty(2, 15))
-
-
-def test_other_layouts_and_devices_go_the_other_way() -> None:
-    every_other = torch.randn(8, 64)[:, ::2]
-    levels, packed = torch.empty(8), torch.empty(32, dtype=torch.uint8)
-    assert not kernels.onebit_encode(every_other.contiguous().double(), Memory(), levels, levels, packed, SCRATCH)
-    assert not kernels.onebit_encode(torch.empty(8, 32, device="meta"), Memory(), levels, levels, packed, SCRATCH)
-    assert kernels.onebit_encode(every_other.contiguous(), Memory(), levels, levels.clone(), packed, SCRATCH)
-
-
 def test_sizes_are_checked_before_addresses_are_used() -> None:
     levels = torch.empty(8)
     with pytest.raises(AssertionError):
@@ -228,50 +207,9 @@ def test_the_gil_is_released() -> None:
     assert all(function.release_gil for function in kernels.table().functions.values())
 
 
-@pytest.mark.parametrize(
-    "text", ["onebit:decay=0.9", "twobit", "qsgd_mn", "qsgd_mn:bits=3,meet=shard", "powersgd:rank=3,decay=0.9"]
-)
-def test_replicas_are_equal_and_steps_can_be_taken_back(text: str) -> None:
-    team = Team(text, {"conv": (24, 7, 3, 3), "fc": (40, 50), "norm": (24,)}, 3)
-    for seed in range(3):
-        team.step(team.gradients(seed))  # which compares the replicas
-    before = team.state()
-    team.meet(team.gradients(9, scale=torch.inf))
-    assert team.state() == before
-
-
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
     kernels.table.cache_clear()
     kernels.prepare(parse_codec("onebit"))
     assert not kernels.table()
-
-
-@pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
-def test_however_they_are_asked_for_they_are_loaded_once() -> None:
-    assert kernels.table() is kernels.table(CPU) is kernels.table(torch.empty(1).device)
-
-
-def test_what_is_built_aside_is_waited_for(monkeypatch):
-    begun, ready = threading.Event(), threading.Event()
-
-    class Built:
-        @classmethod
-        def load(cls) -> Built:
-            if threading.current_thread() is not threading.main_thread():
-                begun.set()
-                assert ready.wait(60)
-            return cls()
-
-    monkeypatch.undo()  # it is about the table itself
-    kernels.table.cache_clear()
-    monkeypatch.setattr(kernels, "CpuKernels", Built)
-    kernels.prepare_aside([parse_codec("none"), parse_codec("fp16")])
-    before = threading.active_count()
-    kernels.prepare_aside([parse_codec("fp16"), parse_codec("onebit:decay=0.9")])
-    assert threading.active_count() == before + 1, "only a codec with kernels starts something"
-    assert begun.wait(60)
-    threading.Timer(0.2, ready.set).start()
-    assert isinstance(kernels.table(), Built)
-    assert ready.is_set(), "nobody goes on without what is being built"

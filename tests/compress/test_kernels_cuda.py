@@ -21,12 +21,11 @@ from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.qsgd import LevelQuantiser
+from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise
 from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, THREADS, CudaKernels
 from hybridpar.compress.memory import Memory, Residual, Scratch
-from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.quantised import Quantiser
 from tests.compress.team import same_bits
@@ -254,9 +253,3 @@ def test_empty_tensors_launch_nothing(found: CudaKernels, monkeypatch: pytest.Mo
     out = torch.ones(1)
     assert kernels.largest(levels, out)
     assert out.item() == 0
-
-
-def test_what_is_too_long_goes_to_torch(found: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found, "most_values", 99, raising=False)
-    assert not kernels.largest(torch.ones(100), torch.empty(1))
-    assert kernels.largest(torch.ones(99), torch.empty(1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchvision import models
 
-from hybridpar.compress import Exchange, TensorSpec, Traffic, bind, parse_codec
+from hybridpar.compress import Exchange, TensorSpec, Traffic, parse_codec
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def traffic(text: str, model: str, workers: int = 2) -> Traffic:
     """Bytes of a step, of shapes alone: no memory is touched."""
     codec, meta = parse_codec(text), torch.device("meta")
     specs = [TensorSpec(name, shape, 0, workers, device=meta) for name, shape in shapes(model).items()]
-    return Exchange([bind(codec, spec) for spec in specs]).traffic
+    return Exchange([codec.bind(spec) for spec in specs]).traffic
 
 
 def ratio(text: str, model: str) -> float:

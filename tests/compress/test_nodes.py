@@ -52,7 +52,7 @@ def on_nodes(names: tuple[str, ...], rank: int) -> Any:
 def hooked(world: World, names: tuple[str, ...], codec: str) -> tuple[Tensor, int, int]:
     model = net()
     with on_nodes(names, world.rank):
-        ddp, state = make_ddp(codec, model, hierarchical=True, lanes=2)
+        ddp, state = make_ddp(codec, model, hierarchical=True)
     assert state is not None
     with state:
         train(ddp, world.rank, range(3))

@@ -47,9 +47,9 @@ def test_patterns_are_those_of_a_shell():
 def test_binding_falls_back_to_full_precision_where_a_codec_does_not_fit():
     policy = read_policy("*.weight -> powersgd")
     shape = (64, 64)
-    assert policy.bind(TensorSpec("fc.weight", shape, workers=2)).rounds[0].sizes == (128,)
-    assert policy.bind(TensorSpec("fc.bias", shape, workers=2)).rounds[0].sizes == (64 * 64,)
-    assert policy.bind(TensorSpec("bn1.weight", (64,), workers=2)).rounds[0].sizes == (64,)
+    assert policy.codec_of("fc.weight").bind(TensorSpec("fc.weight", shape, workers=2)).rounds[0].sizes == (128,)
+    assert policy.codec_of("fc.bias").bind(TensorSpec("fc.bias", shape, workers=2)).rounds[0].sizes == (64 * 64,)
+    assert policy.codec_of("bn1.weight").bind(TensorSpec("bn1.weight", (64,), workers=2)).rounds[0].sizes == (64,)
 
 
 def test_rules_for_single_parameters_match_nothing_else():

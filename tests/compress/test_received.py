@@ -43,7 +43,8 @@ def signs_of(shape: tuple[int, ...], meet: str, workers: int) -> tuple[Received,
     """What came of an exchange on one worker, as it is and decoded."""
     generator = torch.Generator().manual_seed(3)
     coders = [
-        OneBit(meet=meet, least=1).bind(TensorSpec("w", shape, rank, workers, average=False)) for rank in range(workers)
+        OneBit(meet=meet, least=1).coder(TensorSpec("w", shape, rank, workers, average=False))
+        for rank in range(workers)
     ]
     gradients = [torch.randn(shape, generator=generator).flatten() for _ in range(workers)]
     outs = [torch.empty_like(one) for one in gradients]
@@ -84,15 +85,6 @@ def test_a_step_on_signs_equals_one_on_what_they_decode_to(
     assert signs.is_finite()
 
 
-def test_groups_that_fill_no_vectors_and_many_messages_are_left_to_torch() -> None:
-    sgd = Sgd(**{**NONE, **OPTIONS[0]})
-    for shape, workers in (((4, 33), 2), ((4, 32), 3)):
-        signs, gradient = signs_of(shape, "gather", workers)
-        ours = torch.zeros(gradient.numel())
-        assert not signs.sgd(ours, None, sgd, torch.zeros((), dtype=torch.float64))
-        assert not ours.any()
-
-
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", [(1, 32), (9, 48), (130, 16)])
 @pytest.mark.parametrize("options", OPTIONS)
@@ -104,11 +96,3 @@ def test_a_step_on_factors_equals_one_on_their_product(
     gradient = torch.empty(shape)
     assert kernels.powersgd_product(left, right, gradient, 3.0)
     compare(options, gradient.view(-1), product_of(left, right, 3.0))
-
-
-def test_factors_of_other_sizes_are_left_to_torch() -> None:
-    sgd = Sgd(**{**NONE, **OPTIONS[0]})
-    for rank, columns in ((5, 32), (2, 33)):
-        ours, product = torch.zeros(8 * columns), product_of(torch.ones(rank, 8), torch.ones(rank, columns), 1.0)
-        assert not product.sgd(ours, None, sgd, torch.zeros((), dtype=torch.float64))
-        assert not ours.any()

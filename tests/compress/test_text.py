@@ -35,7 +35,7 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("onebit:feedback=perhaps", "feedback=perhaps\nIt must be a valid boolean"),
         ("onebit:meet=gathr", "meet=gathr\nIt must be 'auto', 'shard' or 'gather'."),
         ("onebit:cast=fp16", "nothing to cast"),
-        ("none:cast=fp61", "cast=fp61\nIt must be 'fp16' or 'bf16'."),
+        ("none:cast=fp61", "cast=fp61\nIt must be 'fp32', 'fp16' or 'bf16'."),
         ("none:feedback=on", "'none' with error feedback\nIt is unbiased"),
         ("qsgd_mn:feedback=on", "It is unbiased"),
         ("", "unknown codec ''"),

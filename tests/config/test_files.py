@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridpar.cli import main
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.commands.train import Train
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import config_text, preset_names, read_settings
@@ -18,7 +18,7 @@ from hybridpar.optim.schedule import rate_factor
 
 
 def parsed(*words: str) -> Train:
-    return find_command("train").parse("train", words)
+    return COMMANDS.get("train").parse("train", words)
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -84,10 +84,10 @@ def test_what_a_run_writes_is_what_it_was_given(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_repeated_follows_its_plan_and_writes_elsewhere(tmp_path: Path) -> None:
-    config = TrainConfig(run_dir=Path("there"), overwrite=True)
+    config = TrainConfig(run_dir=Path("there"))
     file = write(tmp_path, config_text(config, "resnet18", plan="plan.json"))
     train = parsed("--config", file)
-    assert (train.plan, train.run_dir, train.overwrite) == (tmp_path / "plan.json", None, False)
+    assert (train.plan, train.run_dir) == (tmp_path / "plan.json", None)
 
 
 def test_paths_of_a_run_s_file_are_where_they_were(tmp_path: Path) -> None:

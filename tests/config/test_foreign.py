@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.config.foreign import foreign_names, page
 from hybridpar.errors import UsageError
 
@@ -21,7 +21,7 @@ def test_the_page_is_made_from_the_table() -> None:
 
 @pytest.mark.parametrize(("name", "text"), ROWS)
 def test_a_foreign_name_is_answered_with_options_that_exist(name: str, text: str) -> None:
-    command = find_command("train")
+    command = COMMANDS.get("train")
     ours = {f"--{field.name.replace('_', '-')}" for field in fields(command.options)} - {"--model"}
     assert name not in ours
     assert set(re.findall(r"--[a-z][a-z-]*", text)) <= ours

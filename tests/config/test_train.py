@@ -8,8 +8,8 @@ import pytest
 
 from hybridpar.compress import CODECS
 from hybridpar.config import TrainConfig, sync
-from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS
-from hybridpar.data.sources import DATA_SETS
+from hybridpar.config.data import OTHER_SETS
+from hybridpar.data.sources import LOADERS
 from hybridpar.errors import UsageError
 
 WRONG = [
@@ -53,4 +53,4 @@ def test_shares_that_are_no_shares_are_one_error(said):
 
 def test_the_names_of_codecs_and_data_sets_are_those_that_are_registered():
     assert set(CODECS) == set(sync.CODECS)
-    assert set(DATA_SETS) == {*TORCHVISION_SETS, *OTHER_SETS}
+    assert set(LOADERS) == set(OTHER_SETS)

@@ -17,7 +17,7 @@ from hybridpar.data import ImageData, TestBatches, describe_data, load_dataset
 from hybridpar.data.file_sets import find_images, named_images
 from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import DataError, UsageError
-from tests.data.test_loader import train_batches
+from tests.data.test_loader import as_tested, train_batches
 
 
 def save_image(path: Path, mode: str = "RGB") -> None:
@@ -70,6 +70,13 @@ def test_a_folder_of_classes_without_parts_is_divided_in_the_same_way_everywhere
     assert torch.bincount(data.test.labels).tolist() == [2, 1]
     assert len({*samples(data.train), *samples(data.test)}) == 15
     assert samples(data.train) == samples(again.train)
+
+
+def test_a_set_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        save_image(tmp_path / name / "0.png")
+    with pytest.raises(DataError, match="the data set folder has 2 training and 0 test images"):
+        load(tmp_path)
 
 
 def test_hidden_and_other_files_are_ignored_and_other_parts_are_named(folder: Path) -> None:
@@ -200,10 +207,6 @@ def test_a_missing_table_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.csv"):
         with pytest.raises(DataError, match=r"cannot read the table .*\.csv: No such file"):
             load(path, "csv")
-
-
-def as_tested(data: ImageData) -> torch.Tensor:
-    return torch.cat([images for images, _ in TestBatches(data, batch_size=2, rank=0, workers=1, loader_workers=0)])
 
 
 @pytest.mark.parametrize("size", [None, 48])

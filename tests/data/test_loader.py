@@ -1,9 +1,7 @@
-import contextlib
 import functools
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +13,7 @@ from PIL import Image
 
 from hybridpar.config import DataConfig
 from hybridpar.data import ImageData, ImageFiles, MemoryImages, TestBatches, TrainBatches, load_dataset
-from hybridpar.data.images import DecodedImages
+from hybridpar.data.images import ImageSource
 from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError, LaneError, LaunchError
 from hybridpar.machine.launch import record_failure
@@ -50,7 +48,7 @@ def memory_data():
         images = torch.randint(0, 256, (samples, 3, 16, 16), dtype=torch.uint8, generator=generator)
         parts.append(MemoryImages(images, torch.arange(samples), flip=0.5))
     facts = {"name": "random", "class_names": tuple(map(str, range(SAMPLES))), "sample_shape": (3, 16, 16)}
-    return ImageData(**facts, train=parts[0], test=parts[1], mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+    return ImageData(**facts, test_size=16, train=parts[0], test=parts[1], mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 
 
 @pytest.fixture(params=["memory", "files"])
@@ -74,6 +72,11 @@ def read_steps(data, workers, micro_batches, epoch=0, **options):
         assert len({batch.global_samples for batch in batches}) == 1
         steps.append(tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
     return steps
+
+
+def as_tested(data):
+    """All test images."""
+    return torch.cat([images for images, _ in TestBatches(data, batch_size=4, rank=0, workers=1, loader_workers=0)])
 
 
 def same(one, two):
@@ -134,14 +137,6 @@ def test_unequal_shares_of_the_test_set_are_all_of_it(data):
     assert torch.equal(labels, torch.as_tensor(data.test.labels))
 
 
-def test_an_image_is_augmented_by_seed_epoch_and_index_alone(data):
-    alone = data.train.load(np.array([7]), AugmentKey(1, 2), CPU).images
-    among = data.train.load(np.array([3, 7, 20]), AugmentKey(1, 2), CPU).images
-    assert torch.equal(alone[0], among[1])
-    others = [data.train.load(np.array([7]), key, CPU).images for key in (AugmentKey(1, 3), AugmentKey(2, 2), None)]
-    assert not any(torch.equal(alone, other) for other in others)
-
-
 @pytest.mark.parametrize("start_step", [0, 3, 4])
 def test_resuming_in_an_epoch_gives_the_batches_that_were_left(data, start_step):
     batches = train_batches(data, 1, 2, batch_size=7)
@@ -195,17 +190,17 @@ def numbered_files(root, samples, augment):
     paths = [f"{number:03d}.png" for number in range(samples)]
     write_images(root, paths)
     files = ImageFiles(root, paths, range(samples))
-    source = DecodedImages(files, files.labels, augment=augment, prepare=augment)
-    facts = {"name": "numbered", "class_names": tuple(paths), "sample_shape": (3, 20, 24)}
+    source = ImageSource(files, files.labels, augment=augment, prepare=augment)
+    facts = {"name": "numbered", "class_names": tuple(paths), "sample_shape": (3, 20, 20), "test_size": 20}
     return ImageData(**facts, train=source, test=source, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
 def to_pixels(image):
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[:, :, :20]
 
 
 def interrupt_is_ignored(image):
-    return torch.full((3, 20, 24), 255 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else 0, dtype=torch.uint8)
+    return torch.full((3, 20, 20), 255 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else 0, dtype=torch.uint8)
 
 
 def die_in_loader(image, parent):
@@ -318,7 +313,7 @@ def test_bug_in_the_transforms_is_not_disguised(tmp_path, loader_workers):
 def pixels_of_pid(image):
     """Each channel holds a byte of the number of the process."""
     number = torch.tensor([os.getpid() >> shift & 255 for shift in (0, 8, 16)], dtype=torch.uint8)
-    return number.view(3, 1, 1).expand(3, 20, 24)
+    return number.view(3, 1, 1).expand(3, 20, 20)
 
 
 def test_loader_processes_are_kept_from_epoch_to_epoch(tmp_path):
@@ -339,22 +334,15 @@ def test_loader_processes_are_kept_from_epoch_to_epoch(tmp_path):
         next(left)
 
 
-def test_sources_survive_pickling(data):
-    # Loader processes are spawned, not forked, on some platforms.
-    source = pickle.loads(pickle.dumps(data.train))
-    indices, key = np.array([1, 2]), AugmentKey(0, 0)
-    assert torch.equal(source.load(indices, key, CPU).images, data.train.load(indices, key, CPU).images)
-
-
 def on_a_lane(data, checker, micro_batches=2):
     """Batches that are placed on a lane of their own, as on a GPU; a thread is in the place of loader processes."""
     batches = train_batches(data, micro_batches=micro_batches, batch_size=8, loader_workers=1)
-    lanes = Lanes("cpu", check=checker)
-    batches._lanes = lanes, lanes.open("data")
+    lanes = batches._lanes = Lanes("cpu", check=checker)
+    batches._lane = lanes.open("data")
 
-    def load_ahead(jobs, key):
+    def load_ahead(jobs):
         with ThreadPoolExecutor(1) as pool:
-            yield from pool.map(lambda indices: data.train.load(indices, key, CPU), jobs)
+            yield from pool.map(lambda job: data.train.load(*job, CPU), jobs)
 
     batches._load_ahead = load_ahead
     return batches, lanes
@@ -385,7 +373,7 @@ def test_batches_from_a_lane_of_their_own_are_the_same(file_data, seed):
 def test_batches_are_kept_until_they_were_used(file_data, seed):
     checker = Checker(seed)
     batches, lanes = on_a_lane(file_data, checker)
-    batches._lent = lambda *_: contextlib.nullcontext()
+    lanes.caller.keep = lambda *_: None
     with pytest.raises(LaneError, match="lane 'data'"), checker, lanes:
         train_on(batches.epoch(0))
 

@@ -62,6 +62,23 @@ def test_a_model_has_the_classes_asked_for(name):
         assert build_model(name, 7)(torch.zeros(2, 3, side, side)).shape == (2, 7)
 
 
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "side", "args"),
+    [
+        ("resnet18", 64, {}),
+        ("resnet18", 32, {"stem": "cifar"}),
+        ("mobilenet_v2", 64, {}),
+        ("vit_b_16", 224, {}),
+        ("timm/resnet10t", 64, {}),
+    ],
+)
+def test_models_take_images_of_other_channels(name, side, args, channels):
+    with torch.device("meta"):
+        model = build_model(name, 5, args=args, channels=channels).eval()
+        assert model(torch.zeros(2, channels, side, side)).shape == (2, 5)
+
+
 def test_cifar_stem_keeps_the_resolution_of_small_images():
     shapes = {}
     for stem in ("imagenet", "cifar"):

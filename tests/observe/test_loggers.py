@@ -33,8 +33,9 @@ class Kept(Logger):
     mode: ClassVar[str]
     release: ClassVar[threading.Event]
 
-    def __init__(self) -> None:
-        self._meet("new")
+    def __init__(self, run: LoggedRun) -> None:
+        self._meet("start")
+        self.where = "http://example.org/run"
         self.lines: list[Line] = []
         self.ending: str | None = None
         Kept.made.append(self)
@@ -44,10 +45,6 @@ class Kept(Logger):
             raise RuntimeError("the server says no\nand more")
         if Kept.mode == f"hangs: {place}":
             Kept.release.wait()
-
-    def start(self, run: LoggedRun) -> str | None:
-        self._meet("start")
-        return "http://example.org/run"
 
     def write(self, lines: Sequence[Line]) -> None:
         self._meet("write")
@@ -74,7 +71,7 @@ def start(info: RunInfo) -> Callable[..., tuple[Loggers, list[str]]]:
 
     def make(*names: str, **more: Any) -> tuple[Loggers, list[str]]:
         said: list[str] = []
-        return Loggers(names, LoggedRun(info.run_dir, info, {"lr": 0.1, "model": "plain"}, **more), said.append), said
+        return Loggers(names, LoggedRun(info.run_dir, {"lr": 0.1, "model": "plain"}, **more), said.append), said
 
     return make
 
@@ -95,7 +92,7 @@ def test_records_come_in_order_with_what_was_measured(kept, start, make_step, ma
     assert said == ["kept     http://example.org/run"]
 
 
-@pytest.mark.parametrize("place", ["new", "start", "write", "close"])
+@pytest.mark.parametrize("place", ["start", "write", "close"])
 def test_a_logger_that_raises_loses_its_own_lines_with_one_warning(kept, start, make_step, place, monkeypatch):
     monkeypatch.setattr(observe_loggers, "_PAUSE", 0.0)
     kept.mode = f"fails: {place}"

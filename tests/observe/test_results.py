@@ -45,19 +45,17 @@ def test_the_calibration_error_is_that_of_its_bins() -> None:
     # Two bins: (0.6, 0.6667] with confidence 0.65 and accuracy 1/2, and (0.9333, 1] with 0.95 and 1.
     result = a_result([0, 1, 2, 2], [0, 0, 2, 2], [0.64, 0.66, 0.94, 0.96])
     assert result.calibration_error == pytest.approx(0.5 * abs(0.65 - 0.5) + 0.5 * abs(0.95 - 1.0))
-    filled = [(place, one["images"]) for place, one in enumerate(result.calibration) if one["images"]]
-    assert (len(result.calibration), filled) == (BINS, [(9, 2), (14, 2)])
+    assert result.calibration["images"] == [*[0] * 9, 2, *[0] * 4, 2]
 
 
 def test_ends_of_bins_belong_to_the_bin_below_them() -> None:
     result = a_result([0, 0, 0, 0], [0, 0, 0, 0], [0.0, 1 / BINS, 14 / BINS, 1.0])
-    assert [one["images"] for one in result.calibration] == [2, *[0] * 12, 1, 1]
+    assert result.calibration["images"] == [2, *[0] * 12, 1, 1]
 
 
 def test_pairs_are_named_by_how_often_they_are_confused() -> None:
     result = a_result([0, 0, 1, 2, 2], [1, 1, 0, 2, 2], [0.5] * 5)
-    assert result.mistakes(5) == [("a", "b", 2), ("b", "a", 1)]
-    assert result.mistakes(1) == [("a", "b", 2)]
+    assert result.text().splitlines()[-1] == "mistaken  a for b 2x, b for a 1x"
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json() -> None:

@@ -30,19 +30,19 @@ def test_values_out_of_range_and_keys_of_another_choice(option, value):
 
 def test_what_the_recipes_stand_for():
     sgd = expand(TrainConfig(sync="onebit-sgd", optimizer="sgd:momentum=0.8"), total_steps=100, replicas=2)
-    assert (sgd.compress, sgd.momentum, sgd.late) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "off")
+    assert (sgd.compress, sgd.momentum, sgd.late) == ("onebit_sgd:warmup=8,momentum=0.8", 0.0, "off")
     assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
     assert sgd.lr == 1e-2 < TrainConfig().peak_lr == 0.02
     given = TrainConfig(sync="onebit-sgd", lr=0.02)
     assert expand(given, total_steps=100, replicas=2).lr == given.peak_lr == 0.02  # not taken for left out
-    alone = expand(TrainConfig(sync="onebit-sgd"), total_steps=None, replicas=1)
-    assert alone.compress == "none"
+    with pytest.raises(UsageError, match="onebit-sgd with one replica"):
+        expand(TrainConfig(sync="onebit-sgd"), total_steps=100, replicas=1)
 
 
 def test_options_go_before_what_a_recipe_would_set():
     config = TrainConfig(sync="onebit-sgd:warm=3", compress="onebit_sgd:adagrad=off,momentum=0.5")
     expanded = expand(config, total_steps=None, replicas=2)
-    assert expanded.compress == "onebit_sgd:adagrad=off,momentum=0.5,warm=3"
+    assert expanded.compress == "onebit_sgd:warmup=3,momentum=0.5,adagrad=off"
     assert expanded.weight_decay == 2 * TrainConfig.weight_decay
     late = expand(TrainConfig(sync="onebit-sgd:late=half", lr=0.03), total_steps=9, replicas=2)
     assert (late.late, late.lr) == ("half", 0.03)
@@ -55,42 +55,33 @@ def test_the_length_of_the_run_must_be_known():
         expand(TrainConfig(sync="onebit-sgd"), total_steps=None, replicas=2)
 
 
+def trained(size, options, steps=5, **more):
+    return [rank["weights"] for rank in run_ranks(_train, size, options, steps, more, shared_memory=False)]
+
+
 def _train(world, options, steps, more):
     return train_rank(world, options, steps, **more)
 
 
 def test_without_bits_any_number_of_workers_makes_the_same_update():
     options = {"sync": "onebit-sgd", "compress": "onebit_sgd:bits=off,level=off", "lr": 0.01}
-    alone, two, three = (run_ranks(_train, size, options, 5, {"total": 50}, shared_memory=False) for size in (1, 2, 3))
-    assert alone[0]["optimizer"] == "AdaGradSGD"
-    assert two[0]["optimizer"] == "SGD"
-    assert same(three[0]["weights"], three[2]["weights"])
-    close(two[0]["weights"], alone[0]["weights"], rtol=1e-3, atol=1e-5)
-    close(three[0]["weights"], alone[0]["weights"], rtol=1e-3, atol=1e-5)
+    two, three = (trained(size, options, total=50) for size in (2, 3))
+    assert same(three[0], three[2])
+    close(two[0], three[0], rtol=1e-3, atol=1e-5)
 
 
 def test_without_adagrad_and_bits_it_is_sgd_with_momentum():
-    recipe = {"sync": "onebit-sgd", "compress": "onebit_sgd:bits=off,adagrad=off"}
-    options = {"weight_decay": 0.0}
-    ours = run_ranks(_train, 2, {**recipe, **options}, 5, {"total": 50}, shared_memory=False)
-    close(ours[0]["weights"], run_ranks(_train, 2, options, 5, {}, shared_memory=False)[0]["weights"])
+    recipe, options = {"sync": "onebit-sgd", "compress": "onebit_sgd:bits=off,adagrad=off"}, {"weight_decay": 0.0}
+    close(trained(2, {**recipe, **options}, total=50)[0], trained(2, options)[0])
 
 
 def test_the_whole_recipe_learns_and_workers_stay_equal(tmp_path):
-    options = {"sync": "onebit-sgd:late=half,warm=2", "lr": 0.02}
-    more = {"total": 30, "norm": True, "save": (str(tmp_path), 6)}
-    ranks = run_ranks(_train, 3, options, 9, more, shared_memory=False)
-    assert same(ranks[0]["weights"], ranks[1]["weights"])
-    assert same(ranks[0]["weights"], ranks[2]["weights"])
-    resumed = run_ranks(
-        _train, 3, options, 9, {"total": 30, "norm": True, "load": str(tmp_path / "step-6")}, shared_memory=False
-    )
-    assert same(ranks[2]["weights"], resumed[2]["weights"])
-    fewer = run_ranks(
-        _train, 2, options, 9, {"total": 30, "norm": True, "load": str(tmp_path / "step-6")}, shared_memory=False
-    )
-    assert same(fewer[0]["weights"], fewer[1]["weights"])
-    assert all(one.isfinite().all() for one in fewer[0]["weights"])
+    options, more = {"sync": "onebit-sgd:late=half,warm=2", "lr": 0.02}, {"total": 30, "norm": True}
+    three = trained(3, options, 9, save=(str(tmp_path), 6), **more)
+    resumed, fewer = (trained(size, options, 9, load=str(tmp_path / "step-6"), **more) for size in (3, 2))
+    assert all(same(three[0], other) for other in (*three[1:], *resumed))
+    assert same(*fewer)
+    assert all(weights.isfinite().all() for weights in fewer[0])
 
 
 def _pipeline(world, options):

@@ -11,33 +11,20 @@ from hybridpar.config import OptimizerConfig
 from hybridpar.config.optimizer import OnPlateau
 from hybridpar.optim.schedule import Plateau, rate_factor
 
-CONFIG = OptimizerConfig(lr_schedule="cosine:warmup=2")
 
-
-def factors(config, total=100, per_epoch=10):
-    return [rate_factor(step, total, per_epoch, config) for step in range(total)]
-
-
-def test_warm_up_is_linear_and_reaches_the_peak():
-    warm = factors(CONFIG)[:20]
-    assert warm == [pytest.approx((step + 1) / 20) for step in range(20)]
-
-
-def test_step_schedule_divides_by_ten_at_each_fraction():
-    rates = factors(OptimizerConfig(lr_schedule="step:fractions=0.5/0.75,warmup=0"))
-    assert rates[:50] == [1.0] * 50
-    assert rates[50:75] == [pytest.approx(0.1)] * 25
-    assert rates[75:] == [pytest.approx(0.01)] * 25
-
-
-def test_warm_up_takes_at_most_half_of_a_short_run():
-    rates = factors(OptimizerConfig(lr_schedule="constant:warmup=50"), total=10)
-    assert rates[:5] == [pytest.approx(step / 5) for step in range(1, 6)]
-    assert rates[5:] == [1.0] * 5
-
-
-def test_a_run_of_one_step_trains_at_the_peak():
-    assert factors(OptimizerConfig(), total=1) == [1.0]
+@pytest.mark.parametrize(
+    ("schedule", "total", "expected"),
+    [
+        ("cosine:warmup=2", 100, [(step + 1) / 20 for step in range(20)]),
+        ("step:fractions=0.5/0.75,warmup=0", 100, [1.0] * 50 + [0.1] * 25 + [0.01] * 25),
+        ("constant:warmup=50", 10, [*(step / 5 for step in range(1, 6)), *[1.0] * 5]),
+        ("cosine", 1, [1.0]),
+    ],
+    ids=["a linear warm-up", "falls at fractions", "a warm-up of half of the run at most", "a run of one step"],
+)
+def test_factors(schedule, total, expected):
+    config = OptimizerConfig(lr_schedule=schedule)
+    assert [rate_factor(step, total, 10, config) for step in range(len(expected))] == pytest.approx(expected)
 
 
 LR, EPOCHS, PER_EPOCH = 0.4, 20, 7
@@ -129,12 +116,10 @@ def test_a_cosine_restarts_as_torchs_does(grow):
     assert mine == pytest.approx(theirs, rel=1e-6)
 
 
-def test_cycles_end_at_the_cool_down():
-    mine = ours(lr_schedule="cosine:cycle=5,cooldown=3,min=0.01,warmup=0,update=epoch")
-    assert mine[-3:] == pytest.approx([0.01] * 3)
-
-
-def test_the_peak_of_each_cycle_is_lower():
+def test_the_peak_of_each_cycle_is_lower_and_the_last_one_ends_at_the_cool_down():
+    assert ours(lr_schedule="cosine:cycle=5,cooldown=3,min=0.01,warmup=0,update=epoch")[-3:] == pytest.approx(
+        [0.01] * 3
+    )
     mine = ours(lr_schedule="cosine:cycle=5,decay=0.5,warmup=0,update=epoch")
     assert mine[::5] == pytest.approx([LR, LR / 2, LR / 4, LR / 8])
 

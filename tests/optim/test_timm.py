@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.config.optimizer import Cosine
 from hybridpar.data import mix
 from hybridpar.models import build_model
@@ -106,7 +106,7 @@ def mixed_by_timm(mixup: Any, images: Tensor, labels: Tensor, options: TrainConf
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_first_steps_are_timms(recipe: str) -> None:
-    options = find_command("train").parse("train", (COMMON + RECIPES[recipe]).split())
+    options = COMMANDS.get("train").parse("train", (COMMON + RECIPES[recipe]).split())
     assert isinstance(options, TrainConfig)
     draw = torch.Generator().manual_seed(0)
     shape = (16, 3, 32, 32)

@@ -151,7 +151,9 @@ def test_a_noisy_profile_is_used_and_not_kept(
 ) -> None:
     units, example = units_of("residual")
     options = {"passes": 5, "threads": 1, "cache": tmp_path}
-    Machine(monkeypatch, 0.53, 0.05)
+    Machine(monkeypatch, 0.53, 0.53, 0.05)
+    assert measured_profile(units, [example], **{**options, "cache": None}).noise == 0.53
+    assert not caplog.text, "the planner measures on every worker"
     assert measured_profile(units, [example], **options).noise == 0.53
     assert "lie 53 % apart, as other programs run too: they are used now, and measured again" in caplog.text
     assert not list(tmp_path.iterdir())

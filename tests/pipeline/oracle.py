@@ -28,8 +28,8 @@ from hybridpar.pipeline.step import LateOutcome, StepRequest
 from hybridpar.schedule.costs import Costs, Link, unit_ms
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.schedules import ScheduleRequest, make_all
-from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients, can_step, step_in_pieces
+from hybridpar.sync.stage_gradients import SyncOptions
 from tests.lanes.checked import Checker, Lanes
 
 Batch = tuple[Tensor, Tensor]

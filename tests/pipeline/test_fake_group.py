@@ -29,9 +29,8 @@ from hybridpar.lanes import Lanes
 from hybridpar.partition import partition_model
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.schedule.layout import Layout
-from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.reducer import Reducer
-from hybridpar.sync.stage_gradients import open_sync_lanes
+from hybridpar.sync.stage_gradients import SyncOptions, open_sync_lanes
 from tests.pipeline.oracle import options_of, run_step, step_optimizer
 from tests.pipeline.tape import StreamLanes, stand_in
 from tests.small_nets import SmallNet

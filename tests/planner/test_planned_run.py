@@ -33,8 +33,8 @@ from hybridpar.planner.record import plan_of
 from hybridpar.planner.resolve import join_workers, resolve
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.ways import Way, Worth
-from hybridpar.run.wire_table import wire_format_lines
-from hybridpar.sync.compression_table import LayerBytes, WireFormat
+from hybridpar.run.reporting import wire_format_lines
+from hybridpar.sync.figures import LayerBytes, WireFormat
 from tests.planner.small import chain, cluster, inputs
 from tests.ranks import run_ranks
 from tests.runs import check_run, saved_state, train, train_rank

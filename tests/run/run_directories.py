@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def a_run(
     """
     config = TrainConfig(data="digits", run_dir=directory, compress=codec, **(options or {}))
     claim_folder(RunFolder(directory), config, "resnet18")
-    with MetricsWriter(directory) as writer:
+    with closing(MetricsWriter(directory)) as writer:
         for step in range(1, steps + 1):
             writer.write(step_record(step, **fields))
             if step % 10 == 0:

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.errors import UsageError
 from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.schedule import Leg, Pace, rate_factor
 from hybridpar.run import batch_search
-from hybridpar.run.batch_search import bounds, search_batch_size
+from hybridpar.run.batch_search import search_batch_size
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, saved_state, train, train_rank
 
@@ -44,16 +43,6 @@ def test_sizes_grow_by_the_root_of_two_in_multiples():
 )
 def test_the_last_size_that_is_as_good_is_chosen(losses, options, chosen):
     assert search(losses, **options)[0] == chosen
-
-
-def test_bounds():
-    assert bounds(256) == (256, 1 << 20)
-    assert bounds(256, 1024) == (512, 2048)
-    assert bounds(256, 300) == (256, 600)
-    assert bounds(256, rate_fell=0.25) == (512, 1 << 20)
-    assert bounds(256, 256, rate_fell=0.25) == (512, 512)
-    assert bounds(100, multiple=64)[0] == 128
-    assert bounds(1 << 22) == (1 << 20, 1 << 20)
 
 
 CONFIG = OptimizerConfig(lr=0.1, lr_schedule="cosine:warmup=1")
@@ -105,7 +94,7 @@ def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
     monkeypatch.setattr(batch_search, "search_batch_size", search)
     train(tmp_path / "searched", "dropping", select_batch=1, stages=stages, **SEARCHING)
     train(tmp_path / "plain", "dropping", stages=stages, **SEARCHING)
-    assert tried == [(8, 16), (12, 16)]  # the rate has fallen before the second search
+    assert tried == [(8, 16), (8, 16)]
     assert_same_state(tmp_path / "searched", tmp_path / "plain")
 
 
@@ -135,9 +124,15 @@ def test_a_resumed_run_goes_on_with_what_was_selected(tmp_path):
             summary_of(tmp_path / f"from-{step}")["final_batch_size"]
             == summary_of(tmp_path / "run")["final_batch_size"]
         )
-    train(tmp_path / "plain", **SEARCHING)
-    with pytest.raises(UsageError, match="without --select-batch"):
-        train(tmp_path / "not", resume_from=tmp_path / "plain" / "checkpoints", **options)
+
+
+def test_a_search_may_begin_where_a_run_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_search, "search_batch_size", lambda *_, **__: (16, {16: 1.0}))
+    train(tmp_path / "plain", **{**SEARCHING, "epochs": 1})
+    start = tmp_path / "plain" / "checkpoints"
+    train(tmp_path / "run", resume_from=start, select_batch=1, **SEARCHING)
+    assert read_metrics(tmp_path / "run").steps["samples"].tolist() == [16] * 12
+    assert summary_of(tmp_path / "run")["epochs"] == 3
 
 
 def test_the_whole_recipe_over_stages(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridpar.comm.world import World
-from hybridpar.commands import find_command
+from hybridpar.commands import COMMANDS
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, RunDirectoryError, UsageError
 from hybridpar.run.directory import (
@@ -51,36 +51,11 @@ def test_two_runs_that_start_at_once_get_directories_of_their_own():
     assert claim_folder(second, config, "resnet18").directory == Path(f"{BASE}-2")
 
 
-@pytest.mark.parametrize("run_dir", [Path("mine"), None])
-def test_overwrite_deletes_the_run_and_nothing_else(run_dir):
-    folder = start(run_dir=run_dir)
-    save(folder, 5)
-    for name in ("metrics.jsonl", "summary.json", "plan.json", "notes.txt"):
-        (folder.directory / name).write_text("old")
-    (folder.directory / "tensorboard").mkdir()
-    again = start(run_dir=run_dir, overwrite=True)
-    assert again.directory == folder.directory
-    assert again.checkpoint is None
-    assert sorted(path.name for path in folder.directory.iterdir()) == [
-        *("checkpoints", "config.toml", "notes.txt", "run.json")
-    ]
-    assert not list(folder.checkpoints.iterdir())
-
-
 @pytest.mark.parametrize("run_dir", [Path("taken/run"), Path("taken")])
 def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_measured(run_dir):
     Path("taken").write_text("a file")
     with pytest.raises(RunDirectoryError, match=f"cannot write {run_dir}"):
         find_folder(TrainConfig(run_dir=run_dir), "resnet18")
-
-
-def test_overwrite_does_not_delete_what_it_is_to_start_from():
-    folder = start(run_dir=Path("mine"))
-    path = save(folder, 5)
-    for source in (path, folder.directory):
-        with pytest.raises(UsageError, match="which --resume-from names"):
-            start(run_dir=Path("mine"), overwrite=True, resume_from=source)
-    assert path.is_dir()
 
 
 def test_resume_without_a_name_takes_the_newest_run_that_has_a_checkpoint():
@@ -131,7 +106,7 @@ def test_what_a_file_says_was_for_the_beginning(tmp_path):
     file.write_text("[optimisation]\nlr = 0.1\nepochs = 9\n")
     words = ["resnet18", "--run-dir", "mine", "--config", str(file), "--epochs", "4"]
     for resume, lr in (((), 0.1), (("--resume",), 0.5)):
-        asked = find_command("train").parse("train", [*words, *resume])
+        asked = COMMANDS.get("train").parse("train", [*words, *resume])
         assert isinstance(asked, TrainConfig)
         config, _ = recall_options(asked, "resnet18")
         assert (config.lr, config.epochs) == (lr, 4)
@@ -200,14 +175,6 @@ def test_a_damaged_run_beside_it_does_not_hide_a_jobs_own(text, monkeypatch):
     (other / "run.json").write_text(text, encoding="latin-1")
     restarted_as(monkeypatch, "job-a", 1)
     assert start() == RunFolder(mine.directory, None, restarted=True)
-
-
-def test_a_restarted_job_does_not_delete_what_it_has_done_with_overwrite(monkeypatch):
-    save(start(run_dir=Path("mine")), 99)
-    restarted_as(monkeypatch, "job-a", 0)
-    path = save(start(run_dir=Path("mine"), overwrite=True), 7)
-    restarted_as(monkeypatch, "job-a", 2)
-    assert start(run_dir=Path("mine"), overwrite=True).checkpoint == path
 
 
 def test_a_job_that_died_before_it_claimed_a_directory_does_not_take_a_foreign_one(monkeypatch):

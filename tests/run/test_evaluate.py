@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import shutil
 
 import numpy as np
@@ -11,12 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
+from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
+from hybridpar.data.sources import IMAGENET_MEAN, IMAGENET_STD
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.formats.checkpoint_files import latest_checkpoint
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
+from hybridpar.run.evaluate import _noted, _put_together, evaluate_trained
 from hybridpar.run.trained import find_trained, load_trained
 from hybridpar.train.results import Evaluation
 from tests.ranks import run_ranks
@@ -37,19 +38,19 @@ def evaluated(run_dir, **options):
 
 
 def evaluated_on_rank(world, run_dir):
-    trained, result = evaluated(run_dir, weights="raw")
-    return None if result is None else (trained.step, result.plain(), result.targets)
+    result = evaluated(run_dir, weights="raw")
+    return None if result is None else (result.plain(), result.targets)
 
 
 def evaluated_file_on_rank(world, file):
-    _, result = evaluated(file, model="tests.small_nets:plain", data="synthetic", image_size=8)
+    result = evaluated(file, model="tests.small_nets:plain", data="synthetic", image_size=8)
     return None if result is None else result.accuracy
 
 
 def test_the_accuracy_is_that_of_the_run(run_dir):
     summary = check_run(run_dir)
-    _, averaged = evaluated(run_dir, weights="last")
-    trained, raw = evaluated(run_dir, weights="last,raw")
+    averaged, raw = evaluated(run_dir, weights="last"), evaluated(run_dir, weights="last,raw")
+    trained = find_trained(str(run_dir), TrainedOptions(weights="last,raw"))
     assert (averaged.accuracy, raw.accuracy) == (summary["ema_test_accuracy"], summary["test_accuracy"])
     assert summary["ema_test_accuracy"] != summary["test_accuracy"]  # else this shows nothing
     assert raw.images == 25
@@ -57,22 +58,14 @@ def test_the_accuracy_is_that_of_the_run(run_dir):
 
 
 def test_any_number_of_workers_sees_every_image_once(run_dir):
-    _, alone = evaluated(run_dir, weights="raw")
-    step, figures, targets = run_ranks(evaluated_on_rank, 4, run_dir)[0]
+    alone = evaluated(run_dir, weights="raw")
+    figures, targets = run_ranks(evaluated_on_rank, 4, run_dir)[0]
     assert np.array_equal(targets, torch.arange(25) % 10)  # the labels of the data set, in order
-    assert step == find_trained(str(run_dir), TrainedOptions()).step
     expected = alone.plain()
     assert figures.pop("test_loss") == pytest.approx(expected.pop("test_loss"), rel=1e-6)
     assert figures.pop("calibration_error") == pytest.approx(expected.pop("calibration_error"), rel=1e-5)
     del figures["calibration"], expected["calibration"]
     assert figures == expected
-
-
-def test_a_run_that_still_trains_is_tested_at_a_checkpoint_that_is_there(run_dir):
-    trained = find_trained(str(run_dir), TrainedOptions())
-    gone = dataclasses.replace(trained, checkpoint=run_dir / "checkpoints" / "step-1")  # deleted meanwhile
-    found, _ = load_trained(gone, 10)
-    assert found.checkpoint == latest_checkpoint(run_dir / "checkpoints")
 
 
 def test_a_damaged_checkpoint_does_not_give_way_to_another(run_dir, tmp_path):
@@ -106,8 +99,8 @@ def test_a_file_of_weights_needs_model_and_data(run_dir):
         find_trained(file, TrainedOptions())
     with pytest.raises(UsageError, match="without --data"):
         find_trained(file, TrainedOptions(model="tests.small_nets:plain"))
-    _, raw = evaluated(run_dir, weights="raw")
-    _, same = evaluated(file, model="tests.small_nets:plain", data="synthetic", image_size=8)
+    raw = evaluated(run_dir, weights="raw")
+    same = evaluated(file, model="tests.small_nets:plain", data="synthetic", image_size=8)
     assert run_ranks(evaluated_file_on_rank, 2, file)[0] == same.accuracy  # sent by worker 0
     assert same.images == 256  # another number of samples, as nothing says how many the run had
     assert raw.classes == same.classes
@@ -116,18 +109,18 @@ def test_a_file_of_weights_needs_model_and_data(run_dir):
 def test_of_several_classes_each_is_right_by_itself():
     labels = torch.tensor([[1, 0], [0, 0], [1, 1]], dtype=torch.bool)
     source = MemoryImages(torch.zeros(3, 3, 8, 8, dtype=torch.uint8), labels)
-    data = ImageData(name="several", class_names=("a", "b"), sample_shape=(3, 8, 8), train=source, test=source)
-    notes = _Notes(2, several=True)
-    notes.add(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), labels[:2].float())
-    notes.add(torch.tensor([[1.0, -1.0]]), labels[2:].float())
-    result = _put_together([notes.tensors()], data, Evaluation(1 / 3, 0.5, 3), 4)
+    form = {"sample_shape": (3, 8, 8), "test_size": 8, "mean": IMAGENET_MEAN, "std": IMAGENET_STD, "multi_label": True}
+    data = ImageData(name="several", class_names=("a", "b"), **form, train=source, test=source)
+    scores = torch.tensor([[1.0, -1.0]] * 3)
+    parts = [_noted(scores[part], labels[part].float(), 2, TrainConfig()) for part in (slice(2), slice(2, 3))]
+    result = _put_together([*parts, {}], data, Evaluation(1 / 3, 0.5, 3), 4)
     assert (result.right_of_class.tolist(), result.images_of_class.tolist()) == ([2, 2], [3, 3])
     assert (result.images, result.unreadable, result.confusion, result.top5_accuracy) == (3, 1, None, None)
 
 
 def test_a_model_with_other_outputs_than_classes_is_refused():
     with pytest.raises(UsageError, match="a score for each"):
-        _Notes(3, several=False).add(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+        _noted(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), 3, TrainConfig())
 
 
 def write_table(file, labels):
@@ -156,7 +149,7 @@ def test_several_labels_are_trained_and_tested_by_binary_cross_entropy(several, 
     train(tmp_path / "auto", epochs=2, resume=True, **several, **options)
     train(tmp_path / "bce", epochs=2, resume=True, loss="bce", **several, **options)
     assert_same_state(tmp_path / "auto", tmp_path / "bce")
-    results = [evaluated(tmp_path / loss, weights="last")[1].plain() for loss in ("auto", "bce")]
+    results = [evaluated(tmp_path / loss, weights="last").plain() for loss in ("auto", "bce")]
     assert results[0] == results[1]
     assert results[0]["test_loss"] == pytest.approx(read_metrics(tmp_path / "auto").epochs[-1].test_loss)
 
@@ -179,14 +172,14 @@ def test_classes_are_known_by_name(tmp_path):
             shutil.copy(table.parent / name, folder / f"{number}.png")
     options = {"data": "folder", "data_root": tmp_path / "folder", "batch_size": 9, "loader_workers": 0, "plan": "none"}
     train(tmp_path / "run", epochs=4, **options)
-    _, known = evaluated(tmp_path / "run")
-    _, same = evaluated(tmp_path / "run", data="csv", data_root=table)
+    known = evaluated(tmp_path / "run")
+    same = evaluated(tmp_path / "run", data="csv", data_root=table)
     assert same.plain() == known.plain()
     assert known.classes == ("1", "10", "2")
     shutil.rmtree(tmp_path / "folder" / "test" / "10")
-    _, fewer = evaluated(tmp_path / "run")
+    fewer = evaluated(tmp_path / "run")
     shutil.rmtree(tmp_path / "folder" / "train" / "10")
-    _, least = evaluated(tmp_path / "run")
+    least = evaluated(tmp_path / "run")
     assert fewer.plain() == least.plain()
     assert (fewer.images, [*fewer.right_of_class[::2]]) == (2, [*known.right_of_class[::2]])
     (tmp_path / "folder" / "train" / "2").rename(tmp_path / "folder" / "train" / "cat")

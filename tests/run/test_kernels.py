@@ -104,6 +104,18 @@ def test_norms_run_fused_where_they_are_large_enough(tmp_path, kernels, norms, c
         torch.testing.assert_close(states[0][key], states[1][key], rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize(("amp", "dtype"), [("none", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_kernels_are_of_the_type_that_is_computed_in(kernels, monkeypatch, amp, dtype):
+    monkeypatch.setattr(choice, "why_none", lambda key: f"it is {key.dtype}")
+    config, world = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4), World()
+    with Trainer(separable(), config=config, world=world) as trainer:
+        plan = trainer.plan
+        plan = plan.model_copy(update={"compute": plan.compute.model_copy(update={"amp": amp})})
+        use = prepare_kernels(trainer.model, config, plan, world, (3, 8, 8))
+    assert use is not None
+    assert {one.kernel for one in use.section.choices if one.direction == "forward"} == {f"stock: it is {dtype}"}
+
+
 def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkeypatch):
     config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, micro_batches=2)
     world = World()

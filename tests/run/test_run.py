@@ -50,7 +50,6 @@ def test_an_error_before_the_first_step_closes_the_trainer(tmp_path):
 
 def test_who_cannot_recall_options_joins_as_the_others_are_asked_to(tmp_path, monkeypatch):
     train(tmp_path, steps=1)
-    monkeypatch.setattr(opening, "in_job", lambda: True)
     joined = mock.Mock(wraps=served_trainer.join_servers)
     monkeypatch.setattr(served_trainer, "join_servers", joined)
     with pytest.raises(UsageError, match="--weights is default"):
@@ -298,27 +297,23 @@ def test_without_the_guard_no_bad_step_is_saved(tmp_path):
     assert all(torch.isfinite(value).all() for value in newest.model.values())
 
 
-def test_a_request_that_fails_has_replaced_nothing(straight, tmp_path):
-    train(tmp_path, "plain")
-    before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
-    damaged = tmp_path.parent / "damaged"
-    damaged.mkdir()
-    (damaged / "manifest.json").write_text('{"version": 1')
+def test_a_request_that_fails_leaves_nothing_behind(straight, tmp_path):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "manifest.json").write_text('{"version": 1')
     for model, options in (
-        ("plain", {"resume_from": straight}),
-        ("plain", {"resume_from": damaged}),
-        ("plain", {"resume_from": tmp_path.parent / "nowhere"}),
-        ("plain", {"resume_from": tmp_path}),
+        ("wide", {"resume_from": straight}),
+        ("plain", {"resume_from": tmp_path / "damaged"}),
+        ("plain", {"resume_from": tmp_path / "nowhere"}),
         ("plain", {"batch_size": 1}),
-        ("wide", {"overwrite": False, "resume": True}),
+        ("wide", {"resume": True, "run_dir": straight}),
         ("missing", {}),
         ("broken", {}),
     ):
-        if model == "plain" and options.get("resume_from") == straight:
-            model = "wide"
+        before = {path: path.stat().st_mtime_ns for path in sorted(straight.rglob("*"))}
         with pytest.raises(HybridparError):
-            train(tmp_path, model, **{"overwrite": True, **options})
-        assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
+            train(model=model, **{"run_dir": tmp_path / "run", **options})
+        assert not (tmp_path / "run").exists()
+        assert {path: path.stat().st_mtime_ns for path in sorted(straight.rglob("*"))} == before
 
 
 @pytest.mark.root

@@ -99,6 +99,14 @@ def test_a_model_that_is_not_cut_has_a_timeline_without_a_prediction(tmp_path):
     assert check_run(tmp_path / "run").get("predicted_step_ms") is None
 
 
+def test_equal_replicas_that_are_placed_by_hand_have_a_timeline(tmp_path):
+    options = {"steps": 6, "timeline": tmp_path / "trace.json", "stages": 2, "placement": "0,0;1,1"}
+    assert run_ranks(train_rank, 2, tmp_path / "run", "plain", None, options) == [0, 0]
+    timeline = read_timeline(tmp_path / "trace.json")
+    assert [row.worker for row in timeline.at(6, predicted=False)] == [0, 1]
+    assert [row.worker for row in timeline.at(6, predicted=True)] == [0], "of the first replica"
+
+
 class StopsBeforeStep4(StopRequest):
     """A signal that comes when the fourth step is about to begin."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.observe.records import StepRecord
 from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
-from hybridpar.run.timings import StepClock, StepTimes, Timings, combine, steps_to_show
+from hybridpar.run.timings import StepClock, StepTimes, Timings, combine, measured_step, steps_to_show
 from hybridpar.schedule.actions import parse_action
 from hybridpar.schedule.costs import BucketCost, Costs
 from hybridpar.schedule.layout import Layout
@@ -31,9 +33,9 @@ def busy(start, end):
 def test_an_exchange_after_a_step_is_exposed_and_no_waiting_for_data():
     clock = StepClock()
     first, _ = clock.divide(busy(1.0, 1.5), 0.0, 100.0)
-    assert (first.compute_ms, first.exposed_sync_ms, first.step_ms) == pytest.approx((500.0, 100.0, 600.0))
+    assert first == pytest.approx((500.0, 100.0, 0.0))
     second, _ = clock.divide(busy(1.7, 2.0), 0.0)
-    assert (second.data_ms, second.step_ms) == pytest.approx((100.0, 400.0))
+    assert (second.data_ms, sum(second)) == pytest.approx((100.0, 400.0))
 
 
 def test_what_sums_outlast_is_exposed_and_no_computation():
@@ -79,7 +81,7 @@ def test_the_parts_add_up_to_the_time_that_passed(steps):
         spans = step(start, ("compute", "0B0", 0, 1e3 * length), ("sync", "0SYNC0", 0, 1e3 * (length + sync)))
         times, _ = clock.divide(spans, 1e3 * (start - end))
         assert min(times.compute_ms, times.exposed_sync_ms, times.data_ms) >= 0
-        total += times.step_ms
+        total += sum(times)
         end = start + length + sync
         latest = max(latest, end)
     assert total == pytest.approx(1e3 * (latest - 100.0), rel=1e-6, abs=1e-3)
@@ -92,7 +94,7 @@ def recorded(times, bytes_sent=0):
     """A step that took so long."""
     parts = {"compute_ms": times.compute_ms, "exposed_sync_ms": times.exposed_sync_ms, "data_ms": times.data_ms}
     figures = {"loss": 1.0, "lr": 0.1, "samples": 8, "skipped": False, "grad_norm": None, "bytes_sent": bytes_sent}
-    return StepRecord(step=1, epoch=0, step_ms=times.step_ms, **parts, **figures)
+    return StepRecord(step=1, epoch=0, step_ms=sum(times), **parts, **figures)
 
 
 def combined(found, replicas, step_ms=None):
@@ -149,27 +151,31 @@ def test_the_parts_add_up_to_a_step_whatever_the_workers_noted(workers, step_ms)
 
 
 def test_overlap_is_what_did_not_outlast_computation():
-    costs = Costs((1.0,), (4.0,), buckets=((BucketCost(1000, 0.5, latency_ms=8.0),),), replicas=2)
-    timeline = simulate(_accumulate(), costs).timeline
-    timings = Timings()
-    spans = StepSpans(0.0, timeline)
-    times, _ = StepClock().divide(spans, 0.0)
-    timings.add(recorded(times), spans)
-    # The sum takes 8 ms and begins 2 ms before the end of the pass.
-    assert combined([timings.share()], 1)["overlap"] == pytest.approx(0.25)
-
-
-def _accumulate():
     layout = Layout.dealt(1, 1)
-    return lower(make("gpipe", ScheduleRequest(layout, 1)), layout, [1])
+    program = lower(make("gpipe", ScheduleRequest(layout, 1)), layout, [1])
+    costs = Costs((1.0,), (4.0,), buckets=((BucketCost(1000, 0.5, latency_ms=8.0),),), replicas=2)
+    spans = StepSpans(0.0, simulate(program, costs).timeline)
+    sync = SimpleNamespace(bytes_before=0, sync_ms=None)
+    outcome = SimpleNamespace(
+        spans=spans, exposed_sync_ms=spans.exposed_sync_ms, sync=sync, samples=8, bytes_sent=0, bytes_pulled=None
+    )
+    result = SimpleNamespace(
+        outcome=outcome, staged=True, step=1, loss=1.0, lr=0.1, skipped=False, grad_norm=None, staleness=None
+    )
+    measured = measured_step(result, 0.0, 0, StepClock())
+    timings = Timings()
+    timings.add(measured.record, measured.spans)
+    # The sum takes 8 ms and begins 2 ms before the end of the pass.
+    assert measured.record.hidden_share == combined([timings.share()], 1)["overlap"] == pytest.approx(0.25)
 
 
 def test_a_mean_step_counts_the_few_that_exchange():
     timings = Timings()
-    assert timings.mean_step() == {"step_ms_mean": 0}
+    assert timings.mean_step(8) == {}
     for number in range(12):
         timings.add(recorded(StepTimes(10.0, 90.0 if number % 3 == 2 else 0.0, 1.0)))
-    found = timings.mean_step()
+    found = timings.mean_step(82)
+    assert found.pop("images_per_second") == 2000.0
     assert found == {"compute_ms": 10.0, "exposed_sync_ms": 30.0, "data_ms": 1.0, "step_ms_mean": 41.0}
     assert step_without_data_ms({"step_ms_median": 11.0, **found}) == 40.0
     assert step_without_data_ms({"step_ms_median": 11.0, "data_ms": 1.0}) == 10.0

@@ -46,7 +46,7 @@ def saved(directory: Path, model: nn.Module) -> Path:
 def loaded(source: Path, factory: str, *, channels_last: bool = False) -> nn.Module:
     torch.manual_seed(5)
     options = TrainedOptions(model=f"tests.run.test_trained:{factory}", data="synthetic")
-    return load_trained(find_trained(str(source), options), 10, channels_last=channels_last)[1]
+    return load_trained(find_trained(str(source), options), 10, channels_last=channels_last)
 
 
 def built(factory, state: dict[str, Tensor]) -> nn.Module:

@@ -1,11 +1,9 @@
-"""Training problems for tests of parameter servers: models of a few numbers, and one that really learns."""
+"""Shards of a few numbers, for tests of parameter servers."""
 
 from __future__ import annotations
 
-import functools
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar.config import OptimizerConfig
 from hybridpar.server import Rules, Shard, cut_model
@@ -32,51 +30,3 @@ def unsent(encoder: PushEncoder) -> Tensor:
     for coder, (first, last) in zip(encoder._coders, encoder.stripe.ranges, strict=True):
         out[first:last] = unsent_by(coder)
     return out
-
-
-@functools.cache
-def digits() -> tuple[Tensor, Tensor]:
-    """Scikit-learn's digits as 64 features each, standardised, and their labels."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    inputs = torch.tensor(images, dtype=torch.float32)
-    return (inputs - inputs.mean(0)) / (inputs.std(0) + 1e-3), torch.tensor(labels)
-
-
-class DigitsGradient:
-    """Mean gradients of a logistic regression on digits, or of a net with a hidden layer, each of a batch of its own.
-
-    Args:
-        batch: Samples of a learner's minibatch.
-        hidden: Units of the hidden layer; 0 for none.
-    """
-
-    def __init__(self, batch: int, hidden: int = 0) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10)] if hidden else [nn.Linear(64, 10)]
-        self.model = nn.Sequential(*layers)
-        self._batch = batch
-        #: The weights at the start, 1-D.
-        self.start = torch.cat([own.detach().view(-1) for own in self.model.parameters()])
-
-    def put(self, weights: Tensor) -> None:
-        torch.nn.utils.vector_to_parameters(weights, self.model.parameters())
-
-    def __call__(self, learner: int, number: int, weights: Tensor) -> Tensor:
-        draw = torch.Generator().manual_seed(1000 * learner + number)
-        inputs, labels = digits()
-        chosen = torch.randint(len(labels), (self._batch,), generator=draw)
-        return self.at(weights, inputs[chosen], labels[chosen])
-
-    def at(self, weights: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
-        self.put(weights.clone())
-        loss = nn.functional.cross_entropy(self.model(inputs), labels)
-        return torch.cat([one.view(-1) for one in torch.autograd.grad(loss, list(self.model.parameters()))])
-
-    def loss(self, weights: Tensor) -> float:
-        """Over all digits."""
-        inputs, labels = digits()
-        self.put(weights.clone())
-        with torch.no_grad():
-            return float(nn.functional.cross_entropy(self.model(inputs), labels))

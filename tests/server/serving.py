@@ -24,9 +24,8 @@ from hybridpar.optim.losses import as_sum
 from hybridpar.pipeline.step import StepRequest
 from hybridpar.planner.resolve import resolve
 from hybridpar.server import Rules
-from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.link import Servers
+from hybridpar.server.link import Servers, shard_starts
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.wire import Weights
 from hybridpar.train.engine import EngineParts

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hybridpar.compress import CODECS, Policy, parse_codec, read_policy
-from hybridpar.server import cut_model
+from hybridpar.server import Push, Rules, Shard, cut_model
 from hybridpar.server.encoding import PushDecoder, PushEncoder
 from tests.compress.team import same_bits
 from tests.compress.test_every_codec import VARIANTS
+from tests.server.problems import sgd, unsent
 
 SHAPES = {"bias": (7,), "matrix": (40, 33), "filters": (6, 5, 3, 3), "conv": (50, 16, 3, 3), "scalar": ()}
 STRIPES = cut_model([(name, shape, False) for name, shape in SHAPES.items()], 2)
@@ -70,3 +71,39 @@ def test_messages_of_another_codec_or_size_are_refused(other):
     for wrong in (pieces, pieces[:1], [torch.zeros(3), *pieces[1:]]):
         with pytest.raises(ValueError, match=r"where the codec makes|zip\(\)"):
             decoder.decode(wrong, states, torch.empty(stripe.count))
+
+
+KEEPERS = [text for text in CODECS if CODECS.get(text).gives_sums and parse_codec(text).feedback]
+
+
+@pytest.mark.parametrize("stripe", STRIPES, ids=["first", "second"])
+@pytest.mark.parametrize("text", ["none", *KEEPERS, "onebit:meet=shard,least=1,warmup=2"])
+def test_a_lost_push_loses_nothing_and_a_doubled_one_adds_nothing(text, stripe):
+    """What all pushes that were heard of were, is what arrived and what the learners still keep."""
+    policy, draw = Policy.of(parse_codec(text)), torch.Generator().manual_seed(5)
+    shard = Shard(stripe, torch.zeros(stripe.count), Rules.asynchronous(3), sgd())
+    learners, decoder = [PushEncoder(policy, stripe) for _ in range(3)], PushDecoder(policy, stripe)
+    for learner in range(3):
+        shard.join(learner)
+    computed, received = (torch.zeros(stripe.count, dtype=torch.float64) for _ in range(2))
+    clocks, sequences = [0] * 3, [0] * 3
+    for _ in range(24):
+        learner, times = (int(torch.randint(3, (), generator=draw)) for _ in range(2))
+        encoder = learners[learner]
+        gradient = torch.randn(stripe.count, generator=draw)
+        messages = encoder.encode([gradient[a:b] for a, b in stripe.ranges])
+        if times == 0:  # lost on its way, and given up
+            continue
+        sequences[learner] += 1
+        computed += gradient
+        for _ in range(times):  # once, or again because its answer was lost
+            decoded = torch.empty(stripe.count)
+            if shard.expects(learner, sequences[learner]):
+                decoder.decode(*messages, decoded)
+                received += decoded
+            (answer,) = shard.push(Push(learner, sequences[learner], clocks[learner]), decoded)
+        encoder.commit()
+        clocks[learner] = answer.clock
+    assert shard.clock == sum(sequences) > 0
+    found = received + sum(unsent(encoder) for encoder in learners)
+    torch.testing.assert_close(found, computed, rtol=1e-4, atol=1e-4)

@@ -226,21 +226,3 @@ def test_who_is_slow_to_reply_is_not_waited_for(monkeypatch):
         assert_closed(silent), assert_closed(slow)
         assert_served(worker)
         worker.close()
-
-
-def test_many_who_wait_for_nothing_keep_nobody_out(served, worker, monkeypatch):
-    server = served.servers[0]
-    server._door._most = 5
-    crowd = []
-    for _ in range(20):
-        crowd.append(connect(served))
-        received(crowd[-1], 36)
-    other = Worker(served, 1, copies(1)[0], RULES)
-    other.begin()
-    assert len(strangers(served)) <= 5
-    for one in crowd[:15]:
-        assert_closed(one)
-    other.close()
-    assert_served(worker)
-    for one in crowd:
-        one.close()

@@ -108,11 +108,6 @@ def run_without_servers(run_dir: Path, size: int, **options):
     assert run_ranks(train_rank, size, run_dir, "plain", None, options) == [0] * size
 
 
-def test_a_server_ends_where_nothing_is_left_to_train(tmp_path):
-    for resume in (False, True):
-        run(tmp_path / "run", 2, sync="ps", steps=4, resume=resume)
-
-
 def test_a_shard_of_a_worker_ends_by_itself_where_nothing_is_left_to_train(tmp_path, monkeypatch):
     """And not because the worker has waited for it long enough."""
     serve, given_up = ShardServer.run, []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server import Push, Rules, Shard
-from hybridpar.server.ledger import Ledger
+from hybridpar.server.shard import Ledger
 from hybridpar.server.stripes import Piece, Stripe
 from tests.server.problems import sgd, small_shard
 
@@ -74,13 +74,6 @@ def test_staleness_scales_the_gradient(scale, weight):
     (answer,) = push(shard, 1, 1, 0)
     assert answer.staleness == 3
     assert torch.allclose(shard.values, -0.1 * weight * ONES)
-
-
-def test_the_learning_rate_is_what_the_pushes_say():
-    shard = small_shard(Rules.soft(2, 1, "none"))
-    push(shard, 0, 1, 0, rate=0.5)
-    push(shard, 1, 1, 0, rate=0.1)
-    assert torch.allclose(shard.values, -0.1 * 0.3 * ONES)
 
 
 def test_updates_of_a_part_of_the_gradients_take_that_part_of_a_steps_rate():

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridpar import TrainConfig, Trainer
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
 
 FEATURES = 4
@@ -220,26 +219,6 @@ def test_statistics_have_the_dtype_of_their_layer():
     for mine, wanted in zip(model, expected, strict=True):
         tolerance = max(1e-6, torch.finfo(wanted.layer.weight.dtype).eps)
         assert_statistics(mine.layer, wanted.layer, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_float64_model_trains_as_in_a_plain_loop(stages):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5)).double()
-    plain = copy.deepcopy(net)
-    x, y = torch.randn(8, 12, dtype=torch.float64), torch.arange(8) % 5
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    config = TrainConfig(plan="none", stages=stages, micro_batches=2)
-    with Trainer(net, lambda part: torch.optim.SGD(part.parameters(), lr=0.1), config=config, example=x[:4]) as trainer:
-        for _ in range(3):
-            trainer.step((x, y))
-            optimizer.zero_grad()
-            for images, labels in zip(x.chunk(2), y.chunk(2), strict=True):
-                (nn.functional.cross_entropy(plain(images), labels) / 2).backward()
-            optimizer.step()
-        trainer.wait()
-    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("unless", [None, 0.0, 1.0])

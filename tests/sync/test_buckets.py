@@ -31,12 +31,6 @@ def test_each_tensor_is_in_one_bucket_that_is_closed_as_soon_as_it_is_full(sizes
     assert len(open_ended) <= 1, "only the last of the small ones may leave half empty"
 
 
-def test_a_small_model_is_cut_by_hand():
-    # 10 and 20 reach the limit together; 50 is large enough alone; 5 and 5 are what is left.
-    assert cut_buckets([10, 50, 20, 5, 5], 30) == [[1], [0, 2], [3, 4]]
-    assert cut_buckets([], 30) == []
-
-
 def parameters(*shapes, dtype=torch.float32):
     return [(f"p{index}", nn.Parameter(torch.randn(shape).to(dtype))) for index, shape in enumerate(shapes)]
 
@@ -79,21 +73,3 @@ def test_the_fingerprint_is_of_names_shapes_memory_formats_and_order():
     assert 0 <= first < 1 << 16
     one, other = nn.Parameter(torch.ones(4, 3, 2, 2)), channels_last((4, 3, 2, 2))
     assert layout_fingerprint(make_buckets([("w", one)], 8)) != layout_fingerprint(make_buckets([("w", other)], 8))
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 64), st.booleans()), min_size=1, max_size=20), st.integers(1, 512))
-def test_slots_of_a_bucket_touch_and_do_not_overlap(shapes, limit):
-    order = [
-        (f"p{index}", nn.Parameter(torch.zeros(numel, dtype=torch.float64 if double else torch.float32)))
-        for index, (numel, double) in enumerate(shapes)
-    ]
-    buckets = make_buckets(order, limit)
-    assert sorted(slot.name for bucket in buckets for slot in bucket.slots) == sorted(name for name, _ in order)
-    for bucket in buckets:
-        end = 0
-        for slot in bucket.slots:
-            assert slot.offset == end
-            end += slot.parameter.numel()
-        assert end == bucket.numel
-        assert len({slot.parameter.dtype for slot in bucket.slots}) == 1

@@ -130,25 +130,3 @@ def test_a_device_decides_about_buffers_of_another_shape_too(commit):
     after = state_of(net)
     rollback.restore(unless=torch.tensor(float(commit)))
     assert_same(state_of(net), after if commit else before)
-
-
-def test_tensors_of_the_step_before_need_no_new_memory():
-    net = nn.BatchNorm1d(12)
-    rollback = BufferRollback(net)
-    memory = [copies.saved for copies in rollback._copies]
-    net(batch(0)[0])
-    rollback.keep()
-    assert all(copies.saved is saved for copies, saved in zip(rollback._copies, memory, strict=True))
-
-
-def test_a_device_decides_about_a_buffer_that_was_none():
-    module = nn.Module()
-    module.register_buffer("first", None)
-    rollback = BufferRollback(module)
-    module.first = torch.ones(2)
-    rollback.restore(unless=torch.tensor(1.0))
-    assert module.first is not None
-    rollback.keep()
-    module.first = torch.zeros(2)
-    rollback.restore(unless=torch.tensor(0.0))
-    assert module.first.tolist() == [1, 1]

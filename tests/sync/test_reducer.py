@@ -16,15 +16,14 @@ from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.optim.build import build_optimizer
-from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.reducer import Reducer
-from hybridpar.sync.stage_gradients import open_sync_lanes
+from hybridpar.sync.stage_gradients import SyncOptions, open_sync_lanes
 from hybridpar.train.trainer import Trainer
 from tests.lanes.checked import Checker, Lanes
 from tests.pipeline.oracle import Setting, batches_of, train_whole
 from tests.pipeline.oracle import images as make_data
 from tests.pipeline.oracle import state_of as state_of_model
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 
 
 class Net(nn.Module):
@@ -160,29 +159,6 @@ def test_every_access_is_ordered_across_lanes(case: str) -> None:
     assert_matches(states, train_oracle(initial_of(states[0]), net, options, [8, 8], 3), exact=True)
 
 
-def skip_inf(world: World, where: str) -> list[Any]:
-    torch.manual_seed(3)
-    with Trainer(Net(), config=make_config(), world=world) as trainer:
-        trainer.step(make_data(8))
-        before = state_of(trainer)
-        x, y = make_data(8)
-        if world.rank == 1:
-            x[0, 0, 0, 0] = math.inf
-        result = trainer.step((x, y))
-        untouched = all(torch.equal(tensor, before[name]) for name, tensor in state_of(trainer).items())
-        after = trainer.step(make_data(8, seed=9))
-        return [
-            result.skipped,
-            untouched,
-            after.skipped,
-            all(torch.isfinite(t).all() for t in state_of(trainer).values()),
-        ]
-
-
-def test_an_inf_on_one_rank_skips_the_step_everywhere_and_changes_nothing() -> None:
-    assert run_ranks(skip_inf, 2, "input") == [[True, True, False, True]] * 2
-
-
 def stop_on_nan(world: World) -> tuple[str, int]:
     torch.manual_seed(3)
     with Trainer(Net(), config=make_config(), world=world) as trainer:
@@ -225,24 +201,6 @@ def test_parameters_used_nowhere_are_skipped_and_used_somewhere_are_shared() -> 
     assert first[1].abs().sum() > 0
 
 
-def thaw_late(world: World) -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    net = Net(frozen=True)
-    with Trainer(net, config=make_config(), world=world) as trainer:
-        for step in range(4):
-            if step == 2:
-                net.conv1.weight.requires_grad_(True)
-            trainer.step(make_data(8, seed=10 * step + world.rank))
-        return state_of(trainer)
-
-
-def test_parameters_thawed_in_mid_training_join_the_buckets() -> None:
-    first, second = run_ranks(thaw_late, 2)
-    assert "conv1.weight/momentum_buffer" in first
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-
-
 def another_model(world: World) -> str:
     with pytest.raises(SyncError) as caught:
         Trainer(nn.Linear(3, 4 + world.rank), config=make_config(), world=world)
@@ -270,20 +228,6 @@ def test_a_batch_that_is_too_small_on_one_worker_is_refused_by_all(options: dict
     first, second = run_ranks(too_small_for_one, 2, options)
     assert first.startswith("1 of the other workers got a batch that cannot be divided")
     assert second.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
-
-
-def count_bytes(world: World) -> tuple[int, int]:
-    with Trainer(Net(), config=make_config(guard=False, batch_norm="local"), world=world) as trainer:
-        trainer.step(make_data(8))
-        result = trainer.step(make_data(8))
-        numel = sum(parameter.numel() for parameter in trainer.model.parameters())
-        return result.outcome.bytes_sent, 4 * numel * 2 * (world.size - 1) // world.size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_bytes_are_the_gradients_and_little_else(size: int) -> None:
-    for sent, payload in run_ranks(count_bytes, size):
-        assert payload <= sent <= payload + 400
 
 
 def settle_order(world: World) -> tuple[list[str], list[str]]:
@@ -331,18 +275,3 @@ def arrive_twice(world: World) -> str:
 def test_a_gradient_that_arrives_twice_is_refused() -> None:
     for answer in run_ranks(arrive_twice, 2):
         assert "arrived twice" in answer
-
-
-def dead_peer(world: World) -> str:
-    if world.rank == 1:
-        return "left"
-    with Trainer(Net(), config=make_config(), world=world) as trainer:
-        trainer.step(make_data(8))
-    return "no error"
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_peer_that_leaves_is_named(shared_memory: bool) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(dead_peer, 2, timeout=30, shared_memory=shared_memory)
-    assert "SyncError" in str(caught.value)

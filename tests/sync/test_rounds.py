@@ -32,15 +32,6 @@ def test_rounds_make_up_the_run_and_end_with_it(ratio):
     assert timetable.next_round(200, 1.0) == OuterRound(200, 204), "a run that goes on after its end"
 
 
-def test_a_rate_of_zero_makes_one_round_of_what_is_left():
-    assert Timetable(4, total=50, ratio=2.0).next_round(10, 0.0) == OuterRound(10, 50, is_last=True)
-
-
-def test_where_nothing_else_is_known_rounds_begin_at_multiples():
-    assert Timetable(4).round_at(9) == OuterRound(8, 12)
-    assert Timetable(4, total=10, ratio=2.0).round_at(9) == OuterRound(8, 10, is_last=True)
-
-
 @pytest.mark.parametrize("fragments", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [4, 7, 12])
 def test_each_fragment_has_a_slot_of_its_own(fragments, length):

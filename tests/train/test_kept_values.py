@@ -182,14 +182,14 @@ def test_a_wrapper_is_refused_by_name(wrap, inside, stages):
 
 
 def test_parameters_that_join_an_optimizer_are_refused():
-    net = make_net().requires_grad_(False)
-    net[4].requires_grad_(True)
-    made = [torch.optim.SGD(net[4].parameters(), lr=0.1)]
-    with Trainer(net, lambda model: made[0], config=TrainConfig(plan="none"), total_steps=4) as trainer:
+    net = make_net()
+    made = torch.optim.SGD(net[4].parameters(), lr=0.1)
+    with Trainer(net, lambda model: made, config=TrainConfig(plan="none"), total_steps=4) as trainer:
         trainer.step((X, Y))
-        trainer.optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.01})
-        with pytest.raises(UsageError, match=r"more parameters while training: 0\.weight, 0\.bias"):
-            trainer.step((X, Y))
+        with pytest.raises(UsageError, match="more parameters while training"):
+            made.add_param_group({"params": net[0].weight, "lr": 0.01})
+        trainer.step((X, Y))
+    made.add_param_group({"params": net[0].weight, "lr": 0.01})
 
 
 class Late(nn.Module):

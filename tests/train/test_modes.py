@@ -1,14 +1,12 @@
-"""Training and evaluation mode of the user's modules, beside a plain loop in PyTorch."""
+"""Modes that change while training; those that stay are in tests/state."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.errors import UsageError
@@ -24,38 +22,6 @@ class Scaled(nn.Module):
         return x * (2.0 if self.training else 0.5)
 
 
-class Kept(nn.Sequential):
-    """A container that keeps what it holds in evaluation mode."""
-
-    def train(self, mode: bool = True) -> Kept:
-        super().train(mode)
-        for module in self:
-            module.eval()
-        return self
-
-
-def stem() -> list[nn.Module]:
-    return [nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), Scaled(), nn.ReLU()]
-
-
-def plain() -> nn.Sequential:
-    return nn.Sequential(nn.Sequential(*stem()), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
-
-
-def part_in_evaluation() -> nn.Module:
-    net = plain()
-    net[0].eval()
-    return net
-
-
-def all_in_evaluation() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 5)).eval()
-
-
-def container() -> nn.Module:
-    return nn.Sequential(Kept(*stem()), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)).train()
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -67,35 +33,6 @@ def facts(net: nn.Module) -> list[tuple[str, bool, set[str]]]:
 def assert_same(net: nn.Module, other: nn.Module) -> None:
     for (name, one), two in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(one, two, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize(
-    "make",
-    [
-        part_in_evaluation,
-        all_in_evaluation,
-        container,
-    ],
-)
-def test_modes_stay_the_users_before_and_after_a_test(make: Callable[[], nn.Module], stages: int) -> None:
-    torch.manual_seed(0)
-    net = make()
-    twin, before = copy.deepcopy(net), facts(net)
-    optimizer = sgd(twin)
-    options = TrainConfig(plan="none", stages=stages)
-    with Trainer(net, optimizer=sgd, config=options, example=X) as trainer:
-        for _ in range(2):
-            for _ in range(2):
-                trainer.step((X, Y))
-            trainer.wait()
-            plain_loop(twin, optimizer, [(X, Y)] * 2)
-            assert_same(net, twin)
-            loss = trainer.evaluate([(X, Y)]).loss
-            tested = copy.deepcopy(twin).eval()
-            assert loss == pytest.approx(float(cross_entropy(tested(X), Y).detach()), rel=1e-5)
-            assert facts(net) == before
-    assert facts(net) == before
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -123,7 +60,7 @@ def test_thawing_is_as_in_plain_pytorch(stages: int) -> None:
 
 
 def test_a_mode_that_the_stages_are_not_cut_for_is_refused() -> None:
-    net = plain()
+    net = nn.Sequential(nn.Sequential(nn.Linear(12, 16), Scaled()), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
     with Trainer(net, config=TrainConfig(plan="none", stages=2), example=X) as trainer:
         trainer.step((X, Y))
         trainer.wait()

@@ -26,7 +26,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "replicas, adamw": {"optimizer": "adamw", "lr": 0.01, "micro_batches": 2},
     "local BatchNorm": {"batch_norm": "local", **EMA},
     "codec": {"compress": "onebit", **EMA},
-    "codec with a warm-up": {"compress": "onebit_sgd:warm=2", "optimizer": "sgd:momentum=0"},
+    "codec with a warm-up": {"compress": "onebit_sgd:warmup=2", "optimizer": "sgd:momentum=0"},
     "delay": {"sync": "allreduce:late=delay", "compress": "onebit", **EMA},
     "half": {"sync": "allreduce:late=half", "compress": "onebit"},
     "local": {"sync": "local:2", "micro_batches": 2, **EMA},

@@ -14,8 +14,9 @@ from hybridpar.codegen import build
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.tvm_kernels import machine, norm_kernels, norm_swap
 from hybridpar.tvm_kernels.conv_bench import ConvBench, turns
+from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import candidates
+from hybridpar.tvm_kernels.space import candidates, why_none
 from tests.tvm_kernels.standin import key_of
 
 LARGE = ConvShape.parse("8x96x112x112 k3x3 s1x1 p1x1 d1x1")
@@ -49,6 +50,7 @@ MACHINES = {
     "no-last-cache": Host(4, 0, AVX2, level2_kib=256),
     "old": Host(1, 6, "sse2"),
     "arm": Host(64, 64, "", "aarch64"),
+    "with-bfloat16": Host(2, 480, f"{AVX512} avx512_bf16"),
 }
 
 
@@ -103,11 +105,14 @@ def test_what_a_machine_says_of_its_caches_decides_nothing(host: Host) -> None:
         assert small[f"swept {direction}"] == {0}
     assert (large["norm streamed"], small["norm streamed"]) == (True, False)
     assert (large["turns"], small["turns"]) == (2, 64)
-    lanes = {AVX512: 16, AVX2: 8}.get(host.flags, 4)
-    assert (machine.this_machine().lanes, machine.this_machine().registers) == (
-        lanes,
-        16 if lanes < 16 and host.flags else 32,
-    )
+    lanes = 16 if "avx512f" in host.flags else 8 if host.flags == AVX2 else 4
+    registers = 16 if lanes < 16 and host.flags else 32
+    half = "avx512_bf16" in host.flags
+    assert machine.this_machine() == Machine(lanes, registers, half)
+    key = key_of(SMALL, Direction.FORWARD, dtype="bfloat16")
+    assert why_none(key) == ("" if half else "there are kernels for bfloat16 on CPUs with AVX512_BF16 alone")
+    assert bool(candidates(key)) is half
+    assert build._features().get("mattr", ["+avx512bf16"])[-1] == "+avx512bf16" or not half
     assert threads_per_worker(1, available_cores()) <= host.cores
 
 

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridpar.errors import KernelError
-from hybridpar.tvm_kernels import op
+from hybridpar.tvm_kernels import op, space
 from hybridpar.tvm_kernels.choice import active_choices
-from hybridpar.tvm_kernels.kernel import TunedKernel
+from hybridpar.tvm_kernels.database import KernelRecord
+from hybridpar.tvm_kernels.kernel import TunedKernel, Variant
+from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.schedules import outside
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from tests.tvm_kernels.standin import StandIn, all_records, tuned
+from hybridpar.tvm_kernels.space import candidates
+from tests.tvm_kernels.standin import StandIn, all_records, key_of, record_of, tuned
 
 LAST = Layout.CHANNELS_LAST
 SHAPES = [
@@ -56,11 +59,12 @@ class Case:
 
     @property
     def truth(self) -> list[Tensor]:
-        doubled = Case.__new__(Case)
-        doubled.__dict__ = {
-            key: value.double() if isinstance(value, Tensor) else value for key, value in vars(self).items()
-        }
-        return doubled.result(stock)
+        return self.to(torch.float64).result(stock)
+
+    def to(self, dtype: torch.dtype) -> Case:
+        cast = Case.__new__(Case)
+        cast.__dict__ = {name: one.to(dtype) if isinstance(one, Tensor) else one for name, one in vars(self).items()}
+        return cast
 
 
 def stock(x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: list[int]) -> Tensor:
@@ -186,7 +190,7 @@ def test_sizes_at_the_edge(sizes):
     torch.testing.assert_close(gradients, torch.autograd.grad(right.sum(), (x, weight)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_torch(dtype):
     case = Case(SHAPES[0], LAST)
     x, weight = case.x.to(dtype), case.weight.to(dtype)
@@ -275,6 +279,44 @@ def test_autocast_is_that_of_torch():
     assert [one.dtype for one in found[1:]] == [torch.float32] * 3
     for mine, torchs in zip(found[1:], right[1:], strict=True):
         torch.testing.assert_close(mine, torchs, rtol=2e-2, atol=2e-1)
+    assert not any(kernels.calls.values())
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_bfloat16_on_a_cpu_that_has_it(autocast, builder, monkeypatch):
+    monkeypatch.setattr(space, "this_machine", lambda: Machine(16, 32, bfloat16=True))
+    case = Case("2x40x13x12 k3x3 s1x1 p2x2 d2x2", LAST)  # where torch's weight gradient is wrong on some CPUs
+    half = case.to(torch.bfloat16)
+    keys = [key_of(case.shape, direction, dtype="bfloat16") for direction in Direction]
+    tiles = [candidates(key)[0] for key in keys]
+    records = [
+        record_of(case.shape, key.direction, LAST, dtype="bfloat16", parameters=tile, error=2e-3)
+        for key, tile in zip(keys, tiles, strict=True)
+    ]
+
+    def make(records: list[KernelRecord]) -> list[TunedKernel]:
+        variants = [Variant(record.key, record.parameters) for record in records]
+        return [variant.load(builder.build(variant.request)) for variant in variants]
+
+    with tuned(records, make), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        if autocast:
+            case.gradient = half.gradient
+        found = (case if autocast else half).result(depthwise_conv2d)
+        assert all(active_choices().decide(key).kernel is not None for key in keys)
+    assert [one.dtype for one in found] == [torch.bfloat16, *[torch.float32 if autocast else torch.bfloat16] * 3]
+    for one, right in zip(found, half.truth, strict=True):
+        torch.testing.assert_close(one.double(), right, rtol=2**-8, atol=1e-3)
+
+
+def test_a_cpu_without_it_leaves_bfloat16_to_torch_and_says_so(monkeypatch):
+    monkeypatch.setattr(space, "this_machine", lambda: Machine(16, 32))
+    case = Case(SHAPES[0], LAST)
+    x, weight = case.x.bfloat16(), case.weight.bfloat16()
+    with tuned(all_records(SHAPES[0], dtype="bfloat16")) as kernels:
+        assert torch.equal(depthwise_conv2d(x, weight, None, *case.numbers), stock(x, weight, None, *case.numbers))
+        said = active_choices().decide(key_of(SHAPES[0], Direction.FORWARD, dtype="bfloat16")).text
+    assert "AVX512_BF16" in said
+    assert "\n" not in said
     assert not any(kernels.calls.values())
 
 

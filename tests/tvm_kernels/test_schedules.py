@@ -8,13 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder
-from hybridpar.tvm_kernels.conv_bench import ConvBench, reference
+from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench, reference
 from hybridpar.tvm_kernels.kernel import TunedKernel, Variant
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules import outside
@@ -24,6 +25,7 @@ from tests.tvm_kernels.standin import key_of
 
 #: As the CPU of these tests is not known, tiles are made for two kinds.
 MACHINES = [Machine(8, 16), Machine(16, 32)]
+WITH_BFLOAT16 = Machine(16, 32, bfloat16=True)
 GUARD = 64
 
 
@@ -38,12 +40,13 @@ def made(builder: Builder, session: Session, variant: Variant) -> tuple[KernelKe
 
 
 class Memory:
-    """Values at an odd multiple of 4 bytes, or at what they must be aligned to, between guards."""
+    """Values at an odd multiple of their size, or at what they must be aligned to, between guards."""
 
-    def __init__(self, values: torch.Tensor, align: int = 4) -> None:
-        self.padded = torch.full((values.numel() + 2 * GUARD + 16,), 7.0)
-        first = self.padded.data_ptr() // 4
-        start = GUARD + (1 - first % 2 if align == 4 else -(first + GUARD) % (align // 4))
+    def __init__(self, values: torch.Tensor, align: int = 0) -> None:
+        item = values.element_size()
+        self.padded = torch.full((values.numel() + 2 * GUARD + 32,), 7.0, dtype=values.dtype)
+        first = self.padded.data_ptr() // item
+        start = GUARD + (1 - first % 2 if align <= item else -(first + GUARD) % (align // item))
         self.values = self.padded[start : start + values.numel()]
         self.values.copy_(values.reshape(-1))
         self.guards = self.padded[:start], self.padded[start + values.numel() :]
@@ -71,7 +74,7 @@ def run(
     result = results[key.direction]
     operands = [one for one in (image, gradient, weight) if one is not result]
     held = [Memory(one if one is weight else in_memory(one)) for one in operands]
-    out = Memory(torch.full((result.numel(),), torch.nan), kernel.align_out)
+    out = Memory(torch.full((result.numel(),), torch.nan, dtype=image.dtype), kernel.align_out)
     scratch = Memory(torch.full((kernel.scratch_bytes // 4,), torch.nan))
     third = Memory(bias) if bias is not None else None
     places = [held[0].address, held[1].address, third.address if third else 0, out.address, scratch.address]
@@ -87,31 +90,32 @@ def run(
 
 
 def check(kernel: tuple[KernelKey, TunedKernel], biased: bool = False) -> None:
-    shape, direction = kernel[0].shape, kernel[0].direction
-    image = torch.randn(shape.batch, shape.channels, shape.height, shape.width)
-    gradient = torch.randn(shape.batch, shape.channels, shape.out_height, shape.out_width)
-    weight = torch.randn(shape.channels, 1, *shape.kernel)
-    bias = torch.randn(shape.channels) if biased and direction is Direction.FORWARD else None
+    shape, direction, dtype = kernel[0].shape, kernel[0].direction, DTYPES[kernel[0].dtype]
+    image = torch.randn(shape.batch, shape.channels, shape.height, shape.width).to(dtype)
+    gradient = torch.randn(shape.batch, shape.channels, shape.out_height, shape.out_width).to(dtype)
+    weight = torch.randn(shape.channels, 1, *shape.kernel).to(dtype)
+    bias = torch.randn(shape.channels).to(dtype) if biased and direction is Direction.FORWARD else None
     got = run(kernel, image, gradient, weight, bias)
     expected = reference(shape, direction, image, gradient, weight)
     if bias is not None:
         expected = expected + bias.view(1, -1, 1, 1)
     terms = gradient[:, 0].numel() if direction is Direction.WEIGHT_GRADIENT else weight[0].numel()
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=3e-7 * (terms + 8))
+    rounding = 2.0**-8 if dtype is torch.bfloat16 else 0.0  # to nearest
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5 + rounding, atol=3e-7 * (terms + 8))
 
 
-def drawn(count: int, seed: int) -> Iterator[tuple[Variant, bool]]:
+def drawn(count: int, seed: int, machines: list[Machine] = MACHINES, **fields: Any) -> Iterator[tuple[Variant, bool]]:
     """Random shapes with odd sizes, each with a random candidate of a random machine."""
     draw = random.Random(seed)
     while count:
         taps = (draw.choice([1, 3, 5, 7]), draw.choice([3, 5, 2]))
         stride, dilation = (draw.choice([1, 2]), draw.choice([1, 2])), draw.choice([(1, 1), (1, 1), (2, 1), (1, 2)])
-        sizes = (draw.randint(1, 3), draw.choice([1, 3, 8, 13, 20, 33]), draw.randint(9, 20), draw.randint(9, 20))
+        sizes = (draw.randint(1, 3), draw.choice([1, 3, 8, 13, 20, 33, 64]), draw.randint(9, 20), draw.randint(9, 20))
         padding = (draw.randint(0, 4), draw.randint(0, 4))
         shape = ConvShape(*sizes, taps, stride, padding, dilation)
         direction = draw.choice(list(Direction))
-        key = key_of(shape, direction, threads=draw.choice([1, 2]))
-        space = candidates(key, draw.choice(MACHINES))
+        key = key_of(shape, direction, threads=draw.choice([1, 2]), **fields)
+        space = candidates(key, draw.choice(machines))
         if space:
             count -= 1
             parameters = draw.choice(space)
@@ -124,11 +128,13 @@ def drawn(count: int, seed: int) -> Iterator[tuple[Variant, bool]]:
             assert outside(shape, direction)
 
 
-DRAWN = [*drawn(16, seed=1)]
+DRAWN = [*drawn(16, seed=1), *drawn(12, seed=2, machines=[WITH_BFLOAT16], dtype="bfloat16")]
 
 
 @pytest.mark.parametrize(
-    ("variant", "bias"), DRAWN, ids=lambda one: one.key.direction if isinstance(one, Variant) else ""
+    ("variant", "bias"),
+    DRAWN,
+    ids=lambda one: f"{one.key.direction}-{one.key.dtype}" if isinstance(one, Variant) else "",
 )
 def test_random_shapes(variant: Variant, bias: bool, builder: Builder, session: Session) -> None:
     check(made(builder, session, variant), bias)
@@ -156,18 +162,19 @@ def test_some_candidates(text: str, direction: Direction, builder: Builder, sess
 GATHER = ("lanes", "tile_rows", "tile_columns", "strip", "columns_outer", "unroll", "stream")
 #: Whole lines of channels in one vector and in two, at either stride.
 STREAMED = [
-    ("2x32x11x9 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, (16, 2, 3, 4, 0, 1, 1)),
-    ("1x48x8x9 k5x5 s2x2 p2x2 d1x1", Direction.FORWARD, (16, 1, 2, 1, 1, 0, 1)),
-    ("2x32x9x10 k3x3 s2x2 p1x1 d1x1", Direction.INPUT_GRADIENT, (32, 2, 2, 2, 1, 1, 1)),
+    ("2x32x11x9 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, "float32", (16, 2, 3, 4, 0, 1, 1)),
+    ("1x48x8x9 k5x5 s2x2 p2x2 d1x1", Direction.FORWARD, "float32", (16, 1, 2, 1, 1, 0, 1)),
+    ("2x32x9x10 k3x3 s2x2 p1x1 d1x1", Direction.INPUT_GRADIENT, "float32", (32, 2, 2, 2, 1, 1, 1)),
+    ("2x64x9x7 k3x3 s1x1 p1x1 d2x1", Direction.FORWARD, "bfloat16", (64, 1, 3, 2, 0, 1, 1)),
 ]
 
 
-@pytest.mark.parametrize(("text", "direction", "values"), STREAMED)
+@pytest.mark.parametrize(("text", "direction", "dtype", "values"), STREAMED)
 def test_results_that_are_written_past_the_caches(
-    text: str, direction: Direction, values: tuple[int, ...], builder: Builder, session: Session
+    text: str, direction: Direction, dtype: str, values: tuple[int, ...], builder: Builder, session: Session
 ) -> None:
     parameters = dict(zip(GATHER, values, strict=True))
-    check(made(builder, session, Variant(key_of(text, direction), parameters)), biased=True)
+    check(made(builder, session, Variant(key_of(text, direction, dtype=dtype), parameters)), biased=True)
 
 
 #: Images of one pixel, narrower than a vector, of one channel; padding beyond the kernel, and none.

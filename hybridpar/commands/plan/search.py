@@ -10,16 +10,16 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.machine.cluster_file import read_cluster_file
+from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.observe.progress import progress_bar
@@ -27,7 +27,7 @@ from hybridpar.partition.profile import intra_op_threads
 from hybridpar.partition.table import print_partition
 from hybridpar.planner.batch import measure_batch
 from hybridpar.planner.decide import Decision, Verified, decide_plan
-from hybridpar.planner.explain import PARTS, describe, notes, rows
+from hybridpar.planner.explain import PARTS, notes, rows
 from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import Question
 from hybridpar.planner.probes import LEAST_STEPS, measure_inputs
@@ -40,28 +40,31 @@ from hybridpar.run.worker import tune_worker
 from hybridpar.train.trainer import open_trial
 
 
-def run_plan(request: PlanRequest) -> int:
-    """Search for a plan, print why, and write what was asked for."""
-    request.check()
-    if option := not_modelled(request):
+def search(config: TrainConfig, model: str, output: Path | None = None, cluster: Path | None = None) -> int:
+    """Search for a plan, for this machine or the one that a file describes, print why, and write it if asked to."""
+    if option := not_modelled(config):
         raise UsageError(f"a plan with {option}", "No prediction knows it.", f"Train with {option}, or leave it out.")
-    world = join_workers(request) if request.cluster is None else World(device=default_device())
+    world = join_workers(config) if cluster is None else World(device=default_device())
     with closing(world), intra_op_threads(None):
         with progress_bar(shown=world.is_main) as show:
             decision = _decide(
-                *(request, world),
+                *(with_images_of_model(config, model), model, world),
+                None if cluster is None else read_cluster_file(cluster),
                 announce=lambda text: show(description=text),
                 advance=lambda done, total: show(completed=done, total=total),
             )
-        world.from_main(lambda: report(request, decision), long=True)
+        world.from_main(lambda: report(decision, output), long=True)
     return 0
 
 
 def _decide(
-    request: PlanRequest, world: World, announce: Callable[[str], None], advance: Callable[[int, int], None]
+    config: TrainConfig,
+    name: str,
+    world: World,
+    cluster: ClusterSpec | None,
+    announce: Callable[[str], None],
+    advance: Callable[[int, int], None],
 ) -> Decision:
-    config: TrainConfig = with_images_of_model(request, request.model)
-    cluster = None if request.cluster is None else read_cluster_file(request.cluster)
     if cluster is None:
         tune_worker(config, world)
     else:
@@ -70,7 +73,7 @@ def _decide(
             world.device = torch.device("cpu")
     announce("loading the data set and the model")
     data = load_data(config, world)
-    model, _ = open_model(config, request.model, data, world)
+    model, _ = open_model(config, name, data, world)
     module = model.module if isinstance(model, DeferredModel) else model
     shape, samples = data.sample_shape, len(data.train)
     decided = decided_options(config)
@@ -80,8 +83,8 @@ def _decide(
         choice = measure_batch(module, config, world, shape, samples, open_trial=open_trial, announce=announce)
         config = replace(config, batch_size=choice.batch)
     check_batch(config, samples, world.size if cluster is None else cluster.workers)
-    fixed = fixed_by(config, decided, world.size, [name for name, _ in module.named_parameters()], config.given or ())
-    question = Question(request.model, tuple(shape), config, fixed, decided, steps_of(config, samples), insists=True)
+    fixed = fixed_by(config, decided, world.size, [path for path, _ in module.named_parameters()], config.given or ())
+    question = Question(name, tuple(shape), config, fixed, decided, steps_of(config, samples), insists=True)
     if cluster is None:
         return decide_plan(module, world, question, open_trial, announce, advance)
     question = replace(question, fixed=replace(fixed, workers=None))  # fewer than all may be faster
@@ -91,13 +94,13 @@ def _decide(
     return Decision(plan_of(answer, answer.chosen, compute_of_way(config, None)), (), answer)
 
 
-def report(request: PlanRequest, decision: Decision) -> None:
+def report(decision: Decision, output: Path | None) -> None:
     """Write what was asked for, and print why."""
     plan, answer = decision.plan, decision.answer
     assert answer is not None  # on the worker that prints
     inputs = answer.inputs
-    if request.output is not None:
-        plan.save(request.output)
+    if output is not None:
+        plan.save(output)
     about = notes(answer)
     if inputs.run_steps is not None and inputs.run_steps < LEAST_STEPS:
         short = f"a run of {inputs.run_steps} steps is not planned by hybridpar train"
@@ -106,10 +109,7 @@ def report(request: PlanRequest, decision: Decision) -> None:
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     where = f"on {cluster.name}: {cluster.workers} workers, fidelity {inputs.fidelity}"
     say(f"{inputs.profile.info.name}, batch {inputs.batch}, {where}")
-    console.print(predicted_table(answer))
-    if decision.result is not None:
-        console.print("\nrun here, in turns")
-        console.print(measured_table(answer, decision.result))
+    console.print(plan_table(answer, decision.result))
     for line in decision.lines:
         say(line)
     if len(plan.partition.stages) > 1:
@@ -118,37 +118,26 @@ def report(request: PlanRequest, decision: Decision) -> None:
     console.print("\nabout these figures", style="bold")
     for line in about:
         say(f"  {line}")
-    if request.output is not None:
-        say(f"plan written to {request.output}")
+    if output is not None:
+        say(f"plan written to {output}")
 
 
-def predicted_table(answer: Answer) -> Table:
-    """The chosen plan and others: where their time goes, and why they lost."""
-    shown = rows(answer)
+def plan_table(answer: Answer, verified: Verified | None) -> Table:
+    """The chosen plan and others: where their time goes, what those took that were run in turns, and why they lost."""
+    ran = () if verified is None else verified.outcomes
+    shown = rows(answer, ran=ran)
     scored = any(row.outcome is not None and row.outcome.score != row.outcome.step_ms for row in shown)
-    table = _table("step ms", *PARTS.values(), *["to the same loss ms"] * scored, "GB")
-    for row in shown:
-        values = ["-"] * (len(table.columns) - 2)
-        if row.outcome is not None and row.parts is not None:
-            times = [row.parts.step, *(getattr(row.parts, name) for name in PARTS), *[row.outcome.score] * scored]
-            values = [*(f"{time:,.1f}" for time in times), f"{row.outcome.memory_bytes / 1e9:,.2f}"]
-        table.add_row(row.name, *values, row.verdict)
-    return table
-
-
-def measured_table(answer: Answer, verified: Verified) -> Table:
-    """What the finalists were predicted to take, and took."""
-    table = _table("predicted ms", "measured ms", "difference")
-    for index, (outcome, measured) in enumerate(zip(verified.outcomes, verified.measured_ms, strict=True)):
-        name, predicted = describe(outcome.candidate, answer), outcome.step_ms
-        difference = f"{100 * (measured / predicted - 1):+.1f} %"
-        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", difference, verified.verdict(index))
-    return table
-
-
-def _table(*figures: str) -> Table:
-    """A table of plans with their figures, and what became of them."""
+    figures = ["step ms", *PARTS.values(), *["to the same loss ms"] * scored, "GB", *["measured ms"] * bool(ran)]
     table = Table(box=None, pad_edge=False)
     for name in ("plan", *figures, "verdict"):
         table.add_column(name, justify="right" if name in figures else "left", overflow="fold")
+    for row in shown:
+        values, verdict = ["-"] * len(figures), row.verdict
+        if row.outcome is not None and row.parts is not None:
+            times = [row.parts.step, *(getattr(row.parts, name) for name in PARTS), *[row.outcome.score] * scored]
+            values[: len(times) + 1] = [*(f"{time:,.1f}" for time in times), f"{row.outcome.memory_bytes / 1e9:,.2f}"]
+        if verified is not None and row.outcome in ran:
+            index = ran.index(row.outcome)
+            values[-1], verdict = f"{verified.measured_ms[index]:,.1f}", verified.verdict(index)
+        table.add_row(row.name, *values, verdict)
     return table

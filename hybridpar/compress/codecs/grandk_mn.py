@@ -22,35 +22,33 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.codecs.qsgd_mn import BITS, GridsCoder, steps_of
+from hybridpar.compress.codecs.topk import share
 from hybridpar.compress.memory import WORKER
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.sparse import share
-from hybridpar.spec import AT_LEAST_1, AT_MOST_1
+from hybridpar.spec import AT_MOST_1
 
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GlobalRandomK(LargeTensorCodec):
     """Elements in turn, on a grid that all workers share.
 
     Attributes:
         rate: Share of a parameter's elements that is sent.
         levels: Bits of the grid, or of several grids as in `qsgd_mn_ms`.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     rate: Annotated[float, AT_MOST_1] = 0.01
     levels: tuple[Annotated[int, BITS], ...] = (4,)
-    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     reads_state = True
-    feedback = True
+    feedback: bool = True
 
     def __post_init__(self) -> None:
         steps_of(self.name, self.levels)
 
-    def bind(self, spec: TensorSpec) -> QueueCoder:
+    def coder(self, spec: TensorSpec) -> QueueCoder:
         return QueueCoder(spec, self.rate, steps_of(self.name, self.levels))
 
 

@@ -36,7 +36,7 @@ from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, POSITIVE
 
 
 @CODECS.register("hylo", "Hylo: important filters of convolutions, 2 bits for dense layers, small layers in full")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hylo(Codec):
     """A codec for each kind of layer.
 
@@ -56,7 +56,7 @@ class Hylo(Codec):
     factor: Annotated[float, POSITIVE] = 1.5
     cap: Annotated[float, AT_MOST_1] = 0.5
     reads_state = True
-    feedback = True
+    feedback: bool = True
     castable = True
     kernels = ("cpu", "cuda")
 
@@ -69,9 +69,9 @@ class Hylo(Codec):
         share = min(max(math.pow(self.least / math.prod(shape), self.power), self.rate), 1.0)
         return max(math.ceil(share * shape[0]), math.ceil(shape[0] / (self.delay + 1)))
 
-    def bind(self, spec: TensorSpec) -> Coder:
+    def coder(self, spec: TensorSpec) -> Coder:
         if len(spec.shape) == 2:
-            return TwoBit(factor=self.factor, cap=self.cap).bind(spec)
+            return TwoBit(factor=self.factor, cap=self.cap).coder(spec)
         return FilterCoder(spec, self.filters(spec.shape), self.delay)
 
 

@@ -1,25 +1,20 @@
 """Codecs `none`, `fp16` and `bf16`: gradients as they are, or in 16 bits.
 
-`Cast` does the same to the messages of another codec. `none` is also used where another codec does not fit. The sum
-over workers is rounded at every addition. float16 has 11 significant bits and ends at 65504, bfloat16 has 8 and the
-range of float32. A gradient that leaves the range arrives as infinity on all workers.
+The option `cast` does the same to the messages of another codec. `none` is also used where another codec does not fit.
+The sum over workers is rounded at every addition. float16 has 11 significant bits and ends at 65504, bfloat16 has 8 and
+the range of float32. A gradient that leaves the range arrives as infinity on all workers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
-
-from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec, Wrapper
-from hybridpar.errors import check
-
-#: What floating-point messages can be cast to, by name.
-WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from hybridpar.compress.codec import CODECS, Codec, Full, TensorSpec
 
 
 @CODECS.register("none", "full precision; every codec falls back to it where it does not fit")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NoCompression(Codec):
     """The gradient as it is: one all-reduce of float32, bit for bit what it is without codecs."""
 
@@ -27,45 +22,21 @@ class NoCompression(Codec):
     at_once = True
     castable = True
 
-    def bind(self, spec: TensorSpec) -> Full:
+    def coder(self, spec: TensorSpec) -> Full:
         return Full(spec)
 
 
 @CODECS.register("fp16", "float16 on the wire, half the bytes; ends at 65504")
-@dataclass(frozen=True)
-class Float16(Codec):
+@dataclass(frozen=True, kw_only=True)
+class Float16(NoCompression):
     """The gradient in float16. DDP's `fp16_compress_hook` does the same."""
 
-    biased = False
-    at_once = True
-
-    def bind(self, spec: TensorSpec) -> Full:
-        return Full(replace(spec, wire=WIRE_TYPES[self.name]))
+    cast: Literal["fp32", "fp16", "bf16"] = "fp16"
 
 
 @CODECS.register("bf16", "bfloat16 on the wire, half the bytes; 8 significant bits")
-@dataclass(frozen=True)
-class BFloat16(Float16):
+@dataclass(frozen=True, kw_only=True)
+class BFloat16(NoCompression):
     """The gradient in bfloat16. DDP's `bf16_compress_hook` does the same."""
 
-
-@dataclass(frozen=True)
-class Cast(Wrapper):
-    """Another codec, whose floating-point messages are sent in a shorter type.
-
-    Attributes:
-        cast: `fp16` or `bf16`.
-    """
-
-    cast: str
-
-    def __post_init__(self) -> None:
-        check(
-            self.inner.castable,
-            f"codec {self.inner.name!r} with cast={self.cast}",
-            "Its messages are not floating-point numbers, so there is nothing to cast.",
-            "Leave out the cast.",
-        )
-
-    def bind(self, spec: TensorSpec) -> Coder:
-        return self.inner.bind(replace(spec, wire=WIRE_TYPES[self.cast]))
+    cast: Literal["fp32", "fp16", "bf16"] = "bf16"

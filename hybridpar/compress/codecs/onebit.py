@@ -29,7 +29,7 @@ from hybridpar.spec import AT_LEAST_1
 
 
 @CODECS.register("onebit", "1-bit SGD: signs and two means per group, error feedback, sharded exchange")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OneBit(Codec):
     """Signs, and two reconstruction values per group: the values of one output unit or convolution filter.
 
@@ -43,14 +43,14 @@ class OneBit(Codec):
     least: Annotated[int, AT_LEAST_1] = 32
     meet: Meet = "auto"
     at_once = True
-    feedback = True
+    feedback: bool = True
     kernels = ("cpu", "cuda")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether there are groups, long enough to pay for their levels."""
         return len(shape) > 1 and math.prod(shape) > 0 and math.prod(shape[1:]) >= self.least
 
-    def bind(self, spec: TensorSpec) -> QuantisedCoder:
+    def coder(self, spec: TensorSpec) -> QuantisedCoder:
         return QuantisedCoder(spec, RowSigns(spec.shape), self.meet)
 
 

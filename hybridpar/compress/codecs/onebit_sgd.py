@@ -26,11 +26,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, TensorSpec, WarmUpCoder
+from hybridpar.compress.codec import CODECS, Codec, TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit, RowSigns
 from hybridpar.compress.memory import State
 from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser
-from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, BELOW_1
+from hybridpar.spec import AT_LEAST_1, AT_MOST_1, BELOW_1
 
 #: What is added to the root of h, against division by zero; far below any gradient, whatever its scale.
 _EPSILON = 1e-12
@@ -54,7 +54,7 @@ def adagrad_(values: Tensor, squares: State, *, memory: float = 1.0, level: bool
 
 
 @CODECS.register("onebit_sgd", "1-bit SGD whole: onebit with AdaGrad and momentum at the owners of stripes")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OneBitSgd(Codec):
     """Signs and two levels per group both ways; between them, AdaGrad and momentum.
 
@@ -64,7 +64,6 @@ class OneBitSgd(Codec):
         momentum: Of the owners; the optimizer's own is 0. With 0 here it may have one.
         memory: 1 adds squares up, as AdaGrad does; below 1 they are a moving average.
         level: Keep the step of each stripe as large as it would be without AdaGrad.
-        warm: Number of first steps that are sent in full precision.
         bits: Whether anything is quantised; off leaves owners' rules alone, for the comparison.
         least: As of `onebit`.
     """
@@ -73,10 +72,9 @@ class OneBitSgd(Codec):
     momentum: Annotated[float, BELOW_1] = 0.9
     memory: Annotated[float, AT_MOST_1] = 1.0
     level: bool = True
-    warm: Annotated[int, AT_LEAST_0] = 0
     bits: bool = True
     least: Annotated[int, AT_LEAST_1] = 32
-    feedback = True
+    feedback: bool = True
     kernels = ("cpu", "cuda")
     gives_sums = False
 
@@ -89,38 +87,40 @@ class OneBitSgd(Codec):
         """Whether there is anything."""
         return math.prod(shape) > 0
 
-    def bind(self, spec: TensorSpec) -> OwnerCoder:
-        quantiser = RowSigns(spec.shape) if OneBit(self.least).fits(spec.shape) else None
-        return OwnerCoder(spec, self, quantiser)
+    def coder(self, spec: TensorSpec) -> OwnerCoder:
+        signs = RowSigns(spec.shape) if OneBit(least=self.least).fits(spec.shape) else None
+        plain = OwnerCoder(spec, self, Plain(signs))
+        return plain if signs is None or not self.bits else OwnerCoder(spec, self, signs, plain)
 
 
-class OwnerCoder(WarmUpCoder):
-    """Exchanges one parameter stripe by stripe, and lets the owners apply a rule."""
+class OwnerCoder(QuantisedCoder):
+    """Exchanges one parameter stripe by stripe, and lets the owners of sums apply a rule.
 
-    def __init__(self, spec: TensorSpec, rule: OneBitSgd, quantiser: Quantiser | None) -> None:
-        plain = StripeCoder(spec, Plain(quantiser), self)
-        coded = plain if quantiser is None or not rule.bits else StripeCoder(spec, quantiser, self)
-        super().__init__(spec, rule.warm, plain, coded)
+    In a warm-up `plain` works, with the same state.
+    """
+
+    def __init__(
+        self, spec: TensorSpec, rule: OneBitSgd, quantiser: Quantiser, plain: OwnerCoder | None = None
+    ) -> None:
+        super().__init__(spec, quantiser, "shard")
         self._rule = rule
-        stripe = len(plain.stripe)
-        sizes = {"worker": spec.count, "off": 0}
-        squares, momentum = (
-            torch.zeros(size, dtype=torch.float32, device=spec.device)
-            for size in (sizes.get(rule.adagrad, stripe), stripe if rule.momentum else 0)
-        )
-        self._squares = self.register_state("squares", squares)
-        self._momentum = self.register_state("momentum", momentum)
+        self.in_warmup = plain or self
+        if plain is not None:
+            self._states = plain._states
+        else:
+            stripe = len(self._ranges[spec.rank])
+            sizes = {"squares": {"worker": spec.count, "off": 0}.get(rule.adagrad, stripe)}
+            sizes["momentum"] = stripe if rule.momentum else 0
+            for name, size in sizes.items():
+                self.register_state(name, torch.zeros(size, dtype=torch.float32, device=spec.device))
+        self._squares, self._momentum = self._states["squares"], self._states["momentum"]
 
-    def commit(self) -> None:
-        super().commit()
-        self._squares.commit()
-        self._momentum.commit()
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        if self._rule.adagrad == "worker":
+            self.gradient = self._adagrad(self.gradient.clone())
+        super().write(index, parts)
 
-    def prepare(self, gradient: Tensor) -> Tensor:
-        """What of a worker's gradient is encoded."""
-        return self._adagrad(gradient.clone()) if self._rule.adagrad == "worker" else gradient
-
-    def process(self, total: Tensor) -> None:
+    def _process(self, total: Tensor) -> None:
         """The rule is about the gradient, which is the sum over the workers, or their mean."""
         divisor = self.spec.divisor
         if divisor != 1:
@@ -138,23 +138,3 @@ class OwnerCoder(WarmUpCoder):
 
     def _adagrad(self, values: Tensor) -> Tensor:
         return adagrad_(values, self._squares, memory=self._rule.memory, level=self._rule.level)
-
-
-class StripeCoder(QuantisedCoder):
-    """Exchanges stripes, whose sums are an owner's to change."""
-
-    def __init__(self, spec: TensorSpec, quantiser: Quantiser, owner: OwnerCoder) -> None:
-        super().__init__(spec, quantiser, "shard")
-        self._owner = owner
-
-    @property
-    def stripe(self) -> range:
-        """The elements that this worker owns."""
-        return self._ranges[self.spec.rank]
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        self.gradient = self._owner.prepare(self.gradient)
-        super().write(index, parts)
-
-    def _process(self, total: Tensor) -> None:
-        self._owner.process(total)

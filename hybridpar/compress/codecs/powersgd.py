@@ -49,17 +49,8 @@ _FEW = 8
 _DEPENDENT = 1e-5
 
 
-class FactorProduct(Product):
-    """The product of a step's factors."""
-
-    def subtract_from(self, values: Tensor) -> None:
-        matrix = values.view(self.left.shape[1], self.right.shape[1])
-        if not kernels.powersgd_subtract(self.left, self.right, matrix):
-            matrix.addmm_(self.left.t(), self.right, alpha=-1)
-
-
 @CODECS.register("powersgd", "PowerSGD: two factors of low rank, one step of the power method per step")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PowerSgd(Codec):
     """An approximation of low rank that is improved at every step.
 
@@ -70,7 +61,7 @@ class PowerSgd(Codec):
 
     rank: Annotated[int, AT_LEAST_1] = 2
     gain: Annotated[float, AT_LEAST_0] = 2.0
-    feedback = True
+    feedback: bool = True
     castable = True
     kernels = ("cpu",)
     decodes_by_kernels = True
@@ -82,7 +73,7 @@ class PowerSgd(Codec):
             return False
         return (shape[0] + math.prod(shape[1:])) * self.rank * self.gain < math.prod(shape)
 
-    def bind(self, spec: TensorSpec) -> LowRank:
+    def coder(self, spec: TensorSpec) -> LowRank:
         return LowRank(spec, self.rank)
 
 
@@ -157,7 +148,7 @@ class LowRank(Coder):
             if not self._is_orthonormal:  # this coder has written nothing
                 (self._p,) = orthonormal([self._p])
             self._q.next = factor / (self.spec.share * self.spec.workers)
-            self.memory[WORKER].owe(FactorProduct(self._p, self._q.next))
+            self.memory[WORKER].owe(Product(self._p, self._q.next))
             self._matrix = torch.empty(0)  # it may be a copy of the gradient
 
     def finish(self, out: Tensor) -> None:

@@ -46,13 +46,12 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, write_scale
+from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise, RoundingCodec, write_scale
 from hybridpar.compress.memory import WORKER
-from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import QuantisedCoder
 from hybridpar.errors import check
-from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, between
+from hybridpar.spec import AT_LEAST_0, between
 
 #: What bits of grids must be; see `steps_of`.
 BITS = between(1, 16)
@@ -72,7 +71,7 @@ class GridsCoder(Coder):
     Args:
         spec: The parameter.
         steps: From zero to the scale, of each grid, coarsest first.
-        rounding: How values are rounded, see `hybridpar.compress.noise`.
+        rounding: How values are rounded, see `Noise`.
         count: How many values are sent in a step; as many as the parameter has if it is not given.
     """
 
@@ -162,30 +161,20 @@ class GridsCoder(Coder):
 
 
 @CODECS.register("qsgd_mn", "QSGD-MaxNorm: unbiased rounding to 2**bits - 1 levels of one agreed scale")
-@dataclass(frozen=True)
-class QsgdMaxNorm(LargeTensorCodec):
+@dataclass(frozen=True, kw_only=True)
+class QsgdMaxNorm(RoundingCodec):
     """Stochastic rounding on a grid that all workers share.
 
     Attributes:
         bits: The grid has 2**bits - 1 steps from zero to the largest element.
         meet: `sum` or `shard`, see above.
-        rounding: `random`, or `zero` for towards zero, which is biased: the paper's comparison. With `feedback=on` what
-            is rounded off is sent later.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: Annotated[int, between(1, 8)] = 4
     meet: Literal["sum", "shard"] = "sum"
-    rounding: Literal["random", "zero"] = "random"
-    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
 
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        """Rounding towards zero is a bias, drawing is none."""
-        return self.rounding != "random"
-
-    def bind(self, spec: TensorSpec) -> Coder:
+    def coder(self, spec: TensorSpec) -> Coder:
         steps = 2**self.bits - 1
         if self.meet == "sum":
             return GridsCoder(spec, (steps,), self.rounding)
@@ -193,50 +182,46 @@ class QsgdMaxNorm(LargeTensorCodec):
 
 
 @CODECS.register("qsgd_mn_ts", "QSGD-MaxNorm with two scales: a finer grid for what is small on all workers")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QsgdTwoScale(LargeTensorCodec):
     """Stochastic rounding on two grids that all workers share.
 
     Attributes:
         bits: The coarse grid has 2**bits - 1 steps from zero to the largest element.
         high: The fine one has 2**high - 1.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: Annotated[int, BITS] = 4
     high: Annotated[int, BITS] = 8
-    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
         steps_of(self.name, (self.bits, self.high))
 
-    def bind(self, spec: TensorSpec) -> GridsCoder:
+    def coder(self, spec: TensorSpec) -> GridsCoder:
         return GridsCoder(spec, steps_of(self.name, (self.bits, self.high)))
 
 
 @CODECS.register(
     "qsgd_mn_ms", "QSGD-MaxNorm with several scales: the smaller an element everywhere, the finer its grid"
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QsgdMultiScale(LargeTensorCodec):
     """Stochastic rounding on several grids that all workers share.
 
     Attributes:
         levels: Bits of the grids, coarsest first: `4/6/8` are 15, 63 and 255 steps from zero to the largest element.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     levels: tuple[Annotated[int, BITS], ...] = (4, 6, 8)
-    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
         steps_of(self.name, self.levels)
 
-    def bind(self, spec: TensorSpec) -> GridsCoder:
+    def coder(self, spec: TensorSpec) -> GridsCoder:
         return GridsCoder(spec, steps_of(self.name, self.levels))
 
 
@@ -244,17 +229,15 @@ class QsgdMultiScale(LargeTensorCodec):
     "terngrad",
     "TernGrad: minus, nothing or plus the agreed largest magnitude, drawn; biased by its clipping unless clip=0",
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TernGrad(LargeTensorCodec):
     """Three values, drawn.
 
     Attributes:
         clip: Elements are made no larger than so many times the root mean square of their layer; 0 for no clipping.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     clip: Annotated[float, AT_LEAST_0] = 2.5
-    least: Annotated[int, AT_LEAST_1] = 1000
     kernels = ("cpu", "cuda")
     takes_feedback = False
 
@@ -267,7 +250,7 @@ class TernGrad(LargeTensorCodec):
         """Clipping is a bias, drawing is none."""
         return self.clip > 0
 
-    def bind(self, spec: TensorSpec) -> TernaryCoder:
+    def coder(self, spec: TensorSpec) -> TernaryCoder:
         return TernaryCoder(spec, self.clip)
 
 

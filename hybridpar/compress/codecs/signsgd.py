@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,26 +22,23 @@ from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import ALIGN, bits_size, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import QuantisedCoder, Quantiser, put
-from hybridpar.spec import AT_LEAST_1
 
 
 @CODECS.register("signsgd", "signSGD: workers vote on each element's sign, one bit both ways")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SignSgd(LargeTensorCodec):
     """The sign that most workers have.
 
     Attributes:
         level: What the sign is multiplied with, see above: `mean` or `one`.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     level: Literal["mean", "one"] = "mean"
-    least: Annotated[int, AT_LEAST_1] = 1000
     at_once = True
     # A worker that was outvoted has not sent what it voted for, and does not know what it has sent instead.
     takes_feedback = False
 
-    def bind(self, spec: TensorSpec) -> MajorityCoder:
+    def coder(self, spec: TensorSpec) -> MajorityCoder:
         return MajorityCoder(spec, SignQuantiser(self.level == "one", spec.workers), "shard")
 
 

@@ -28,14 +28,14 @@ from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, magnitude, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import Meet, QuantisedCoder, Quantiser, put
-from hybridpar.spec import AT_LEAST_1, AT_MOST_1, POSITIVE
+from hybridpar.spec import AT_MOST_1, POSITIVE
 
 #: Bytes before the codes of a stripe: the level.
 _HEAD = 4
 
 
 @CODECS.register("twobit", "2-bit thresholds as in MXNet, fixed or adapted, error feedback, sharded exchange")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TwoBit(LargeTensorCodec):
     """Minus, nothing or plus.
 
@@ -44,20 +44,18 @@ class TwoBit(LargeTensorCodec):
             batch; for averages, as here, that is 0.5 / batch size.
         factor: See above.
         cap: See above.
-        least: Parameters with fewer elements are sent in full precision, and so are vectors.
         meet: As that of `onebit`.
     """
 
     threshold: Annotated[float | None, POSITIVE] = None
     factor: Annotated[float, POSITIVE] = 1.5
     cap: Annotated[float, AT_MOST_1] = 0.5
-    least: Annotated[int, AT_LEAST_1] = 1000
     meet: Meet = "auto"
     at_once = True
-    feedback = True
+    feedback: bool = True
     kernels = ("cpu", "cuda")
 
-    def bind(self, spec: TensorSpec) -> QuantisedCoder:
+    def coder(self, spec: TensorSpec) -> QuantisedCoder:
         return QuantisedCoder(spec, TernaryQuantiser(self.threshold, self.factor, self.cap), self.meet)
 
 

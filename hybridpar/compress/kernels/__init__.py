@@ -12,12 +12,9 @@ released; on a GPU nothing waits, as levels, scales and sums stay there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import struct
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from hybridpar.codegen import LANES
 from hybridpar.codegen.build import Function, load_kernels
+from hybridpar.codegen.nvrtc import load_cuda_kernels
 from hybridpar.compress.codec import CHUNK
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import CudaKernels
@@ -33,7 +31,7 @@ from hybridpar.compress.memory import Memory, Residual, Scratch
 
 if TYPE_CHECKING:
     from hybridpar.compress.codec import Codec
-    from hybridpar.compress.noise import Noise
+    from hybridpar.compress.codecs.qsgd import Noise
     from hybridpar.compress.packing import Fields
 
 _CPU = torch.device("cpu")
@@ -41,13 +39,7 @@ _CPU = torch.device("cpu")
 #: From so many values on, what is written is not read again before it would have left the caches.
 _STREAM = 1 << 16
 
-#: Niceness of a compiler that runs in the background.
-_ASIDE = 15
-
-_loading = threading.Lock()
-
-_KERNELS = ("onebit", "twobit", "qsgd", "powersgd")
-_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
+_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("quantised", "powersgd")]
 
 
 class CpuKernels:
@@ -59,12 +51,6 @@ class CpuKernels:
     def __init__(self, functions: Mapping[str, Function]) -> None:
         self.functions = functions
 
-    @classmethod
-    def load(cls) -> CpuKernels | None:
-        """Built if need be; None where there are none."""
-        functions = load_kernels("codec", _SOURCES)
-        return cls(functions) if functions else None
-
     def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
         """Call the encoder that leaves what is not sent, or the one that does not."""
         left, pending, factor = memory.addresses(values.numel())
@@ -75,11 +61,14 @@ class CpuKernels:
 def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None:
     """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU."""
     if device is None:
-        with _loading:  # what another thread is building is waited for, and not built again
-            return CpuKernels.load()
+        functions = load_kernels("codec", _SOURCES)
+        return CpuKernels(functions) if functions else None
     if device.type == "cpu":
         return table()  # loaded once, however it is asked for
-    return CudaKernels.load(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    launchers = load_cuda_kernels("codec", cuda.SOURCE, cuda.PARAMETERS, device)
+    return CudaKernels(launchers) if launchers else None
 
 
 def prepare(codec: Codec, device: torch.device | None = None) -> bool:
@@ -91,22 +80,7 @@ def prepare(codec: Codec, device: torch.device | None = None) -> bool:
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return device.type in codec.core.kernels and table(device) is not None
-
-
-def prepare_aside(codecs: Iterable[Codec]) -> None:
-    """Begin to build what codecs need on a CPU, on what time of its cores is left over; no collective.
-
-    Who calls `prepare` afterwards waits for the rest of it.
-    """
-    if any("cpu" in codec.core.kernels for codec in codecs):
-        threading.Thread(target=_load_aside, name="building kernels", daemon=True).start()
-
-
-def _load_aside() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # what this thread starts, the compiler too, has its priority
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ASIDE)
-    table()
+    return device.type in codec.kernels and table(device) is not None
 
 
 def onebit_encode(

@@ -8,10 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
-from hybridpar.codegen.nvrtc import load_cuda_kernels
-
 #: The kernels' source.
 SOURCE = Path(__file__).with_name("codec.cu")
 
@@ -57,12 +53,6 @@ class CudaKernels:
 
     def __init__(self, functions: Mapping[str, Callable[..., None]]) -> None:
         self.functions = functions
-
-    @classmethod
-    def load(cls, device: torch.device) -> CudaKernels | None:
-        """Built if need be; None where there are none."""
-        functions = load_cuda_kernels("codec", SOURCE, PARAMETERS, device)
-        return cls(functions) if functions else None
 
     def launch(self, kernel: str, blocks: int, *arguments: int | float | bytes) -> None:
         """Launch a kernel on the current stream; of no blocks there is nothing to launch."""

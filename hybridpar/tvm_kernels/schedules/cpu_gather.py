@@ -8,7 +8,7 @@ tile and multiplied with every tap that applies to it.
 This is TIR written out, since a schedule has no word for what it takes: a border that is split off so that each of its
 tiles has just the taps that meet the image, input rows whose bounds are computed, and a range given by the caller.
 Arguments of all functions: addresses (first, second, third, out, scratch), then the range (begin, end). First is the
-input or the output's gradient, second the weights (C, 1, KH, KW), third the bias or 0.
+input or the output's gradient, second the weights (C, 1, KH, KW), third the bias or 0. Scratch is float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.schedules import FAR, geometry, out_of_bounds
 from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, CpuTile, Span, by_input
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, KernelKey
 
 if TYPE_CHECKING:
     from hybridpar.tvm_kernels.machine import Machine
@@ -46,13 +46,14 @@ class Tile(CpuTile):
     unroll: int
     stream: int
 
-    def check(self, shape: ConvShape, direction: Direction) -> str | None:
+    def check(self, key: KernelKey) -> str | None:
         """Why these parameters make no kernel."""
+        shape, direction = key.shape, key.direction
         if {self.columns_outer, self.unroll, self.stream} - {0, 1}:
             return "columns_outer, unroll and stream are 0 or 1"
-        if reason := super().check(shape, direction) or out_of_bounds(self, tile_rows=geometry.MOST_IN_TILE):
+        if reason := super().check(key) or out_of_bounds(self, tile_rows=geometry.MOST_IN_TILE):
             return reason
-        if self.stream and not _has_whole_lines(shape, self.lanes):
+        if self.stream and not _has_whole_lines(key, self.lanes):
             return "only whole cache lines are written past the caches"  # a part of one costs more than all of it
         if self.strip % self.tile_rows:
             return "a strip is not made of whole tiles"
@@ -72,8 +73,8 @@ class Tile(CpuTile):
         return rows * self.tile_columns * shape.kernel[1] // skipped
 
 
-def _has_whole_lines(shape: ConvShape, lanes: int) -> bool:
-    return lanes % geometry.LINE == 0 and shape.channels % lanes == 0
+def _has_whole_lines(key: KernelKey, lanes: int) -> bool:
+    return lanes * ITEM[key.dtype] % geometry.LINE == 0 and key.shape.channels % lanes == 0
 
 
 def default(_: ConvShape) -> dict[str, int]:
@@ -81,12 +82,13 @@ def default(_: ConvShape) -> dict[str, int]:
     return {"lanes": 16, "tile_rows": 1, "tile_columns": 4, "strip": 4, "unroll": 1, "sweep": 1}
 
 
-def candidates(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def candidates(key: KernelKey, machine: Machine) -> Iterator[dict[str, int]]:
     """Parameters that fit the registers of a CPU and give each thread enough to do."""
+    shape, direction = key.shape, key.direction
     height, width = (geometry.axis(shape, direction, which).out for which in (0, 1))
     # Of such a result most has left the caches before it is read again, however it was written.
-    large = 4 * shape.batch * shape.channels * height * width > FAR
-    tiles = itertools.product(geometry.lanes_to_try(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1))
+    large = ITEM[key.dtype] * shape.batch * shape.channels * height * width > FAR
+    tiles = itertools.product(geometry.lanes_to_try(key, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1))
     for lanes, rows, columns, unroll in tiles:
         vectors = -(-lanes // machine.lanes)
         sums = rows * columns * vectors
@@ -94,33 +96,34 @@ def candidates(shape: ConvShape, direction: Direction, threads: int, machine: Ma
         if sums + 2 * vectors > machine.registers or (sums < 4 and columns < width) or rows > height:
             continue
         tile = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns, "columns_outer": 0, "unroll": unroll}
-        tile |= {"stream": int(large and _has_whole_lines(shape, lanes))}
+        tile |= {"stream": int(large and _has_whole_lines(key, lanes))}
         if Tile(**tile, strip=rows).written_out(shape, direction) > geometry.MOST_WRITTEN_OUT:
             continue
         for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
             units = shape.batch * -(-height // strip)
-            if strip < height + rows and (units >= threads or strip == rows):
-                yield from (tile | {"strip": strip} | sweep for sweep in geometry.sweeps_to_try(shape, height, strip))
+            if strip < height + rows and (units >= key.threads or strip == rows):
+                yield from (tile | {"strip": strip} | sweep for sweep in geometry.sweeps_to_try(key, height, strip))
 
 
-def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
+def define(w: Writer, shape: str, direction: str, dtype: str, parameters: dict[str, int]) -> dict[str, Any]:
     """The functions of one kernel: `prepare` turns the weights, `rows` computes strips."""
-    kernel = Gather(w, ConvShape.parse(shape), Direction(direction), Tile(**parameters))
-    return geometry.functions_of(w, {"prepare": kernel.prepare, "rows": kernel.rows})
+    kernel = Gather(w, ConvShape.parse(shape), Direction(direction), Tile(**parameters), dtype)
+    return kernel.functions(prepare=kernel.prepare, rows=kernel.rows)
 
 
-def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """How far the ranges of the functions go, in the order in which these run, and the floats of scratch memory."""
-    units = shape.batch * -(-geometry.axis(shape, direction, 0).out // parameters["strip"])
+def work(key: KernelKey, parameters: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """How far the ranges of the functions go, in the order in which these run, and the bytes of scratch memory."""
+    shape = key.shape
+    units = shape.batch * -(-geometry.axis(shape, key.direction, 0).out // parameters["strip"])
     ranges = {"prepare": -(-shape.channels // geometry.PREPARED), "rows": units}
-    return ranges, (shape.kernel[0] * shape.kernel[1] + 1) * shape.channels
+    return ranges, 4 * (shape.kernel[0] * shape.kernel[1] + 1) * shape.channels
 
 
 class Gather(ConvWriter):
     """Writes one kernel."""
 
-    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, tile: Tile) -> None:
-        super().__init__(w, shape, direction, tile)
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, tile: Tile, dtype: str) -> None:
+        super().__init__(w, shape, direction, tile, dtype)
         self.tile_rows = tile.tile_rows
         self.stream, self.columns_outer = tile.stream, tile.columns_outer
         self.inner = geometry.interior(self.vertical, self.tile_rows) if tile.unroll else None
@@ -128,7 +131,7 @@ class Gather(ConvWriter):
     def prepare(self, second: Any, third: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Write the transpose of the weights, from (C, K) to (K, C), and the bias behind it into scratch memory."""
         w, t, channels = self.w, self.t, self.shape.channels
-        weights, turned, bias = self._views(second, scratch, third)
+        turned, weights, bias = self._views(scratch, second, third)
         with t.serial(begin, end) as block:
             first = w.keep(block * geometry.PREPARED)
             with t.serial(first, t.min(first + geometry.PREPARED, t.int64(channels))) as channel:
@@ -138,21 +141,12 @@ class Gather(ConvWriter):
                     place = w.keep(channel + self.taps * channels)
                     w.either(
                         third == t.int64(0),
-                        lambda: w.store(turned, place, t.float32(0)),
+                        lambda: w.store(turned, place, w.tvm.tirx.const(0, self.stored)),
                         lambda: w.store(turned, place, bias[channel]),
                     )
 
     def rows(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Compute strips of output rows."""
-        w, t = self.w, self.t
-        if not self.stream:
-            self._strips(first, out, scratch, begin, end)
-            return
-        with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(past_the_caches(self.lanes))):
-            self._strips(first, out, scratch, begin, end)
-            t.evaluate(w.call("int32", "hp_past_fence"))
-
-    def _strips(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any) -> None:
         w, t = self.w, self.t
         self.input, self.output, self.weights = self._views(first, out, scratch)
         strips = -(-self.vertical.out // self.strip)
@@ -174,6 +168,8 @@ class Gather(ConvWriter):
                     for row in self._tile_rows(top, bottom):
                         for span, moved in self._tile_columns():
                             self._tile(image, row, bottom, span, moved, channel)
+        if self.stream:
+            t.evaluate(w.call("int32", "hp_fence"))
 
     # Each of the next three writes a loop around what its caller writes next, or several where their parts differ.
 
@@ -302,14 +298,11 @@ class Gather(ConvWriter):
 
     # ------------------------------------------------------------------------------------------------- what memory is
 
-    def _load(self, buffer: Any, start: Any) -> Any:
-        return buffer[self._at(start)]
-
     def _store(self, start: Any, value: Any) -> None:
-        w = self.w
+        w, value = self.w, self._narrow(value)
         if self.stream:
             place = self.t.address_of(self.output[start])
-            self.t.evaluate(w.call("void", f"hp_past{self.lanes}", place, value))
+            self.t.evaluate(w.call("void", "hp_past", place, value))
         else:
             w.store(self.output, self._at(start), value)
 
@@ -330,22 +323,3 @@ class Gather(ConvWriter):
         if self.bias:
             return self.w.keep(self._load(self.weights, channel + self.taps * self.shape.channels))
         return self.w.keep(self._all(self.t.float32(0)))
-
-
-def past_the_caches(lanes: int) -> str:
-    """Functions in LLVM IR: a store of whole cache lines past the caches, and a fence to call after the last of them.
-
-    The memory must be aligned to cache lines, as torch allocates it.
-    """
-    values = f"<{lanes} x float>"
-    return f"""
-define linkonce_odr void @hp_past{lanes}(ptr %to, {values} %values) alwaysinline nounwind {{
-  store {values} %values, ptr %to, align 64, !nontemporal !0
-  ret void
-}}
-define linkonce_odr i32 @hp_past_fence() alwaysinline nounwind {{
-  fence seq_cst
-  ret i32 0
-}}
-!0 = !{{i32 1}}
-"""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.schedules import geometry, out_of_bounds
 from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, CpuTile, Span, by_input
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey
 
 if TYPE_CHECKING:
     from hybridpar.tvm_kernels.machine import Machine
@@ -47,10 +47,11 @@ class Tile(CpuTile):
     parts: int
     groups: int
 
-    def check(self, shape: ConvShape, direction: Direction) -> str | None:
+    def check(self, key: KernelKey) -> str | None:
         """Why these parameters make no kernel."""
-        if reason := super().check(shape, direction):
+        if reason := super().check(key):
             return reason
+        shape = key.shape
         bounds = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1]}
         bounds |= {"parts": shape.batch * -(-shape.out_height // self.strip)}
         bounds |= {"groups": -(-shape.channels // self.lanes)}
@@ -65,11 +66,12 @@ def default(shape: ConvShape) -> dict[str, int]:
     return {"lanes": 16, "tap_rows": shape.kernel[0], "tile_columns": 4, "strip": 4, "sweep": 1}
 
 
-def candidates(shape: ConvShape, _: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def candidates(key: KernelKey, machine: Machine) -> Iterator[dict[str, int]]:
     """Parameters that fit the registers of a CPU and give each thread enough to do."""
+    shape = key.shape
     tall, wide = shape.kernel
     most = machine.registers - 2
-    for lanes in geometry.lanes_to_try(shape, machine):
+    for lanes in geometry.lanes_to_try(key, machine):
         vectors = -(-lanes // machine.lanes)
         tap_columns = min(wide, most // vectors)  # all of a row, where they fit into registers
         blocks = -(-shape.channels // lanes)
@@ -78,9 +80,9 @@ def candidates(shape: ConvShape, _: Direction, threads: int, machine: Machine) -
                 continue
             tile = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns, "tile_columns": columns}
             for strip in sorted({rows for rows in (1, 2, 4, 8, 16) if rows < shape.out_height} | {shape.out_height}):
-                for parts, groups in _units(threads, shape.batch * -(-shape.out_height // strip), blocks):
+                for parts, groups in _units(key.threads, shape.batch * -(-shape.out_height // strip), blocks):
                     cut = {"strip": strip, "parts": parts, "groups": groups}
-                    yield from (tile | cut | sweep for sweep in geometry.sweeps_to_try(shape, shape.out_height, strip))
+                    yield from (tile | cut | sweep for sweep in geometry.sweeps_to_try(key, shape.out_height, strip))
 
 
 def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
@@ -91,26 +93,26 @@ def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
     return [way for way in ways if way[0] <= parts and way[1] <= groups] or [(min(threads, parts), 1)]
 
 
-def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
+def define(w: Writer, shape: str, direction: str, dtype: str, parameters: dict[str, int]) -> dict[str, Any]:
     """The functions of one kernel: `rows` makes the sums of parts, `merge` adds them up."""
     assert Direction(direction) is Direction.WEIGHT_GRADIENT
-    kernel = Weight(w, ConvShape.parse(shape), Tile(**parameters))
-    return geometry.functions_of(w, {"rows": kernel.rows, "merge": kernel.merge})
+    kernel = Weight(w, ConvShape.parse(shape), Tile(**parameters), dtype)
+    return kernel.functions(rows=kernel.rows, merge=kernel.merge)
 
 
-def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """How far the ranges of the functions go, in the order in which these run, and the floats of scratch memory."""
-    del direction
+def work(key: KernelKey, parameters: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """How far the ranges of the functions go, in the order in which these run, and the bytes of scratch memory."""
+    shape = key.shape
     blocks = -(-shape.channels // parameters["lanes"])
     ranges = {"rows": parameters["parts"] * parameters["groups"], "merge": blocks}
-    return ranges, parameters["parts"] * shape.kernel[0] * shape.kernel[1] * blocks * parameters["lanes"]
+    return ranges, 4 * parameters["parts"] * shape.kernel[0] * shape.kernel[1] * blocks * parameters["lanes"]
 
 
 class Weight(ConvWriter):
     """Writes one kernel."""
 
-    def __init__(self, w: Writer, shape: ConvShape, tile: Tile) -> None:
-        super().__init__(w, shape, Direction.WEIGHT_GRADIENT, tile)
+    def __init__(self, w: Writer, shape: ConvShape, tile: Tile, dtype: str) -> None:
+        super().__init__(w, shape, Direction.WEIGHT_GRADIENT, tile, dtype)
         self.tap_rows, self.tap_columns = tile.tap_rows, tile.tap_columns
         self.parts, self.groups = tile.parts, tile.groups
         self.blocks = -(-shape.channels // self.lanes)
@@ -119,7 +121,8 @@ class Weight(ConvWriter):
     def rows(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Write the sums of parts into scratch memory."""
         w, t = self.w, self.t
-        self.input, self.gradient, self.sums = self._views(first, second, scratch)
+        self.input, self.gradient = self._views(first, second)
+        self.sums = w.view(scratch, "float32")
         strips = -(-self.vertical.out // self.strip)
         total = self.shape.batch * strips
         with t.serial(begin, end) as item:
@@ -146,8 +149,8 @@ class Weight(ConvWriter):
     def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Add the sums of all parts."""
         w, t, lanes = self.w, self.t, self.lanes
-        sums, result = self._views(scratch, out)
-        total = w.local(lanes, "float32")
+        sums, (result,) = w.view(scratch, "float32"), self._views(out)
+        total, rounded = w.local(lanes, "float32"), w.local(lanes, self.stored)
         whole = self._at(t.int64(0))
         with t.serial(begin, end) as block:
             channel = self._channel(block)
@@ -156,8 +159,9 @@ class Weight(ConvWriter):
                 w.store(total, whole, sums[self._at(place)])
                 with t.serial(t.int64(1), t.int64(self.parts)) as part:
                     w.store(total, whole, total[whole] + sums[self._at(place + part * (self.taps * self.pitch))])
+                w.store(rounded, whole, self._narrow(total[whole]))
                 with t.serial(t.int64(0), t.int64(lanes)) as lane:
-                    w.store(result, (channel + lane) * self.taps + tap, total[lane])
+                    w.store(result, (channel + lane) * self.taps + tap, rounded[lane])
 
     # -------------------------------------------------------------------------------------------------------- a strip
 
@@ -255,10 +259,10 @@ class Weight(ConvWriter):
                 wanted = [(out, tap) for out, tap in uses if (r, tap) in places]
                 if not wanted:
                     continue
-                value = w.keep(self.input[self._at(x + (r * down + place) * self.pixel)])
+                value = w.keep(self._load(self.input, x + (r * down + place) * self.pixel))
                 for out, tap in wanted:
                     if out not in gradients:
-                        gradients[out] = w.keep(self.gradient[self._at(g + out * self.pixel)])
+                        gradients[out] = w.keep(self._load(self.gradient, g + out * self.pixel))
                     before = new[r, tap] if (r, tap) in new else held[places[r, tap][0]]
                     new[r, tap] = w.keep(before + value * gradients[out])
         for key, total in new.items():

@@ -24,10 +24,9 @@ from functools import cached_property
 from typing import Any
 
 from hybridpar.tvm_kernels.schedules import misnamed, outside
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, Layout
 
-#: Bytes of one element, and its type in memory: half precision is integers until a thread computes with it.
-ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: The type of an element in memory: half precision is integers until a thread computes with it.
 STORED = {"float32": "float32", "bfloat16": "uint16", "float16": "uint16"}
 
 #: Names of the kernels, as TVM numbers them; and threads of a block of the second one: side by side, and for each sum.

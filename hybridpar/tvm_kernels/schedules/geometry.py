@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.schedules import FAR, out_of_bounds
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, KernelKey
 
 if TYPE_CHECKING:
     from hybridpar.tvm_kernels.machine import Machine
@@ -35,16 +36,8 @@ MOST_IN_TILE = 64
 #: Bytes of a strip that stay in a core's second cache until its tiles are computed.
 _NEAR = 512 << 10
 
-#: Floats in a cache line.
-LINE = 16
-
-#: A load that no compiler leaves out.
-_READ = """
-define linkonce_odr i32 @hp_read(ptr %at) alwaysinline nounwind {
-  %value = load volatile i32, ptr %at, align 4
-  ret i32 %value
-}
-"""
+#: Bytes of a cache line.
+LINE = 64
 
 #: (tap, input element) for each tap that an output element uses.
 Taps = tuple[tuple[int, int], ...]
@@ -69,25 +62,27 @@ class CpuTile:
     strip: int
     sweep: int = 0
 
-    def check(self, shape: ConvShape, direction: Direction) -> str | None:
+    def check(self, key: KernelKey) -> str | None:
         """Why these parameters make no kernel."""
-        del direction
-        if self.lanes not in (1, 2, 4, 8, 16, 32, 64) or self.lanes > shape.channels:
-            return f"lanes={self.lanes} is no power of two, or more than {shape.channels}"
+        if self.lanes not in (1, 2, 4, 8, 16, 32, 64) or self.lanes > key.shape.channels:
+            return f"lanes={self.lanes} is no power of two, or more than {key.shape.channels}"
         if self.sweep not in (0, 1):
             return "sweep is 0 or 1"
         return out_of_bounds(self, tile_columns=MOST_IN_TILE, strip=1 << 20)
 
 
-def lanes_to_try(shape: ConvShape, machine: Machine) -> list[int]:
-    """One vector of the CPU, two, and a cache line."""
-    wanted = sorted({machine.lanes, 2 * machine.lanes, LINE})
-    return [lanes for lanes in wanted if lanes <= shape.channels] or [1 << (shape.channels.bit_length() - 1)]
+def lanes_to_try(key: KernelKey, machine: Machine) -> list[int]:
+    """One vector of the CPU, two, and a cache line; of bfloat16 lines alone where channels are whole ones."""
+    channels, line = key.shape.channels, LINE // ITEM[key.dtype]
+    wanted = sorted({machine.lanes, 2 * machine.lanes, line})
+    if key.dtype == "bfloat16" and channels % line == 0:
+        wanted = [line]
+    return [lanes for lanes in wanted if lanes <= channels] or [1 << (channels.bit_length() - 1)]
 
 
-def sweeps_to_try(shape: ConvShape, height: int, strip: int) -> list[dict[str, int]]:
+def sweeps_to_try(key: KernelKey, height: int, strip: int) -> list[dict[str, int]]:
     """Reading a strip in order first may be of use where it comes from memory and stays in the second cache."""
-    is_swept = shape.least_bytes > FAR and shape.least_bytes / shape.batch / height * strip <= _NEAR
+    is_swept = key.least_bytes > FAR and key.least_bytes / key.shape.batch / height * strip <= _NEAR
     return [{}, {"sweep": 1}] if is_swept else [{}]
 
 
@@ -209,9 +204,56 @@ def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], 
     return tuple((place, tuple(own)) for place, own in sorted(uses.items()))
 
 
-def functions_of(w: Writer, bodies: dict[str, Callable[..., None]]) -> dict[str, Any]:
-    """The functions of a kernel for CPUs, as `define` of a schedule returns them."""
-    return {name: w.function(name, ARGUMENTS, body) for name, body in bodies.items()}
+def _helpers(lanes: int, stored: str) -> str:
+    """Functions in LLVM IR: a load that no compiler leaves out; a store of cache lines, so aligned, past the caches,
+    and a fence to call after the last of them; vectors of bfloat16 to float32 and back.
+
+    Of a whole line the even channels make one vector and the odd ones another, in half as many instructions.
+    """
+    floats, words, bfloats = (f"<{lanes} x {kind}>" if lanes > 1 else kind for kind in ("float", "i16", "bfloat"))
+    pairs, some = f"<{lanes // 2} x i32>", f"<{lanes // 2} x float>"
+    widened = f"""
+  %narrow = bitcast {words} %words to {bfloats}
+  %wide = fpext {bfloats} %narrow to {floats}"""
+    in_order = f"bitcast {words} %rounded to {words}"
+    if lanes * 2 >= LINE:
+        split, joined = (
+            f"<{lanes} x i32> <{', '.join(f'i32 {index}' for index in order)}>"
+            for order in (range(lanes), [index // 2 + index % 2 * (lanes // 2) for index in range(lanes)])
+        )
+        widened = f"""
+  %pairs = bitcast {words} %words to {pairs}
+  %low = shl {pairs} %pairs, splat (i32 16)
+  %high = and {pairs} %pairs, splat (i32 -65536)
+  %even = bitcast {pairs} %low to {some}
+  %odd = bitcast {pairs} %high to {some}
+  %wide = shufflevector {some} %even, {some} %odd, {split}"""
+        in_order = f"shufflevector {words} %rounded, {words} poison, {joined}"
+    values = floats if stored == "float32" else words
+    return f"""
+define linkonce_odr i32 @hp_read(ptr %at) alwaysinline nounwind {{
+  %value = load volatile i32, ptr %at, align 4
+  ret i32 %value
+}}
+define linkonce_odr void @hp_past(ptr %to, {values} %values) alwaysinline nounwind {{
+  store {values} %values, ptr %to, align {LINE}, !nontemporal !0
+  ret void
+}}
+define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
+  fence seq_cst
+  ret i32 0
+}}
+define linkonce_odr {floats} @hp_widen({words} %words) alwaysinline nounwind {{{widened}
+  ret {floats} %wide
+}}
+define linkonce_odr {words} @hp_narrow({floats} %wide) alwaysinline nounwind {{
+  %bfloats = fptrunc {floats} %wide to {bfloats}
+  %rounded = bitcast {bfloats} %bfloats to {words}
+  %words = {in_order}
+  ret {words} %words
+}}
+!0 = !{{i32 1}}
+"""
 
 
 def share(w: Writer, number: Any, total: Any, parts: int) -> tuple[Any, Any]:
@@ -231,10 +273,16 @@ def pieces(w: Writer, size: int, step: int) -> Iterator[tuple[Any, int]]:
 
 
 class ConvWriter:
-    """Base class of the schedules for CPUs: the sizes of a convolution, and vectors of `lanes` float32 values."""
+    """Base class of the schedules for CPUs: the sizes of a convolution, and vectors of `lanes` float32 values.
 
-    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, tile: CpuTile) -> None:
+    Bfloat16 is made float32 as it is loaded, and rounded to nearest even as it is stored; there AVX512_BF16 makes
+    numbers below the least normal one 0. All sums are float32.
+    """
+
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, tile: CpuTile, dtype: str) -> None:
         self.w, self.t = w, w.t
+        #: The type of tensors: bfloat16 is integers until it is computed with.
+        self.stored = "float32" if dtype == "float32" else "uint16"
         self.shape, self.lanes, self.strip, self.sweep = shape, tile.lanes, tile.strip, tile.sweep
         #: Elements from one pixel to the next.
         self.pixel = shape.channels
@@ -243,6 +291,16 @@ class ConvWriter:
         self.shift = self.horizontal.shift(tile.tile_columns)
         self.taps = shape.kernel[0] * shape.kernel[1]
         self.bias = direction is Direction.FORWARD
+
+    def functions(self, **bodies: Callable[..., None]) -> dict[str, Any]:
+        """The functions of a kernel, as `define` of a schedule returns them."""
+        helpers = self.w.tvm.ir.StringImm(_helpers(self.lanes, self.stored))
+
+        def write(body: Callable[..., None], **arguments: Any) -> None:
+            with self.t.attr(0, "pragma_import_llvm", helpers):
+                body(**arguments)
+
+        return {name: self.w.function(name, ARGUMENTS, partial(write, body)) for name, body in bodies.items()}
 
     def _at(self, start: Any) -> Any:
         """Indices of a vector that begins at `start`."""
@@ -253,8 +311,20 @@ class ConvWriter:
         return value if self.lanes == 1 else self.t.broadcast(value, self.lanes)
 
     def _views(self, *addresses: Any) -> list[Any]:
-        """The float32 values at some addresses."""
-        return [self.w.view(one, "float32") for one in addresses]
+        """The tensors at some addresses."""
+        return [self.w.view(address, self.stored) for address in addresses]
+
+    def _load(self, buffer: Any, start: Any) -> Any:
+        """A vector of a tensor that begins at `start`, as float32."""
+        value = buffer[self._at(start)]
+        return value if self.stored == "float32" else self.w.call(self._vector("float32"), "hp_widen", value)
+
+    def _narrow(self, value: Any) -> Any:
+        """A vector of float32 as tensors have it."""
+        return value if self.stored == "float32" else self.w.call(self._vector("uint16"), "hp_narrow", value)
+
+    def _vector(self, dtype: str) -> str:
+        return dtype if self.lanes == 1 else f"{dtype}x{self.lanes}"
 
     def _channel(self, block: Any) -> Any:
         """First channel of a block of lanes; the last block overlaps the one before where channels do not fill it."""
@@ -267,6 +337,6 @@ class ConvWriter:
         Instructions that prefetch do not start that, loads do.
         """
         w, t = self.w, self.t
-        with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(_READ)):
-            with t.serial(t.int64(0), t.floordiv(end - begin, t.int64(LINE))) as line:
-                t.evaluate(w.call("int32", "hp_read", t.address_of(buffer[begin + line * LINE])))
+        step = LINE // (4 if self.stored == "float32" else 2)
+        with t.serial(t.int64(0), t.floordiv(end - begin, t.int64(step))) as line:
+            t.evaluate(w.call("int32", "hp_read", t.address_of(buffer[begin + line * step])))

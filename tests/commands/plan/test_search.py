@@ -14,8 +14,8 @@ import pytest
 
 from hybridpar.cli import main
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.request import PlanRequest
-from hybridpar.commands.plan.search import run_plan
+from hybridpar.commands.plan import PlanRequest
+from hybridpar.commands.plan.search import search
 from hybridpar.commands.show import run_show
 from hybridpar.errors import HybridparError
 from hybridpar.plan import read_plan
@@ -37,6 +37,11 @@ RESIDUAL = "tests.commands.plan.test_search:residual_net"
 
 def request(model: str = "tests.small_nets:plain", **options: Any) -> PlanRequest:
     return PlanRequest(**{"model": model, **SMALL, **options})
+
+
+def run_plan(request: PlanRequest) -> int:
+    request.check()
+    return search(request, request.model, request.output, request.cluster)
 
 
 def planned(world: World, cache: str, output: str) -> str:

@@ -40,7 +40,7 @@ def test_each_kind_of_layer_has_its_codec() -> None:
     assert not codec.fits((512, 1, 3, 3))
     assert not codec.fits((100, 100, 100))
     dense = TensorSpec("w", (500, 101), workers=2)
-    assert codec.bind(dense).rounds == TwoBit().bind(dense).rounds
+    assert codec.coder(dense).rounds == TwoBit().coder(dense).rounds
     scores, values = codec.bind(TensorSpec("w", (128, 64, 3, 3))).rounds
     assert scores.bytes == 8 * 128
     assert values.bytes == 4 * codec.filters((128, 64, 3, 3)) * 576

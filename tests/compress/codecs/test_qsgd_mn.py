@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from hybridpar.compress import TensorSpec, parse_codec
-from hybridpar.compress.codec import CHUNK
-from hybridpar.compress.memory import Scratch
-from hybridpar.compress.noise import Noise
 from hybridpar.errors import UsageError
 from tests.compress.codecs.test_qsgd import draws
-from tests.compress.team import Team, same_bits
+from tests.compress.team import Team
 
 #: For tests/compress/test_every_codec.py: each option of the codecs with another value than its own.
 VARIANTS = (
@@ -57,19 +54,6 @@ def test_no_sum_overflows(workers: int) -> None:
         for bits in (1, 4, 8):
             team = Team(f"qsgd_mn:bits={bits}", SHAPES, workers)
             assert team.step([[torch.full((1000,), value)]] * workers)[0].tolist() == [value] * 1000
-
-
-def test_noise_is_uniform_and_fits_the_float() -> None:
-    scratch = Scratch(torch.device("cpu"))
-    noise = Noise(TensorSpec("w", (3,)))
-    noise.begin(0)
-    noise.draw(CHUNK * 7, scratch)
-    assert len({noise.offset(CHUNK) for _ in range(9)}) > 1
-    drawn = noise.ring
-    assert 0 <= float(drawn.min()) <= float(drawn.max()) < 1
-    assert float(drawn.mean()) == pytest.approx(0.5, abs=0.01)
-    assert float(drawn.var()) == pytest.approx(1 / 12, abs=0.005)
-    assert torch.equal((255 + drawn) - 255, drawn)
 
 
 def limit(scale: float, coarse: int, fine: int) -> float:
@@ -118,28 +102,6 @@ def test_each_element_has_the_error_of_the_finest_grid_that_fits_everywhere() ->
         assert float(error[fits].max()) < scale / steps
         if finer:
             assert float(error[only].max()) > scale / finer
-
-
-def test_two_scales_are_two_scales() -> None:
-    many, two = Team("qsgd_mn_ms:levels=4/8", MORE, 3), Team("qsgd_mn_ts:bits=4,high=8", MORE, 3)
-    for seed in range(2):
-        gradients = many.gradients(seed)
-        assert same_bits(many.step(gradients)[0], two.step(gradients)[0])
-    assert many.exchanges[0].traffic == two.exchanges[0].traffic
-
-
-def test_one_scale_is_one_scale() -> None:
-    one, plain = Team("qsgd_mn_ms:levels=4", MORE, 2), Team("qsgd_mn:bits=4", MORE, 2)
-    gradients = one.gradients(0)
-    torch.testing.assert_close(one.step(gradients)[0], plain.step(gradients)[0])
-    assert one.exchanges[0].traffic == plain.exchanges[0].traffic
-
-
-def test_each_finer_grid_costs_one_bit() -> None:
-    def total(text: str) -> int:
-        return sum(entry.bytes for entry in parse_codec(text).bind(TensorSpec("w", (100, 80), workers=2)).rounds)
-
-    assert total("qsgd_mn_ms:levels=4/6/8") == total("qsgd_mn_ms:levels=4/8") + 1000 == total("qsgd_mn:bits=4") + 2000
 
 
 @pytest.mark.parametrize(

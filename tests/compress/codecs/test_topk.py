@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hybridpar.compress import Collective
+from hybridpar.compress.codecs.topk import largest
 from hybridpar.compress.memory import Scratch
-from hybridpar.compress.sparse import largest
 from tests.compress.team import Team, same_bits
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
