@@ -19,12 +19,13 @@ from torch.utils.data import Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import TORCHVISION_SETS, HubOptions, data_name, samples_of, with_download
+from hybridpar.config.data import TORCHVISION_SETS, HubOptions, data_name, samples_of
 from hybridpar.data.augment import open_image
 from hybridpar.data.images import ImageFiles
 from hybridpar.data.sources import IMAGENET, ImageData, image_data, labels_of, listed_names, number_labels, reading
 from hybridpar.errors import DataError, HybridparError, check, not_installed, user_error
 from hybridpar.registry import find_factory
+from hybridpar.spec import with_options
 
 #: Images that mean and standard deviation of a set of arrays are taken from: of the training part, where it has one.
 _MEASURED = 2_000
@@ -163,7 +164,7 @@ def _read_hub(name: str, config: DataConfig) -> dict[str, Any]:
     root, options = config.data_root.resolve(), config.data_options
     assert isinstance(options, HubOptions)
     rule = "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it."
-    fix = f"Run again with --data {with_download(config.data)}, or name a copy with --data-root."
+    fix = f"Run again with --data {with_options(config.data, download='on')}, or name a copy with --data-root."
     if name in _FILES:
         rule = f"It is read from the files train*.{_FILES[name]} and test*.{_FILES[name]} in --data-root."
         fix = "Check these files, or name another directory."
