@@ -53,15 +53,8 @@ def make_trainer(
     world = world or World()
     model = make()
     plan = plan_of(model, stages, world.size // replicas) if stages > 1 else None
-    config = TrainConfig(
-        **{
-            "lr": 0.05,
-            "replicas": replicas,
-            "micro_batches": micro_batches,
-            "sync": "allreduce:bucket=0.001",
-            **options,
-        }
-    )
+    usual = {"lr": 0.05, "sync": "allreduce:bucket=0.001", "replicas": replicas, "micro_batches": micro_batches}
+    config = TrainConfig(**{**usual, **options})
     return Trainer(model, config=config, world=world, plan=plan, example=EXAMPLE, total_steps=20)
 
 
@@ -99,14 +92,8 @@ LAYOUTS = {
     "more replicas": (1, 4, 1, 4),
 }
 MOVES = [
-    ("plain", "lanes"),
-    ("lanes", "plain"),
-    ("lanes", "more micro-batches"),
-    ("lanes", "workers"),
-    ("workers", "plain"),
-    ("workers", "replicas of lanes"),
-    ("replicas of lanes", "lanes"),
-    ("replicas", "workers"),
+    *(("plain", "lanes"), ("lanes", "plain"), ("lanes", "more micro-batches"), ("lanes", "workers")),
+    *(("workers", "plain"), ("workers", "replicas of lanes"), ("replicas of lanes", "lanes"), ("replicas", "workers")),
 ]
 
 
