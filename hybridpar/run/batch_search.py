@@ -72,11 +72,8 @@ class BatchSelector(Part):
 
     def choose(self, epoch: int) -> str:
         """Search, and go on with what was found; a collective."""
-        now, samples, multiple = (
-            self.pace.batch_size,
-            len(self._samples.images.train),
-            min(64, max(1, self._start // 4)),
-        )
+        now, samples = self.pace.batch_size, len(self._samples.images.train)
+        multiple = min(64, max(1, self._start // 4))
         low = _rounded(max(self._start, now / 2), multiple)
         seen = min(samples, max(round(PART * samples), LEAST_STEPS * low))
         high = min(2 * now if len(self.pace.legs) > 1 else LARGEST, seen // LEAST_AT_LARGEST)

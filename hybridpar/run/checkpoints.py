@@ -12,7 +12,7 @@ from hybridpar.formats.checkpoint_files import list_checkpoints, prune_checkpoin
 from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.observe.summary import read_summary
 from hybridpar.run.part import Run, Saver
-from hybridpar.run.state import best_checkpoint, best_epochs, checkpoints_of_best
+from hybridpar.run.state import best_checkpoints, best_epochs
 from hybridpar.run.timings import Step
 
 
@@ -75,19 +75,17 @@ class Checkpoints(Saver):
         self._saved, self._last_time = _progress(run), time.monotonic()
         if run.world.is_main:
             checkpoints = list_checkpoints(folder)
-            best = checkpoints_of_best(self._rule, run.state.tested, checkpoints)
-            prune_checkpoints(folder, {*checkpoints[-self._rule.keep :], *best})
+            best = best_checkpoints(self._rule, run.state.tested, checkpoints)[: self._rule.best]
+            prune_checkpoints(folder, {*checkpoints[-self._rule.keep :], *(path for _, path in best)})
         run.progress.message(f"checkpoint saved at step {run.trainer.steps_done}")
 
     def summary(self, run: Run) -> dict[str, Any]:
         """On rank 0: the best checkpoint, if it is there."""
-        best = best_checkpoint(run.folder.directory, run.state.tested, self._rule) if run.world.is_main else None
-        if best is None:
-            return {}
-        end, saved = best
-        path = saved.relative_to(run.folder.directory).as_posix()
-        fields = {"step": end.step, "test_accuracy": end.test_accuracy, "metric": self._rule.by}
-        return {"best": {**fields, "checkpoint": path}}
+        checkpoints = list_checkpoints(run.folder.checkpoints) if run.world.is_main else []
+        for end, path in best_checkpoints(self._rule, run.state.tested, checkpoints)[:1]:
+            fields = {"step": end.step, "test_accuracy": end.test_accuracy, "metric": self._rule.by}
+            return {"best": {**fields, "checkpoint": path.relative_to(run.folder.directory).as_posix()}}
+        return {}
 
 
 def _progress(run: Run) -> tuple[int, ...]:

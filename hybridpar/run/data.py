@@ -1,8 +1,8 @@
-"""What a run needs before it trains: the data set, a model that fits it, the number of steps."""
+"""What a run needs before it trains: the data set, a model that fits it, and what each worker sees of the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,14 @@ from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import Interpolation, images_over, is_of_any_size
-from hybridpar.data import ImageData, TestBatches, load_dataset
+from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, check
 from hybridpar.models import build_model, check_model_name, freeze, parse_arguments, require_trained
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.plan import ResolvedPlan
+from hybridpar.run.state import RunState
 from hybridpar.train.model_check import check_outputs
 
 
@@ -32,12 +33,13 @@ def steps_of(config: TrainConfig, samples: int) -> int:
 
 def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
     """Refuse a batch of more samples than there are; too few for the workers are refused by `cut_epoch`."""
-    if config.samples_per_step > samples >= FEWEST_PER_PART * workers * config.parts_per_step(config.micro_batches):
-        raise UsageError(
-            f"--batch-size is {config.samples_per_step:,}, and the training set has {samples:,} samples",
-            "A step sees a sample once at most.",
-            f"Use --batch-size {samples} or less.",
-        )
+    enough = samples >= FEWEST_PER_PART * workers * config.parts_per_step(config.micro_batches)
+    check(
+        config.samples_per_step <= samples or not enough,
+        f"--batch-size is {config.samples_per_step:,}, and the training set has {samples:,} samples",
+        "A step sees a sample once at most.",
+        f"Use --batch-size {samples} or less.",
+    )
 
 
 def example_batch(data: ImageData, config: TrainConfig, plan: ResolvedPlan) -> torch.Tensor:
@@ -147,20 +149,26 @@ def open_model(
 
         imagined = partial(configured_model, config, name, data.classes)
         world.on_all(lambda: require_room(imagined, config, world.device, world.size))
-    torch.manual_seed(config.seed)
     with world.patient():  # others may be loading data still
         seen = all(world.gather(config.weights is None or _is_there(config.weights)))
-    deferred, note = world.on_all(lambda: _make_deferred(config, name, data, world, seen))
-    if deferred is not None:
-        return deferred, note
-    torch.manual_seed(config.seed)
 
-    def build() -> nn.Module:
-        model = configured_model(config, name, data.classes)
-        _prepare(model, config, name, data, world.device)
-        return model
+    def build() -> tuple[nn.Module | DeferredModel, str | None]:
+        torch.manual_seed(config.seed)
+        note, made = None, partial(configured_model, config, name, data.classes)
+        model: nn.Module | DeferredModel | None = None
+        if world.size > 1 and config.is_staged and not config.needs_whole:
+            model, note = _deferred(made, seen, config)
+        torch.manual_seed(config.seed)
+        model = model or made()
+        whole = model.module if isinstance(model, DeferredModel) else model
+        freeze(whole, config.freeze)
+        if config.batch_norm == "frozen":
+            freeze_batch_norm(whole)
+        require_trained(whole, name)
+        check_outputs(whole, name, data.classes, data.sample_shape, config, world.device)
+        return model, note
 
-    return world.on_all(build), note
+    return world.on_all(build)
 
 
 def _is_there(weights: str) -> bool:
@@ -170,30 +178,111 @@ def _is_there(weights: str) -> bool:
     return is_file(weights) and Path(weights).exists()
 
 
-def _make_deferred(
-    config: TrainConfig, name: str, data: ImageData, world: World, seen: bool
+def _deferred(
+    make: Callable[[], nn.Module], seen: bool, config: TrainConfig
 ) -> tuple[DeferredModel | None, str | None]:
     """The model of a run in a pipeline over several workers, each of which is to hold its own stages only.
 
     `seen` says whether all workers can read the weights that the run starts from.
     """
-    if world.size == 1 or not config.is_staged or config.needs_whole:
-        return None, None
     try:
-        deferred = DeferredModel(lambda: configured_model(config, name, data.classes))
+        deferred = DeferredModel(make)
     except UsageError as error:
         return None, f"memory   every worker holds the whole model: {error.what}"
     if deferred.nbytes <= MEASURED_BYTES:
         return None, None
     if not seen:
         return None, f"memory   every worker holds the whole model: --weights {config.weights} is no file that all see"
-    _prepare(deferred.module, config, name, data, world.device)
     return deferred, None
 
 
-def _prepare(model: nn.Module, config: TrainConfig, name: str, data: ImageData, device: torch.device) -> None:
-    freeze(model, config.freeze)
-    if config.batch_norm == "frozen":
-        freeze_batch_norm(model)
-    require_trained(model, name)
-    check_outputs(model, name, data.classes, data.sample_shape, config, device)
+# -------------------------------------------------------------------------------------------------------- the samples
+
+
+class Samples:
+    """This worker's batches, and its share of the test set."""
+
+    def __init__(
+        self, images: ImageData, config: TrainConfig, plan: ResolvedPlan, world: World, own_only: bool
+    ) -> None:
+        self.images = images
+        self._config, self._plan, self._world = replace(config, **plan.compute.options), plan, world
+        #: Copies of the model, or of the whole pipeline, which divide each batch.
+        self.replicas = plan.layout.replicas
+        self._replica = plan.layout.replica_of(world.rank)
+        #: This worker among those that divide the test set, and their number.
+        self._tests = world.rank, world.size
+        if own_only and plan.layout.positions > 1:  # the workers of a replica evaluate together
+            self._tests = self._replica, self.replicas
+        if config.parameter_servers is not None and not config.parameter_servers.waits_for_all:
+            self._tests = 0, 1  # worker 0 tests alone
+        self._shares = _shares_of(config, plan)
+        #: Those of the steps to come.
+        self.batches = self.make(config.samples_per_step)
+        self.test = self._make_test(self._shares)
+
+    def make(self, batch_size: int) -> TrainBatches:
+        """Batches of any size, divided as at first."""
+        config, plan = self._config, self._plan
+        return TrainBatches(
+            self.images,
+            seed=config.seed,
+            batch_size=batch_size,
+            rank=self._replica,
+            workers=self.replicas,
+            micro_batches=config.parts_per_step(plan.pipeline.micro_batches),
+            loader_workers=config.loader_workers,
+            device=self._world.device,
+            channels_last=plan.channels_last,
+            in_pairs=config.mixing.is_on,
+            repeats=config.augmentation.repeats,
+            shares=self._shares,
+            idle=plan.sync.batch_norm != "sync",
+        )
+
+    def _make_test(self, shares: Sequence[float] | None) -> TestBatches:
+        rank, workers = self._tests
+        shares = shares if shares is not None and len(shares) == workers else None
+        return batches_to_test(self.images, self._config, self._world.device, rank, workers, shares)
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of a whole epoch."""
+        return self.batches.steps_per_epoch
+
+    def divide(self, shares: Sequence[int] | None) -> None:
+        """Divide the steps to come, and the test set, by other shares."""
+        self.batches.shares = shares
+        self.test = self._make_test(shares)
+
+    def epoch(self, epoch: int, state: RunState) -> Iterator[Batch]:
+        """The batches that are left of an epoch; when shares change, the rest of them is divided anew."""
+        while True:
+            shares = self.batches.shares
+            for batch in self.batches.epoch(epoch, state.epoch_step):
+                yield batch
+                if self.batches.shares != shares:
+                    break
+            else:
+                return
+
+    def endless(self, state: RunState) -> Iterator[Batch]:
+        """The batches of all steps to come, for a worker that goes through the data by itself."""
+        epoch, first = state.epoch, state.epoch_step
+        while True:
+            yield from self.batches.epoch(epoch, first)
+            epoch, first = epoch + 1, 0
+
+
+def _shares_of(config: TrainConfig, plan: ResolvedPlan) -> tuple[float, ...] | None:
+    """What each replica gets of a batch at first, as `--shares` says, or else the plan; None for equal parts."""
+    shares, replicas = config.share_list, plan.layout.replicas
+    if shares is None and config.shares.strip() == "equal":
+        return plan.placement.shares
+    check(
+        shares is None or len(shares) == replicas,
+        f"--shares {config.shares} has {len(shares or ())} numbers, for {replicas} replica(s)",
+        "Every replica has a share of the batch: every worker, where the model is not cut.",
+        "Give as many numbers as there are replicas.",
+    )
+    return None if shares is None or len(set(shares)) == 1 else shares

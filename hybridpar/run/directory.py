@@ -153,24 +153,25 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
         config = dataclasses.replace(config, image_size=images_over(began.image_size, config.image_size))
     # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
     stays = _NOT_RECALLED | ({"steps"} if "epochs" in typed else set())
-    recalled, changed = {}, []
+    taken, recalled, changed = dict[str, Any](), [], []
     for name in (name for name in _OPTIONS if name not in OPTIONS_OF_THE_COMMAND):
         option, before, now = name.replace("_", "-"), getattr(began, name), getattr(config, name)
-        if _text(now) == _text(before) or name in stays - typed:
+        was, is_now = option_text(before), option_text(now)
+        if was == is_now or name in stays - typed:
             continue
         if name not in typed:
-            recalled[name] = before
+            taken[name] = before
+            recalled.append(f"{option} {was}")
             continue
         check(
             name not in _FIXED and (name != "image_size" or _seen(now) == _seen(before)),
-            f"--{option} is {_text(now)}, and the run in {directory} began with {_text(before)}",
+            f"--{option} is {is_now}, and the run in {directory} began with {was}",
             "A resumed run goes on with its own model, and images as the model has seen them.",
             f"Leave --{option} away, or start a new run.",
         )
-        changed.append(f"resumed  {option}: {_text(before)} -> {_text(now)} after step {step_of(checkpoint)}")
-    began_with = ", ".join(f"{name.replace('_', '-')} {_text(value)}" for name, value in recalled.items())
-    lines = [f"resumed  as the run began: {began_with}"] if recalled else []
-    return dataclasses.replace(config, **recalled), (*lines, *changed)
+        changed.append(f"resumed  {option}: {was} -> {is_now} after step {step_of(checkpoint)}")
+    lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
+    return dataclasses.replace(config, **taken), (*lines, *changed)
 
 
 def _seen(image_size: int | str | None) -> tuple[Any, ...]:
@@ -187,12 +188,7 @@ def recorded_batch(folder: RunFolder) -> int | None:
 
 
 def claim_folder(
-    folder: RunFolder,
-    config: TrainConfig,
-    model: str,
-    *,
-    follows_plan: bool = False,
-    images: Mapping[str, Any] | None = None,
+    folder: RunFolder, config: TrainConfig, model: str, images: object = None, plan: str | None = None
 ) -> RunFolder:
     """Make the directory this run's own, with `run.json` and `config.toml`.
 
@@ -208,7 +204,7 @@ def claim_folder(
     except OSError as error:
         raise run_directory_error(folder.directory, error) from error
     replace_file(folder.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
-    text = config_text(config, model, config.given or (), "plan.json" if follows_plan else None)
+    text = config_text(config, model, config.given or (), plan)
     replace_file(folder.directory / CONFIG_FILE, [text.encode()])
     return folder
 
@@ -307,7 +303,7 @@ def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
     ) from cause
 
 
-def _text(value: object) -> str:
+def option_text(value: object) -> str:
     """A value for a message."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))

@@ -75,12 +75,7 @@ def open_kernels(run: Run) -> list[KernelUse]:
 
 
 def prepare_kernels(
-    model: nn.Module,
-    config: TrainConfig,
-    plan: ResolvedPlan,
-    world: World,
-    sample_shape: Sequence[int],
-    confirm: bool = False,
+    model: nn.Module, config: TrainConfig, plan: ResolvedPlan, world: World, shape: Sequence[int], confirm: bool = False
 ) -> KernelUse | None:
     """Decide for all depthwise convolutions and norms of a run, and load their kernels before the first step.
 
@@ -92,7 +87,7 @@ def prepare_kernels(
     samples = plan.micro_batch_samples(config.samples_per_step)
     layout = Layout.CHANNELS_LAST if plan.channels_last else Layout.CONTIGUOUS
     with without_replicas(model):  # looking must leave no trace in a step's statistics
-        layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
+        layers, norms = tunable_layers(model, (samples, *shape), layout=layout)
     dtype = DTYPES[plan.compute.amp]
     where = lane_threads(plan.layout, world.device), cpu_fingerprint()
     if world.device.type == "cuda":

@@ -29,11 +29,10 @@ from hybridpar.planner.fixed import decided_options
 from hybridpar.planner.planned_run import PlannedRun, plan_run
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.checkpoints import Checkpoints, is_finished, resume
-from hybridpar.run.data import check_batch, example_batch, load_data, open_model, read_weights, steps_of
+from hybridpar.run.data import Samples, check_batch, example_batch, load_data, open_model, read_weights, steps_of
 from hybridpar.run.directory import claim_folder, find_folder, recall_options, recorded_batch, was_restarted
 from hybridpar.run.part import Part, Run, RunTrainer, sync_of
 from hybridpar.run.reporting import Recorder, describe
-from hybridpar.run.samples import Samples
 from hybridpar.run.worker import MemoryMeter
 from hybridpar.spec import with_options
 from hybridpar.train.trainer import open_trial
@@ -117,11 +116,8 @@ def choose_batch(run: Run, model: nn.Module, data: ImageData) -> None:
     if batch is None:
         from hybridpar.planner.batch import measure_batch
 
-        choice = measure_batch(
-            *(model, run.config, run.world, data.sample_shape, len(data.train)),
-            open_trial=open_trial,
-            announce=run.progress.prepare,
-        )
+        asked = model, run.config, run.world, data.sample_shape, len(data.train)
+        choice = measure_batch(*asked, open_trial=open_trial, announce=run.progress.prepare)
         batch, run.batch_line = choice.batch, choice.why
     run.config = replace(run.config, batch_size=batch)
 
@@ -177,10 +173,14 @@ def begin(run: Run) -> bool:
     if not trainer.joins:
         resume(run)
     if world.from_main(lambda: is_finished(run)):
+        done = f"has done all of its {run.total:,} steps" if run.over is None else run.over
+        run.progress.message(f"nothing left to train: the run in {run.folder.directory} {done}; see its summary.json")
+        run.progress.message("a larger --epochs, --steps or stop= of --checkpoints goes on")
         return False
     # Only now is it sure that the run can start.
-    facts = {"follows_plan": plan.inputs is not None, "images": asdict(ImageFacts.of(run.samples.images))}
-    run.folder = world.from_main(lambda: claim_folder(run.folder, as_asked(config, plan), run.model_name, **facts))
+    images, follows = asdict(ImageFacts.of(run.samples.images)), None if plan.inputs is None else "plan.json"
+    asked = as_asked(config, plan)
+    run.folder = world.from_main(lambda: claim_folder(run.folder, asked, run.model_name, images, follows))
     if not trainer.enter(run.folder, run.state.resumed_from or 0):
         return False
     if trainer.joins:

@@ -18,8 +18,8 @@ from hybridpar.observe.loggers import Ending
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.plan import ResolvedPlan
+from hybridpar.run.data import Samples
 from hybridpar.run.directory import RunFolder
-from hybridpar.run.samples import Samples
 from hybridpar.run.state import RunState, why_over
 from hybridpar.run.timings import Step, StepClock, Timings
 from hybridpar.run.worker import MemoryMeter

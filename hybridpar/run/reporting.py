@@ -20,14 +20,7 @@ from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
-from hybridpar.observe.summary import (
-    SUMMARY_FILE,
-    print_report,
-    read_summary,
-    step_without_data_ms,
-    summarize,
-    write_summary,
-)
+from hybridpar.observe.summary import print_report, step_without_data_ms, summarize, write_summary
 from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import ResolvedPlan, StepFigures, SyncRule
 from hybridpar.run.directory import plain_options
@@ -147,21 +140,22 @@ class Recorder(Part):
         logged = LoggedRun(directory, options, resumed_from)
         self._loggers = Loggers(logger_names(run.config.log), logged, run.progress.message)
 
-    def record(self, run: Run, record: StepRecord) -> None:
-        """Show and write a step."""
-        run.progress.step(record)
+    def _put(self, record: StepRecord | EpochRecord) -> None:
         if self._writer is not None and self._loggers is not None:
             self._writer.write(record)
             self._loggers.put(record)
+
+    def record(self, run: Run, record: StepRecord) -> None:
+        """Show and write a step."""
+        run.progress.step(record)
+        self._put(record)
         if record.skipped:
             run.progress.warn(f"step {record.step} {run.trainer.skipped}")
 
     def epoch(self, run: Run, end: EpochRecord, *, last: bool) -> None:
         """Show and write the end of an epoch."""
         run.progress.epoch(end)
-        if self._writer is not None and self._loggers is not None:
-            self._writer.write(end)
-            self._loggers.put(end)
+        self._put(end)
 
     def close(self, run: Run) -> None:
         """End the metrics, and the loggers, for a limited time."""
@@ -200,9 +194,9 @@ def close_run(run: Run) -> None:
     summary |= combine(shares, run.plan.layout.ranks, summary["step_ms_median"])
     if run.plan.sync.outer is not None:  # few steps exchange anything
         summary |= run.timings.mean_step(run.config.samples_per_step)
-    for fields in (*of_parts, _predicted_fields(run.plan.predicted), trainer.summary()):
+    for fields in (*of_parts, trainer.summary()):
         summary |= fields
-    warnings = _compare(run, summary) + run.warnings
+    warnings = _add_prediction(run, summary) + run.warnings
     print_report(summary, [write_summary(directory, summary), run.folder.checkpoints, *run.written])
     for warning in warnings:
         print(f"warning: {warning}")
@@ -211,20 +205,15 @@ def close_run(run: Run) -> None:
         print(f"stopped after step {trainer.steps_done}; the same command with --resume goes on from there")
 
 
-def _predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:
-    """What the summary says of a prediction; nothing where there was none."""
+def _add_prediction(run: Run, summary: dict[str, Any]) -> list[str]:
+    """Note in the summary what was predicted of a step, and where that failed; the lines to show."""
+    predicted, step_ms = run.plan.predicted, step_without_data_ms(summary)  # no plan predicts waiting for data
     if predicted is None or predicted.step_ms is None:
-        return {}
-    fields: dict[str, Any] = {f"predicted_{key}": getattr(predicted, key) for key in _KEYS}
-    fields["predicted_step_ms"] = round(predicted.step_ms, 3)
-    fields["predicted_compute_ms"] = round(predicted.step_ms - (predicted.exposed_sync_ms or 0.0), 3)
-    return fields
-
-
-def _compare(run: Run, summary: dict[str, Any]) -> list[str]:
-    """Note in the summary where the prediction of a step failed; the lines to show."""
-    step_ms = step_without_data_ms(summary)  # no plan predicts waiting for data
-    if run.plan.predicted is None or summary["compute_ms"] is None or step_ms is None:
+        return []
+    summary |= {f"predicted_{key}": getattr(predicted, key) for key in _KEYS}
+    summary["predicted_step_ms"] = round(predicted.step_ms, 3)
+    summary["predicted_compute_ms"] = round(predicted.step_ms - (predicted.exposed_sync_ms or 0.0), 3)
+    if summary["compute_ms"] is None or step_ms is None:
         return []
     from hybridpar.planner.compare import prediction_warnings
 
@@ -232,14 +221,3 @@ def _compare(run: Run, summary: dict[str, Any]) -> list[str]:
     warnings = prediction_warnings(run.plan, measured, machine_load())
     summary["prediction_warning"] = "; ".join(warnings) or None
     return warnings
-
-
-def say_finished(run: Run) -> int:
-    """Show the result that a finished run has; what it left behind stays as it is."""
-    directory, result = run.folder.directory, read_summary(run.folder.directory)
-    if run.world.is_main and result is not None:
-        done = f"has done all of its {run.total:,} steps" if result["steps"] >= run.total else str(run.over)
-        run.progress.message(f"nothing left to train: the run in {directory} {done}")
-        run.progress.message("a larger --epochs, --steps or stop= of --checkpoints goes on")
-        print_report(result, [directory / SUMMARY_FILE, run.folder.checkpoints])
-    return 0

@@ -24,7 +24,7 @@ from hybridpar.run.data import with_images_of_model
 from hybridpar.run.directory import before_the_start
 from hybridpar.run.opening import begin, join, open_run, recall
 from hybridpar.run.part import Run
-from hybridpar.run.reporting import close_run, say_finished
+from hybridpar.run.reporting import close_run
 from hybridpar.run.timings import Step, measured_step
 from hybridpar.run.worker import describe_worker, tune_worker
 from hybridpar.train.results import StepResult
@@ -48,7 +48,7 @@ def run_training(config: TrainConfig, model_name: str) -> int:
                 with run.trainer:
                     with before_the_start():
                         has_steps = begin(run)
-                    code = train(run) if has_steps else say_finished(run)
+                    code = train(run) if has_steps else 0
             FLIGHT.close()  # after an error it stays, for `hybridpar doctor --hang`
             return code
         except BaseException as error:

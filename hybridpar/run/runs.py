@@ -20,12 +20,13 @@ from hybridpar.observe.summary import read_summary, tests_of
 from hybridpar.run.directory import (
     OPTIONS_OF_THE_COMMAND,
     RUN_FILE,
+    option_text,
     plain_options,
     read_facts,
     recorded_config,
     run_facts,
 )
-from hybridpar.run.state import checkpoints_of_best
+from hybridpar.run.state import best_checkpoints
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,9 @@ def comparison_rows(runs: Sequence[PastRun]) -> list[list[str]]:
 def option_rows(options: Mapping[str, Sequence[Any]]) -> list[list[str]]:
     """Options as they are given, each with the values of all runs."""
     return [
-        [name if name == "model" else f"--{name.replace('_', '-')}", *map(_text, values)]
+        [name if name == "model" else f"--{name.replace('_', '-')}", *(option_text(value) or "-" for value in values)]
         for name, values in options.items()
     ]
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "-"
-    return "-" if value is None else str(value)
 
 
 def prunable(run: PastRun, keep: int = 1) -> list[Path]:
@@ -137,7 +132,8 @@ def prunable(run: PastRun, keep: int = 1) -> list[Path]:
         rule = recorded_config(run.facts, run.directory).saving
     except (CheckpointError, UsageError):  # options of another version
         rule = TrainConfig().saving
-    stays = {*checkpoints[-keep:], *checkpoints_of_best(rule, run.table.epochs, checkpoints)}
+    best = best_checkpoints(rule, run.table.epochs, checkpoints)[: rule.best]
+    stays = {*checkpoints[-keep:], *(path for _, path in best)}
     if run.summary is not None and run.summary["best"] is not None:
         stays.add(run.directory / run.summary["best"]["checkpoint"])
     return [path for path in checkpoints if path not in stays]

@@ -16,8 +16,8 @@ from typing import Any
 from hybridpar.config import TrainConfig
 from hybridpar.config.data import samples_of
 from hybridpar.config.train import Checkpoints
-from hybridpar.errors import CheckpointError, UsageError
-from hybridpar.formats.checkpoint_files import list_checkpoints, step_of
+from hybridpar.errors import CheckpointError, check
+from hybridpar.formats.checkpoint_files import step_of
 from hybridpar.observe.records import EpochRecord
 
 
@@ -31,8 +31,7 @@ class RunningMean:
     def add(self, value: float, weight: int) -> None:
         """Take a value for `weight` samples into account."""
         if math.isfinite(value):
-            self.sum += value * weight
-            self.weight += weight
+            self.sum, self.weight = self.sum + value * weight, self.weight + weight
 
     @property
     def value(self) -> float:
@@ -92,26 +91,21 @@ class RunState:
                 "Go on from it in the script, with Trainer.load.",
             )
         for option, now in _decisive(config).items():
-            saved = extra["options"].get(option)
-            if saved != now:
-                name = "--" + option.replace("_", "-")
-                raise UsageError(
-                    f"the checkpoint was made with {name} {saved}, this run has {now}",
-                    "A resumed run goes on at the same place in the same order of samples.",
-                    f"Resume with {name} {saved}; for another start, name the checkpoint with --weights.",
-                )
+            saved, name = extra["options"].get(option), "--" + option.replace("_", "-")
+            check(
+                saved == now,
+                f"the checkpoint was made with {name} {saved}, this run has {now}",
+                "A resumed run goes on at the same place in the same order of samples.",
+                f"Resume with {name} {saved}; for another start, name the checkpoint with --weights.",
+            )
         self.epoch, self.epoch_step, self.seconds = int(extra["epoch"]), int(extra["epoch_step"]), extra["seconds"]
         self.losses, self.tested = RunningMean(*extra["losses"]), [EpochRecord(*row) for row in extra["tested"]]
 
 
 def _decisive(config: TrainConfig) -> dict[str, Any]:
     """What decides which samples a step sees; a resumed run must not change it."""
-    return {
-        "data": samples_of(config.data),
-        "batch_size": config.batch_size,
-        "seed": config.seed,
-        "image_size": config.images.size,
-    }
+    options = {name: getattr(config, name) for name in ("batch_size", "seed")}
+    return {"data": samples_of(config.data), "image_size": config.images.size, **options}
 
 
 # ------------------------------------------------------------------------------------------------- the best epochs
@@ -130,25 +124,16 @@ def best_epochs(rule: Checkpoints, tested: Sequence[EpochRecord]) -> list[EpochR
     return ranked(rule, tested)[: rule.best]
 
 
-def best_checkpoint(run: Path, tested: Sequence[EpochRecord], rule: Checkpoints) -> tuple[EpochRecord, Path] | None:
-    """The best epoch of a run of which there is a checkpoint."""
-    checkpoints = list_checkpoints(run / "checkpoints")
+def best_checkpoints(
+    rule: Checkpoints, tested: Sequence[EpochRecord], checkpoints: Sequence[Path]
+) -> list[tuple[EpochRecord, Path]]:
+    """The epochs of which there is a checkpoint, with that, from the best on."""
+    found = []
     for end in ranked(rule, tested):
-        if (path := checkpoint_of(end, tested, checkpoints)) is not None:
-            return end, path
-    return None
-
-
-def checkpoints_of_best(rule: Checkpoints, tested: Sequence[EpochRecord], checkpoints: Sequence[Path]) -> list[Path]:
-    """Those of the checkpoints that stay for being of the best epochs."""
-    paths = (checkpoint_of(end, tested, checkpoints) for end in best_epochs(rule, tested))
-    return [path for path in paths if path is not None]
-
-
-def checkpoint_of(end: EpochRecord, tested: Sequence[EpochRecord], checkpoints: Sequence[Path]) -> Path | None:
-    """The checkpoint of an epoch's end; with parameter servers it may come some steps after the test."""
-    next_step = min((other.step for other in tested if other.step > end.step), default=math.inf)
-    return next((path for path in checkpoints if end.step <= step_of(path) < next_step), None)
+        # With parameter servers it may come some steps after the test.
+        next_step = min((other.step for other in tested if other.step > end.step), default=math.inf)
+        found += [(end, path) for path in checkpoints if end.step <= step_of(path) < next_step][:1]
+    return found
 
 
 def why_over(rule: Checkpoints, tested: Sequence[EpochRecord]) -> str | None:

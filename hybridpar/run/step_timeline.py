@@ -5,39 +5,38 @@ Nothing here can end a run: what cannot be written is said at its end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from hybridpar.config import TrainConfig
-from hybridpar.errors import RunDirectoryError, UsageError
+from hybridpar.errors import RunDirectoryError, check
 from hybridpar.formats.output_files import check_writable
 from hybridpar.run.part import Part, Run
 from hybridpar.run.timings import Step, steps_to_show
 from hybridpar.schedule.spans import StepSpans
 
 
-def check_timeline(config: TrainConfig, devices: int = 1) -> None:
-    """Refuse a timeline that could not be written, before anything has been trained; for the worker that writes it."""
-    path = config.timeline
-    if path is None:
-        return
-    if devices > 1:
-        raise UsageError(
-            f"--timeline {path} with {devices} GPUs under one worker",
-            "The times of events on different GPUs cannot be compared.",
-            f"Use --nproc {devices}, one for each, or look at them with --profile or Nsight Systems.",
-        )
-    check_writable("--timeline", path)
-
-
 class StepTimeline(Part):
     """Records the steps of a timeline, where one is asked for; with stages, workers compare clocks at the start."""
 
     def __init__(self, run: Run) -> None:
-        alone_on_gpus = run.world.device.type == "cuda" and run.world.size == 1
-        run.world.from_main(lambda: check_timeline(run.config, torch.cuda.device_count() if alone_on_gpus else 1))
+        run.world.from_main(lambda: self._check(run))
         self._path = run.config.timeline
         self._shown = range(0)
         self._recorded: dict[int, StepSpans] = {}
+
+    def _check(self, run: Run) -> None:
+        """Refuse a timeline that could not be written, before anything has been trained."""
+        path, world = run.config.timeline, run.world
+        devices = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 1
+        check(
+            path is None or devices == 1,
+            f"--timeline {path} with {devices} GPUs under one worker",
+            "The times of events on different GPUs cannot be compared.",
+            f"Use --nproc {devices}, one for each, or look at them with --profile or Nsight Systems.",
+        )
+        if path is not None:
+            check_writable("--timeline", path)
 
     def start(self, run: Run) -> None:
         """Decide which steps to show."""
@@ -75,15 +74,14 @@ class StepTimeline(Part):
         from hybridpar.observe.timeline import Timeline, add_prediction, write_timeline
         from hybridpar.run.plan_step import step_of_plan
 
-        plan, layout, clocks = run.plan, run.plan.layout, recording.clocks
-        planned = step_of_plan(plan) if plan.is_staged and layout.is_equal else None
-        facts = {
-            "model": plan.model.name,
-            "micro_batches": plan.pipeline.micro_batches,
-            "schedule": plan.pipeline.schedule,
-            "clocks": "one for all workers" if clocks == 1 else f"{clocks}, aligned to about the time of a message",
-        }
+        plan, layout = run.plan, run.plan.layout
+        facts: dict[str, Any] = {"model": plan.model.name}
+        facts |= {"micro_batches": plan.pipeline.micro_batches, "schedule": plan.pipeline.schedule}
+        aligned = f"{recording.clocks}, aligned to about the time of a message"
+        facts["clocks"] = "one for all workers" if recording.clocks == 1 else aligned
+        planned = None
         if plan.is_staged:
+            planned = step_of_plan(plan) if layout.is_equal else None
             facts["prediction"] = "the search of the plan" if plan.inputs else "times of the stages alone"
         rows = add_prediction(recording.steps, () if planned is None else planned[0].timeline, layout)
         try:

@@ -195,15 +195,15 @@ def combine(
 ) -> dict[str, Any]:
     """The figures of a run from those of its workers, by rank; of a resumed run since it was."""
     known = list(shares.values())
-    parts = divided_step(step_ms, [share.parts for share in known])
-    result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
+    result: dict[str, Any] = divided_step(step_ms, [share.parts for share in known])
     for row in _OF_WORKERS:
-        if values := [value for share in known if (value := share.means[row.key]) is not None]:
-            result[row.key] = reduced(replace(row, reduce="mean"), values)
+        values = [share.means[row.key] for share in known]
+        measured = [value for value in values if value is not None]
+        result[row.key] = reduced(replace(row, reduce="mean"), measured)
+    for name in known[0].peaks:
+        peaks = [peak for share in known if (peak := share.peaks[name]) is not None]
+        result[name] = max(peaks, default=None) if len(peaks) == len(known) else None
     there = [[shares[rank].computed for rank in ranks] for ranks in replicas if shares.keys() >= {*ranks}]
     if bubbles := [joint_bubble(step) for workers in there for step in zip(*workers, strict=False)]:
         result["bubble"] = round(statistics.mean(bubbles), 4)
-    for name in known[0].peaks:
-        peaks = [share.peaks[name] for share in known]
-        result[name] = None if None in peaks else max(peak for peak in peaks if peak is not None)
-    return result
+    return {key: value for key, value in result.items() if value is not None or key in known[0].peaks}

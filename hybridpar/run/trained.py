@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
 from hybridpar.errors import CheckpointError, PlanError, UsageError, check, shortened
-from hybridpar.formats.checkpoint_files import load_model_state, read_manifest, resolve_checkpoint, shards_of, step_of
+from hybridpar.formats.checkpoint_files import list_checkpoints, read_manifest, resolve_checkpoint, shards_of, step_of
 from hybridpar.models import parse_arguments
 from hybridpar.models.pretrained import is_file
 from hybridpar.models.weights import check_file
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import read_plan
 from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
-from hybridpar.run.state import best_checkpoint
+from hybridpar.run.state import best_checkpoints
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,8 +100,9 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
     )
     if is_run:
         why, rule = ", the last", recorded.saving
-        if "last" not in words and (best := best_checkpoint(run, read_metrics(run).epochs, rule)) is not None:
-            checkpoint, why = best[1], f", the best by {rule.by}"
+        best = best_checkpoints(rule, read_metrics(run).epochs, list_checkpoints(run / "checkpoints"))
+        if best and "last" not in words:
+            checkpoint, why = best[0][1], f", the best by {rule.by}"
     config = replace(options.changed(recorded), plan="none", **_as_planned(run))  # a plan is for training
     config.check()
     has_average = bool(shards_of("model_ema", read_manifest(checkpoint)["files"]))
@@ -154,6 +155,7 @@ def _as_planned(run: Path) -> dict[str, Any]:
 
 def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> nn.Module:
     """Build the model with its weights."""
+    from hybridpar.formats.checkpoint_files import load_model_state
     from hybridpar.models.weights import load_weights
 
     model = build_trained(trained, classes, channels_last=channels_last)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 from pathlib import Path
@@ -180,17 +179,13 @@ def test_an_epoch_that_is_shorter_for_more_workers_is_just_over(tmp_path):
     check_run(tmp_path, steps=6)
 
 
-def test_resuming_a_finished_run_shows_its_result_and_changes_nothing(straight, tmp_path, capsys):
+def test_resuming_a_finished_run_says_so_and_changes_nothing(straight, tmp_path, capsys):
     shutil.copytree(straight, tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     capsys.readouterr()
     assert train(tmp_path / "run", "dropping", resume=True) == 0
     said = capsys.readouterr().out
-    assert f"nothing left to train: the run in {tmp_path / 'run'} has done all of its 12 steps" in said.replace(
-        "\n", ""
-    )
-    assert re.search(r"^state +finished *\nsteps +12 *$", said, flags=re.MULTILINE)
-    assert "nan" not in said
+    assert f"nothing left to train: the run in {tmp_path / 'run'} has done all of its 12 steps" in said
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 

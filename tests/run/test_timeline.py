@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.timeline import read_timeline
 from hybridpar.plan import read_plan
 from hybridpar.run import run as run_module
-from hybridpar.run.step_timeline import check_timeline
+from hybridpar.run.step_timeline import StepTimeline
 from hybridpar.schedule.actions import COMPUTE, Kind
 from tests.observe.test_timeline import check_events
 from tests.ranks import run_ranks
@@ -131,21 +132,23 @@ def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "devices", "said"),
-    [
-        ({"stages": 2}, 4, ["4 GPUs", "--nproc 4", "Nsight"]),
-        ({"stages": 2, "timeline": Path("nowhere/trace.json")}, 1, ["no directory", "mkdir -p"]),
-        ({"stages": 2, "timeline": Path()}, 1, ["is a directory", "Name a file"]),
-    ],
+    ("timeline", "said"),
+    [(Path("nowhere/trace.json"), ["no directory", "mkdir -p"]), (Path(), ["is a directory", "Name a file"])],
 )
-def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, devices, said):
+def test_a_timeline_that_cannot_be_written_is_refused(tmp_path, monkeypatch, timeline, said):
     monkeypatch.chdir(tmp_path)
-    config = TrainConfig(**{"timeline": Path("trace.json"), **options})
     with pytest.raises(UsageError) as caught:
-        check_timeline(config, devices)
-    for part in said:
-        assert part in str(caught.value)
-    assert str(config.timeline) in caught.value.what
+        train(tmp_path / "run", timeline=timeline, **PIPELINE)
+    assert all(part in str(caught.value) for part in (f"--timeline {timeline}", *said))
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_devices_of_one_worker_have_no_timeline(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    run = mock.Mock(config=TrainConfig(timeline=Path("trace.json")))
+    run.world.configure_mock(**{"size": 1, "device.type": "cuda", "from_main": lambda decide: decide()})
+    with pytest.raises(UsageError, match=r"with 4 GPUs[\s\S]*--nproc 4[\s\S]*Nsight"):
+        StepTimeline(run)
 
 
 def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
