@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar.comm.grid import Grid
-from hybridpar.comm.transport import MessagePart
+from hybridpar.comm.transport import Grid, MessagePart
 from hybridpar.comm.world import World
 from hybridpar.schedule.layout import Layout
 from tests.lanes.checked import Checker, Lanes

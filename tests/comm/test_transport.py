@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.comm.grid import Grid
 from hybridpar.comm.shared_memory import CHUNK_BYTES
-from hybridpar.comm.transport import FUSED_BYTES, MessagePart, payload
+from hybridpar.comm.transport import FUSED_BYTES, Grid, MessagePart, payload
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.schedule.layout import Layout
