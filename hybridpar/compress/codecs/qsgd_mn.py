@@ -55,11 +55,11 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise, RoundingCodec, write_scale
+from hybridpar.compress.codecs.qsgd import LevelQuantiser, RoundingCodec, write_scale
 from hybridpar.compress.codecs.topk import share
 from hybridpar.compress.memory import WORKER
-from hybridpar.compress.packing import Fields, bits_size, magnitude, pack_bits, slices, unpack_bits
-from hybridpar.compress.quantised import QuantisedCoder, cut_stripes
+from hybridpar.compress.packing import Fields, Noise, bits_size, magnitude, pack_bits, slices, unpack_bits
+from hybridpar.compress.quantised import Compiled, QuantisedCoder, cut_stripes
 from hybridpar.errors import check
 from hybridpar.spec import AT_LEAST_0, AT_MOST_1, between
 
@@ -172,7 +172,7 @@ class GridsCoder(Coder):
 
 @CODECS.register("qsgd_mn", "QSGD-MaxNorm: unbiased rounding to 2**bits - 1 levels of one agreed scale")
 @dataclass(frozen=True, kw_only=True)
-class QsgdMaxNorm(RoundingCodec):
+class QsgdMaxNorm(Compiled, RoundingCodec):
     """Stochastic rounding on a grid that all workers share.
 
     Attributes:
@@ -182,7 +182,6 @@ class QsgdMaxNorm(RoundingCodec):
 
     bits: Annotated[int, between(1, 8)] = 4
     meet: Literal["sum", "shard"] = "sum"
-    kernels = ("cpu", "cuda")
 
     def coder(self, spec: TensorSpec) -> Coder:
         steps = 2**self.bits - 1
@@ -193,7 +192,7 @@ class QsgdMaxNorm(RoundingCodec):
 
 @CODECS.register("qsgd_mn_ts", "QSGD-MaxNorm with two scales: a finer grid for what is small on all workers")
 @dataclass(frozen=True, kw_only=True)
-class QsgdTwoScale(LargeTensorCodec):
+class QsgdTwoScale(Compiled, LargeTensorCodec):
     """Stochastic rounding on two grids that all workers share.
 
     Attributes:
@@ -203,7 +202,6 @@ class QsgdTwoScale(LargeTensorCodec):
 
     bits: Annotated[int, BITS] = 4
     high: Annotated[int, BITS] = 8
-    kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
@@ -217,7 +215,7 @@ class QsgdTwoScale(LargeTensorCodec):
     "qsgd_mn_ms", "QSGD-MaxNorm with several scales: the smaller an element everywhere, the finer its grid"
 )
 @dataclass(frozen=True, kw_only=True)
-class QsgdMultiScale(LargeTensorCodec):
+class QsgdMultiScale(Compiled, LargeTensorCodec):
     """Stochastic rounding on several grids that all workers share.
 
     Attributes:
@@ -225,7 +223,6 @@ class QsgdMultiScale(LargeTensorCodec):
     """
 
     levels: tuple[Annotated[int, BITS], ...] = (4, 6, 8)
-    kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
@@ -240,7 +237,7 @@ class QsgdMultiScale(LargeTensorCodec):
     "TernGrad: minus, nothing or plus the agreed largest magnitude, drawn; biased by its clipping unless clip=0",
 )
 @dataclass(frozen=True, kw_only=True)
-class TernGrad(LargeTensorCodec):
+class TernGrad(Compiled, LargeTensorCodec):
     """Three values, drawn.
 
     Attributes:
@@ -248,7 +245,6 @@ class TernGrad(LargeTensorCodec):
     """
 
     clip: Annotated[float, AT_LEAST_0] = 2.5
-    kernels = ("cpu", "cuda")
     takes_feedback = False
 
     def __post_init__(self) -> None:
@@ -288,7 +284,7 @@ class TernaryCoder(GridsCoder):
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
 @dataclass(frozen=True, kw_only=True)
-class GlobalRandomK(LargeTensorCodec):
+class GlobalRandomK(Compiled, LargeTensorCodec):
     """Elements in turn, on a grid that all workers share.
 
     Attributes:
@@ -298,7 +294,6 @@ class GlobalRandomK(LargeTensorCodec):
 
     rate: Annotated[float, AT_MOST_1] = 0.01
     levels: tuple[Annotated[int, BITS], ...] = (4,)
-    kernels = ("cpu", "cuda")
     reads_state = True
     feedback: bool = True
 
