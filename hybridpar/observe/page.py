@@ -20,7 +20,7 @@ from plotly.subplots import make_subplots
 from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.metrics import MetricsTable
 from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES
-from hybridpar.observe.timeline import Lane, Timeline, describe_action, length_ms
+from hybridpar.observe.timeline import Timeline, describe_action, length_ms
 from hybridpar.schedule.actions import COMPUTE, Kind
 
 #: Nothing of a run is sent to a server: plotly.js has a button for that. Pictures are saved as SVG.
@@ -58,9 +58,13 @@ _MOST_POINTS = 4000
 #: Okabe and Ito's palette, darkened: colour-blind readers can tell these apart.
 _COLOURS = ("#0072b2", "#d55e00", "#007f5f", "#b0518c", "#b98300", "#3a9bd1", "#4d4d4d", "#7a5195")
 
-#: What is drawn of a step, each in its colour.
-_KINDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.SYNC: "gradient sum", Kind.STEP: "optimizer"}
-_NAMES = [*_KINDS.values(), "transfer"]
+#: What is drawn of a step, and in which colour.
+_KINDS = {
+    Kind.FORWARD: ("forward", _COLOURS[5]),
+    Kind.BACKWARD: ("backward", _COLOURS[1]),
+    Kind.SYNC: ("gradient sum", _COLOURS[2]),
+    Kind.STEP: ("optimizer", _COLOURS[3]),
+}
 
 
 def element(tag: str, text: str) -> str:
@@ -176,38 +180,30 @@ def step_on_lanes(timeline: Timeline) -> Figure:
 
     Numbers are micro-batches.
     """
-    panels = [(title, length_ms(rows), list(timeline.lanes(rows))) for title, rows in timeline.panels()]
+    panels = [(title, length_ms(rows), timeline.lanes(rows)) for title, rows in timeline.panels()]
     heights = [len(lanes) for *_, lanes in panels]
     grid = {"subplot_titles": [title for title, *_ in panels], "row_heights": heights, "vertical_spacing": 0.15}
     figure = make_subplots(len(panels), 1, shared_xaxes=True, **grid)
-    named: set[str] = set()
     for row, (_, length, lanes) in enumerate(panels, start=1):
-        for bar in _boxes(lanes):
-            figure.add_trace(bar.update(showlegend=bar.name not in named), row, 1)
-            named.add(bar.name)
+        spans = [span for lane in lanes.values() for span in lane]
+        boxes = {
+            "y": [name for name, lane in lanes.items() for _ in lane],
+            "base": [round(span.start_ms, 4) for span in spans],
+            "x": [round(span.duration_ms, 4) for span in spans],
+            "text": [str(span.action.index) if span.action.kind in COMPUTE else "" for span in spans],
+            "hovertext": [
+                f"{describe_action(span.action)}: {span.duration_ms:.4g} ms, from {span.start_ms:.4g}" for span in spans
+            ],
+            "marker": {"color": [_KINDS.get(span.action.kind, ("transfer", "#999999"))[1] for span in spans]},
+        }
+        figure.add_trace(Bar(**boxes, orientation="h", textposition="inside", hoverinfo="text"), row, 1)
         figure.add_vline(length, line={"dash": "dash", "color": "#57606a"}, row=row, col=1)
-        ticks = {"tickvals": [*range(len(lanes))], "ticktext": [lane.name for lane in lanes]}
-        figure.update_yaxes(range=[len(lanes) - 0.5, -0.5], showgrid=False, fixedrange=True, **ticks, row=row, col=1)
+    figure.update_yaxes(autorange="reversed", fixedrange=True, showgrid=False)
     figure.update_xaxes(title="ms", row=len(panels))
-    height = 120 + 100 * len(panels) + 25 * sum(heights)
-    return figure.update_layout(template="plotly_white", barmode="overlay", height=height)
-
-
-def _boxes(lanes: Sequence[Lane]) -> Iterator[Bar]:
-    """A trace for each kind of action."""
-    boxes: dict[str, list[tuple[Any, ...]]] = {}
-    for y, lane in enumerate(lanes):
-        width = 0.9 if lane.queue == "compute" else 0.5
-        for span in lane.spans:
-            text = str(span.action.index) if span.action.kind in COMPUTE else ""
-            times = f"{span.duration_ms:.4g} ms, from {span.start_ms:.4g} to {span.end_ms:.4g}"
-            box = (round(span.start_ms, 4), round(span.duration_ms, 4), y, width, text)
-            name = _KINDS.get(span.action.kind, "transfer")
-            boxes.setdefault(name, []).append((*box, f"{describe_action(span.action)}: {times}"))
-    for name, drawn in boxes.items():
-        columns = dict(zip(("base", "x", "y", "width", "text", "hovertext"), zip(*drawn, strict=True), strict=True))
-        style = {"orientation": "h", "marker": {"color": _COLOURS[_NAMES.index(name)]}, "textposition": "inside"}
-        yield Bar(name=name, legendgroup=name, hoverinfo="text", **columns, **style)
+    colours = ", ".join(f'<span style="color:{colour}">{name}</span>' for name, colour in _KINDS.values())
+    height = 150 + 100 * len(panels) + 25 * sum(heights)
+    layout = {"template": "plotly_white", "barmode": "overlay", "showlegend": False, "height": height}
+    return figure.update_layout(title={"text": colours, "font": {"size": 14}}, **layout)
 
 
 def confusion_matrix(counts: NDArray[np.int64], classes: Sequence[str]) -> Figure:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -67,14 +67,6 @@ class TimelineRow:
 _ROWS = TypeAdapter(tuple[TimelineRow, ...])
 
 
-class Lane(NamedTuple):
-    """A queue of a worker in a step, by the time since the beginning of the step."""
-
-    queue: str
-    name: str
-    spans: list[Span]
-
-
 @dataclass(frozen=True)
 class Timeline:
     """Steps of a run as they ran and as they were predicted.
@@ -104,8 +96,7 @@ class Timeline:
         """The step of median length as it was predicted and as it ran, each with a title."""
         shown = {step: self.at(step, predicted=False) or self.at(step, predicted=True) for step in self.steps}
         # To nanoseconds; of an even number the longer of the middle ones.
-        lengths = sorted((round(length_ms(rows), 6), step) for step, rows in shown.items())
-        step = lengths[len(lengths) // 2][1]
+        step = sorted(shown, key=lambda step: (round(length_ms(shown[step]), 6), step))[len(shown) // 2]
         ran = f"measured, step {step}" + (", the one of median length" if len(shown) > 1 else "")
         for predicted, title in ((True, "predicted"), (False, ran)):
             if rows := self.at(step, predicted=predicted):
@@ -117,16 +108,15 @@ class Timeline:
         bubbles = [joint_bubble(workers) for workers in replicas if workers]
         return sum(bubbles) / len(bubbles)
 
-    def lanes(self, rows: Sequence[TimelineRow]) -> Iterator[Lane]:
-        """The queues of all workers in a step."""
+    def lanes(self, rows: Sequence[TimelineRow]) -> dict[str, list[Span]]:
+        """What was done in a step in the queues of all workers, by the time since its beginning."""
+        lanes: dict[str, list[Span]] = {}
         for row in rows:
             shift = 1e3 * (row.spans.origin - begin_of(rows))
-            spans: dict[tuple[int, int], list[Span]] = {}
-            for span in row.spans.spans:
-                spans.setdefault((QUEUES.index(span.queue), span.lane), []).append(span.shifted(shift))
-            for queue, lane in sorted(spans):
-                name = f"worker {row.worker} {self.queue_name(QUEUES[queue], lane, row.worker)}"
-                yield Lane(QUEUES[queue], name, spans[queue, lane])
+            for span in sorted(row.spans.spans, key=lambda span: (QUEUES.index(span.queue), span.lane)):
+                name = f"worker {row.worker} {self.queue_name(span.queue, span.lane, row.worker)}"
+                lanes.setdefault(name, []).append(span.shifted(shift))
+        return lanes
 
     def queue_name(self, queue: str, lane: int, worker: int) -> str:
         """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`."""

@@ -158,7 +158,7 @@ def test_the_page_opens_in_a_browser_draws_its_figures_and_leads_nowhere(tmp_pat
         window.on("pageerror", lambda error: problems.append(str(error)))
         window.on("request", lambda request: asked.append(request.url))
         window.goto((tmp_path / "page.html").as_uri())
-        window.wait_for_function("document.querySelectorAll('.js-plotly-plot .legend').length == 2")
+        window.wait_for_function("document.querySelectorAll('.js-plotly-plot .xaxislayer-above').length > 2")
         curves, lanes = window.locator(".js-plotly-plot").all()
         assert curves.locator("path.js-line").count() > 10
         assert lanes.locator(".bars .point path").count() > 50

@@ -108,17 +108,14 @@ def test_a_step_has_its_prediction_above_it_and_every_action_in_place():
     figure = step_on_lanes(timeline)
     titles = [title.text for title in figure.layout.annotations]
     assert [title.split(":")[0] for title in titles] == ["predicted", "measured, step 5, the one of median length"]
-    for (_, rows), axis in zip(timeline.panels(), ("y", "y2"), strict=True):
+    for (_, rows), drawn in zip(timeline.panels(), figure.data, strict=True):
         begin = min(row.spans.computed.begin for row in rows)
         ends = sorted(1e3 * (row.spans.origin - begin) + span.end_ms for row in rows for span in row.spans.spans)
-        drawn = [(bar.base, bar.x) for bar in figure.data if bar.yaxis == axis]
-        assert sorted(base + x for bases, xs in drawn for base, x in zip(bases, xs, strict=True)) == pytest.approx(
-            ends, abs=1e-3
-        )
-    assert sorted(bar.name for bar in figure.data if bar.showlegend) == sorted({bar.name for bar in figure.data})
-    forward = next(bar for bar in figure.data if bar.name == "forward")
-    assert forward.hovertext[0] == "F0 stage 0: 10 ms, from 0 to 10"
-    assert forward.text[0] == "0"
+        assert sorted(base + x for base, x in zip(drawn.base, drawn.x, strict=True)) == pytest.approx(ends, abs=1e-3)
+    predicted = figure.data[0]
+    assert (predicted.y[0], predicted.text[0]) == ("worker 0 compute lane 0", "0")
+    assert predicted.hovertext[0] == "F0 stage 0: 10 ms, from 0"
+    assert "forward" in figure.layout.title.text
 
 
 def test_rows_of_the_confusion_matrix_are_classes():
