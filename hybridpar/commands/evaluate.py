@@ -83,7 +83,6 @@ class Evaluate(TrainedModel):
         amp: Precision of the forward pass; default: that of the run.
         nproc: Workers that the test set is divided among; default: one per GPU, else 1. Under torchrun: those it
             started.
-        json: Print all figures as JSON, and nothing else, to standard output.
         output: Write evaluation.json and confusion.html into this folder.
     """
 
@@ -91,7 +90,6 @@ class Evaluate(TrainedModel):
     loader_workers: int | None = None
     amp: Literal["none", "bf16", "fp16"] | None = None
     nproc: Annotated[int | None, AT_LEAST_1] = None
-    json: bool = False
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
 
 
@@ -117,20 +115,17 @@ def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
 
     trained, result = evaluate_trained(trained)
     if result is not None:
-        _report(command, trained, result)
+        _report(command.output, trained, result)
     return 0
 
 
-def _report(command: Evaluate, trained: Trained, result: TestResult) -> None:
+def _report(output: Path | None, trained: Trained, result: TestResult) -> None:
     """Print the result, and write what --output asks for."""
-    text = json.dumps({**facts_of(trained), **result.plain()}, indent=None if command.json else 2)
-    aside = sys.stderr if command.json else sys.stdout
-    print(f"model     {trained}\ndata      {trained.config.data}", file=aside)
-    print(text if command.json else result.text(), flush=True)
-    if command.output is not None:
-        figures, picture = (command.output / name for name in _FILES)
-        replace_file(figures, [text.encode(), b"\n"])
-        print(f"written   {figures}", file=aside)
+    print(f"model     {trained}\ndata      {trained.config.data}\n{result.text()}", flush=True)
+    if output is not None:
+        figures, picture = (output / name for name in _FILES)
+        replace_file(figures, [json.dumps({**facts_of(trained), **result.plain()}, indent=2).encode(), b"\n"])
+        print(f"written   {figures}")
         if result.confusion is not None and importlib.util.find_spec("plotly") is None:
             print(f"{picture.name} needs plotly: pip install 'hybridpar[report]'", file=sys.stderr)
         elif result.confusion is not None:
@@ -138,5 +133,5 @@ def _report(command: Evaluate, trained: Trained, result: TestResult) -> None:
 
             matrix = confusion_matrix(result.confusion, result.classes)
             write_page(picture, f"{trained.name} on {trained.config.data}", [element("pre", result.text()), matrix])
-            print(f"written   {picture}", file=aside)
+            print(f"written   {picture}")
     note_orderly_end()

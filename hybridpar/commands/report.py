@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.errors import UsageError, check, not_installed
+from hybridpar.errors import check, not_installed
 from hybridpar.formats.output_files import check_writable
 
 if TYPE_CHECKING:
@@ -83,22 +83,5 @@ def page_parts(runs: dict[str, PastRun]) -> Iterator[str | Figure]:
             yield table(report_rows(run.summary), "Report")
             if run.summary["prediction_warning"]:
                 yield element("strong", run.summary["prediction_warning"])
-        if run.options.get("timeline"):
-            yield from _timeline(run, Path(str(run.options["timeline"])))
         rows = [["directory", str(run.directory)], *option_rows(differing_options([{}, run.options]))]
         yield table(rows, "Options that are not by default: the default, then that of the run")
-
-
-def _timeline(run: PastRun, path: Path) -> Iterator[str | Figure]:
-    """The step of median length that `--timeline` recorded."""
-    from hybridpar.observe.page import element, step_on_lanes
-    from hybridpar.observe.timeline import read_timeline
-
-    try:
-        timeline = read_timeline(path if path.exists() else run.directory / path.name)
-    except UsageError as error:
-        yield element("strong", f"There is no timeline to show: {error.what}.")
-        return
-    yield element("h3", "A step on its lanes")
-    yield element("pre", "\n".join(timeline.lines()))
-    yield step_on_lanes(timeline)

@@ -15,7 +15,7 @@ import tyro
 
 from hybridpar.commands import register_command
 from hybridpar.commands.report import check_page
-from hybridpar.errors import PlanError, counted
+from hybridpar.errors import PlanError, counted, shortened
 from hybridpar.formats.file_reader import read_json
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from hybridpar.observe.timeline import Timeline
     from hybridpar.plan import Plan
-
-#: Most rules of a codec policy that are shown.
-_MOST_RULES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +114,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         for saving, what in ((pipeline.recompute, "computed again"), (pipeline.offload, "in the host's memory")):
             flow += f", stages {' '.join(map(str, saving))} {what}" if saving else ""
     yield flow
-    if plan.sync is not None and any(rule.codec != "none" for rule in plan.sync.policy):
-        for rule in plan.sync.policy[:_MOST_RULES]:
-            yield f"gradients {rule.pattern[:36]:36} as {rule.codec[:28]}".rstrip()
-        if len(plan.sync.policy) > _MOST_RULES:
-            yield f"          and {len(plan.sync.policy) - _MOST_RULES} more rules"
+    rules = plan.sync.policy if plan.sync is not None else ()
+    if any(rule.codec != "none" for rule in rules):
+        yield "gradients " + shortened("; ".join(f"{rule.pattern} -> {rule.codec}" for rule in rules), 400)
     for row in PREDICTED_FIGURES:
         if (value := getattr(plan.predicted, row.name, None)) is not None:
             yield f"predicted {row.text(value):>9}  {row.title}"

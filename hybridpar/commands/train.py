@@ -168,10 +168,7 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
 
 
 def check_names(command: TrainConfig) -> None:
-    """Check what can be known of names and codecs before there are workers; torch is imported for none.
-
-    A codec with options, and a policy, is the exception: only the codec itself can check them.
-    """
+    """Check what can be known of names before there are workers, without the seconds that torch takes."""
     from hybridpar.models import parse_arguments
 
     parse_arguments(command.model_arg)
@@ -182,14 +179,8 @@ def check_names(command: TrainConfig) -> None:
         if is_file(command.weights):
             check_file(Path(command.weights))
     _check_known("data set", data_set_kind(command.data), {*TORCHVISION_SETS, *OTHER_SETS}, "hybridpar.data")
-    if command.chooses:
-        return
-    if "->" not in command.compress:
+    if not command.chooses and "->" not in command.compress:
         _check_known("codec", command.compress.strip().partition(":")[0], CODECS, "hybridpar.compress.codecs")
-    if "->" in command.compress or ":" in command.compress:
-        from hybridpar.compress import read_policy
-
-        read_policy(command.compress)
 
 
 def _check_known(kind: str, name: str, names: Collection[str], registry: str) -> None:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
-#: The type of a convolution's tensors under each `--amp`.
-_DTYPES = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
 
 class SearchOptions(Options):
     """What is searched, for how long, and where it is kept.
@@ -191,13 +188,14 @@ def _where(config: TuneRequest, threads: int) -> tuple[int, str, str]:
     """Threads, device and dtype of what is tuned."""
     import torch
 
+    from hybridpar.planner.resolve import DTYPES
     from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 
     if config.target == "cpu":
-        return config.threads or threads, cpu_fingerprint(), _DTYPES[config.amp]
+        return config.threads or threads, cpu_fingerprint(), DTYPES[config.amp]
     if not torch.cuda.is_available():
         raise UsageError("--target cuda without a GPU", "Kernels are measured on the GPU that they are for.")
-    return 1, gpu_at(torch.cuda.current_device()).fingerprint, _DTYPES[config.amp]
+    return 1, gpu_at(torch.cuda.current_device()).fingerprint, DTYPES[config.amp]
 
 
 def _show(path: Path, only: set[KernelKey] | None) -> None:
