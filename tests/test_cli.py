@@ -124,6 +124,10 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
         (["resnet18", "--lr=-1"], ["--lr -1", "greater than 0"]),
         (["resnet18", "--checkpoints", "often"], ["--checkpoints often", "60s"]),
         ([*SMALL_NET, "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),
+        (
+            [*SMALL_NET, "--batch-size", "3000"],
+            ["--batch-size is 3,000", "Use --batch-size 1024 or less"],
+        ),
         ([*SMALL_NET, "--batch-size", "8", "--micro-batches", "6"], ["Use --batch-size 12 or more"]),
         (["mobilenet_v2", "--model-arg", "stem=cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
         ([*SMALL_NET, "--compress", "qsgd_mn:bitz=4"], ["codec 'qsgd_mn' has no option 'bitz'"]),
@@ -244,27 +248,6 @@ def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
     assert code == 2
     assert_one_error(error, "nothing to resume")
     assert not (tmp_path / "b").exists()
-
-
-@pytest.mark.parametrize("other", ["--overwrite", "--resume-from=somewhere"])
-def test_options_that_contradict_resume_exit_with_2(call, tmp_path, other):
-    code, error = call(*small_arguments(tmp_path / "run", "--resume", other))
-    assert code == 2
-    assert_one_error(error, f"--resume with {other.partition('=')[0]}")
-
-
-def test_a_batch_of_more_samples_than_there_are_exits_with_2(call, tmp_path):
-    code, error = call(*small_arguments(tmp_path / "run", "--batch-size=300"))
-    assert code == 2
-    assert_one_error(error, "--batch-size is 300", "96 samples", "Use --batch-size 96 or less")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_loss_that_stays_nan_exits_with_1(call, tmp_path):
-    with faulty("NAN@0:2"):
-        code, error = call(*small_arguments(tmp_path / "run"))
-    assert code == 1
-    assert_one_error(error, "steps 2 to 4", "body.0.weight", "--lr")
 
 
 def test_debug_shows_the_traceback(call):

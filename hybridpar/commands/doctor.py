@@ -241,7 +241,7 @@ def run_hang(run: Path) -> int:
 def hang_lines(flights: Sequence[Flight], now: float) -> Iterator[str]:
     """What the workers of a job are in, and what they did last, a line for each lane."""
     from hybridpar.comm.flight import process_state
-    from hybridpar.observe.text import format_duration
+    from hybridpar.observe.records import format_duration
 
     for flight in flights:
         state = process_state(flight.pid) if flight.host == socket.gethostname() else "on another machine"

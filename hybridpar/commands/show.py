@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.commands.report import check_page
+from hybridpar.commands.runs import check_page
 from hybridpar.errors import PlanError, counted, shortened
 from hybridpar.formats.file_reader import read_json
 
@@ -75,10 +75,7 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
     console.print()
     plan = read_plan(directory / "plan.json") if (directory / "plan.json").exists() else None
     lines = [] if plan is None else list(plan_lines(plan))
-    best = (run.summary or {}).get("best") or {}
-    for checkpoint in run.checkpoints:
-        is_best = checkpoint.relative_to(directory).as_posix() == best.get("checkpoint")
-        lines.append(f"checkpoint  {checkpoint}" + (f" (best {best['metric'].replace('_', ' ')})" if is_best else ""))
+    lines += [f"checkpoint  {checkpoint}" for checkpoint in run.checkpoints]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     return plan

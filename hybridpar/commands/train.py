@@ -120,7 +120,7 @@ def _announce(command: Train) -> None:
     directory = find_folder(command, command.model).directory
     with contextlib.suppress(OSError):  # a closed pipe does not end the training
         print(f"hybridpar {__version__}: training {command.model} on {command.data}, in {directory}")
-        print("loading torch and starting the workers ...", flush=True)
+        print("loading torch ...", flush=True)
 
 
 def _on_several_machines(command: Train, hosts: str, arguments: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -153,9 +152,7 @@ def _ages(values: NDArray[np.float64]) -> dict[str, Any] | None:
     known = values[np.isfinite(values)]
     if not known.size:
         return None
-    counts = Counter(round(float(value)) for value in known)
-    histogram = {str(age): counts[age] for age in sorted(counts)}
-    return {"mean": round(float(known.mean()), 4), "most": max(counts), "histogram": histogram}
+    return {"mean": round(float(known.mean()), 4), "most": round(float(known.max()))}
 
 
 def _steady(step: NDArray[np.float64], resumed_from: int | None) -> NDArray[np.bool_]:

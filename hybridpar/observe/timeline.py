@@ -21,8 +21,8 @@ from hybridpar.schedule.actions import Action, Kind
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans, joint_bubble
 
-#: Kinds of queues in the order in which they are shown. A trace begins with `steps`: when a worker was busy with one.
-QUEUES = ("steps", "compute", "send", "receive", "sync", "control", "copy")
+#: Kinds of queues in the order in which they are shown.
+QUEUES = ("compute", "send", "receive", "sync", "control", "copy")
 
 #: What `otherData` calls the writer, by which our traces are told from those of others.
 _WRITER = "hybridpar timeline 3"
@@ -122,17 +122,14 @@ class Timeline:
         """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`."""
         if queue in ("send", "receive"):
             return f"{queue} {'to' if queue == 'send' else 'from'} worker {self.layout.peer(worker, lane)}"
-        return queue if queue == "steps" else f"{queue} lane {lane}"
+        return f"{queue} lane {lane}"
 
     def lines(self) -> Iterator[str]:
         """What ran, and the figures of every worker in the step of median length."""
-        facts, steps = self.facts, self.steps
-        replicas = f" x {self.layout.replicas} replicas" if self.layout.replicas > 1 else ""
-        parts = [str(facts.get("model", "")), counted(self.layout.stages, "stage") + replicas]
-        parts += [counted(facts["micro_batches"], "micro-batch")] if "micro_batches" in facts else []
-        parts += [str(facts.get("schedule", "")), f"steps {steps[0]} to {steps[-1]}"]
-        yield ", ".join(filter(None, parts))
-        yield from (f"{key}: {facts[key]}" for key in ("prediction", "clocks", "whole") if key in facts)
+        model, replicas = self.facts.get("model", "a model"), self.layout.replicas
+        stages = counted(self.layout.stages, "stage") + (f" x {replicas} replicas" if replicas > 1 else "")
+        yield f"{model}, {stages}, steps {self.steps[0]} to {self.steps[-1]}"
+        yield from (f"{key.replace('_', '-')}: {value}" for key, value in self.facts.items() if key != "model")
         for title, rows in self.panels():
             yield from ("", title)
             for row in rows:
@@ -188,24 +185,17 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
     zero = min((row.spans.origin for row in timeline.rows), default=0.0)
     events: list[dict[str, Any]] = []
     names: dict[tuple[int, int], str] = {}  # of processes and threads
-    free: dict[int, float] = {}
-    for row in sorted(timeline.rows, key=lambda row: row.step):
-        process, origin, end = 2 * row.worker + (1 if row.predicted else 2), row.spans.origin - zero, row.end - zero
+    for row in timeline.rows:
+        process, origin = 2 * row.worker + (1 if row.predicted else 2), 1e6 * (row.spans.origin - zero)
         names[process, 0] = f"{'predicted ' if row.predicted else ''}worker {row.worker}"
-        # From where the step before has ended: on other lanes this one may have begun before.
-        boxes = [(f"step {row.step}", "steps", 0, max(origin, min(free.get(process, 0.0), end)), end)]
-        free[process] = end
         for span in row.spans.spans:
-            start, stop = origin + span.start_ms / 1e3, origin + span.end_ms / 1e3
-            boxes.append((describe_action(span.action), span.queue, span.lane, start, stop))
-        for name, queue, lane, start, stop in boxes:
             # Unique in the whole file: Perfetto takes them for ids of the operating system.
-            thread = (process * len(QUEUES) + QUEUES.index(queue)) * 10_000 + lane
-            names[process, thread] = timeline.queue_name(queue, lane, row.worker)
-            begin, until = (round(1e6 * seconds, 3) for seconds in (start, stop))
-            event = {"ph": "X", "name": name, "cat": queue, "pid": process, "tid": thread, "ts": begin}
+            thread = (process * len(QUEUES) + QUEUES.index(span.queue)) * 10_000 + span.lane
+            names[process, thread] = timeline.queue_name(span.queue, span.lane, row.worker)
+            begin, until = (round(origin + 1e3 * moment, 3) for moment in (span.start_ms, span.end_ms))
+            event = {"ph": "X", "name": describe_action(span.action), "cat": span.queue, "pid": process, "tid": thread}
             # The length is of rounded ends: what follows directly must not overlap.
-            events.append(event | {"dur": round(until - begin, 3), "args": {"step": row.step}})
+            events.append(event | {"ts": begin, "dur": round(until - begin, 3), "args": {"step": row.step}})
     for (process, thread), name in names.items():
         meta, what = {"ph": "M", "pid": process, "tid": thread, "ts": 0}, "thread" if thread else "process"
         events.append(meta | {"name": f"{what}_name", "args": {"name": name}})

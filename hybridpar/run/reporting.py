@@ -16,7 +16,7 @@ from hybridpar.machine.devices import machine_load
 from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord, format_bytes, format_duration
 from hybridpar.observe.summary import (
     SUMMARY_FILE,
     print_report,
@@ -25,7 +25,6 @@ from hybridpar.observe.summary import (
     summarize,
     write_summary,
 )
-from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import Kernels, ResolvedPlan, StepFigures, SyncRule
 from hybridpar.run.directory import plain_options
 from hybridpar.run.part import Part, Run, RunTrainer, sync_of

@@ -8,7 +8,7 @@ from dataclasses import astuple, fields
 from pathlib import Path
 
 from hybridpar.formats.output_files import replace_file
-from hybridpar.observe.text import format_bytes
+from hybridpar.observe.records import format_bytes
 from hybridpar.sync.compression_table import LayerBytes, WireFormat
 
 #: In the run directory: the codec of each parameter.
