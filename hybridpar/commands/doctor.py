@@ -85,11 +85,7 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-@register_command(
-    "doctor",
-    "Show what this machine offers, and how to mend what is missing; or where a run hangs (--hang RUN).",
-    Doctor,
-)
+@register_command("doctor", Doctor)
 def run_doctor(command: Doctor, arguments: Sequence[str]) -> int:
     """Look at software and directories, and start the workers that measure, or be one of them; or look at a run."""
     if command.hang is not None:

@@ -105,19 +105,17 @@ class Evaluate(TrainedModel):
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
 
 
-@register_command(
-    "evaluate", "Test the model of a run, or weights: accuracy, by class, confusion, calibration.", Evaluate
-)
+@register_command("evaluate", Evaluate)
 def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
     """Test on this worker, or start the workers of this machine and wait for them."""
-    from hybridpar.machine.devices import gpu_count, has_gpu_driver
+    from hybridpar.machine.devices import gpu_count
 
     trained = command.find()
     if not in_job():
         if command.output is not None:
             command.refuse_replacing(*(command.output / name for name in _FILES))
         # What a CPU computes alone is divided among its cores by torch.
-        workers = command.nproc or (gpu_count() if has_gpu_driver() else 0) or 1
+        workers = command.nproc or gpu_count() or 1
         if workers > 1:
             from hybridpar.machine.supervise import launch_workers
 
@@ -153,7 +151,7 @@ def _report(output: Path | None, trained: Trained, result: TestResult) -> None:
 
 
 class Predict(TrainedModel):
-    """Classify image files with the model of a run.
+    """Classify image files with the model of a run, as a table in CSV.
 
     Exits with 0 where all of them were classified, and with 1 where some could not be read, which are left out.
 
@@ -165,18 +163,14 @@ class Predict(TrainedModel):
         loader_workers: Loader processes that decode images; default: 2, and 0 for few images.
     """
 
-    files: Annotated[
-        tuple[Path, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="FILE|FOLDER ...", help_behavior_hint=""),
-    ]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER ...")]
     top: Annotated[int, AT_LEAST_1] = 1
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     batch_size: int = 64
     loader_workers: int | None = None
 
 
-@register_command("predict", "Classify image files with the model of a run, as a table in CSV.", Predict)
+@register_command("predict", Predict)
 def run_predict(command: Predict, _: Sequence[str]) -> int:
     """Classify files, and write a row for each."""
     check(bool(command.files), "no image is named", "Behind RUN stand image files, or folders that hold some.")
@@ -231,11 +225,7 @@ class Export(TrainedModel):
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
 
 
-@register_command(
-    "export",
-    "Write the model of a run into a file that runs without hybridpar: torch.export or ONNX.",
-    Export,
-)
+@register_command("export", Export)
 def run_export(command: Export, _: Sequence[str]) -> int:
     """Write and check the file."""
     check_writable("--output", command.output)

@@ -40,7 +40,7 @@ class Runs(Options):
     delete: bool = False
 
 
-@register_command("runs", "List runs, compare them, or delete some of their checkpoints.", Runs)
+@register_command("runs", Runs)
 def run_runs(command: Runs, _: Sequence[str]) -> int:
     """List, compare or prune."""
     check_rules(command)
@@ -115,15 +115,13 @@ def _prune(folders: Sequence[Path], keep: int, *, delete: bool) -> None:
 class Report:
     """Write one HTML page about a run, or several of them side by side. The page needs no network and no other file."""
 
-    runs: Annotated[
-        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")
-    ]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Run directories."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
     """The file to write; an earlier report is replaced."""
 
 
-@register_command("report", "Write one HTML page about a run, or several of them side by side.", Report)
+@register_command("report", Report)
 def run_report(command: Report, _: Sequence[str]) -> int:
     """Write the page."""
     check_page("--output", command.output)

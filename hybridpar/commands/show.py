@@ -35,19 +35,17 @@ class Show:
     """Draw it into this .html file, a page with zoom; of a plan, the schedule with its predicted times."""
 
 
-@register_command("show", "Print a run, a plan or a timeline, and draw it.", Show)
-def _run(command: Show, _: Sequence[str]) -> int:
-    return run_show(command.file, command.draw)
-
-
-def run_show(path: Path, draw: Path | None = None, console: Console | None = None) -> int:
+@register_command("show", Show)
+def run_show(command: Show, _: Sequence[str]) -> int:
     """Print what is in a file, and draw it if asked to."""
     from rich.console import Console
 
-    console = console or Console()
+    console, path, draw = Console(), command.file, command.draw
     if draw is not None:
         check_page("--draw", draw)
-    shown = _show_run(path, console) if path.is_dir() else _show_file(path, console)
+    shown, lines = _show_run(path, console) if path.is_dir() else _show_file(path, console)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
     if draw is not None and shown is not None:
         from hybridpar.observe.page import step_on_lanes, write_page
         from hybridpar.plan import Plan
@@ -59,30 +57,26 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
     return 0
 
 
-def _show_run(directory: Path, console: Console) -> Plan | None:
-    """What a run is, how far it is, its result, its plan and its checkpoints."""
+def _show_run(directory: Path, console: Console) -> tuple[Plan | None, list[str]]:
+    """Print the result of a run; its plan, and lines on how far it is, its plan and its checkpoints."""
     from hybridpar.observe.summary import print_report
     from hybridpar.plan import read_plan
     from hybridpar.run.runs import read_run
 
-    run = read_run(directory)
+    run, lines, plan = read_run(directory), [""], None
     if run.summary is not None:
         print_report(run.summary, console=console)
     else:
-        model, data = run.options["model"], run.options.get("data", "")
-        console.print(f"run  {model} on {data}, without a report: still running, or ended before its end")
-        console.print(f"     {run.table.last_step:,} steps are recorded")
-    console.print()
-    plan = read_plan(directory / "plan.json") if (directory / "plan.json").exists() else None
-    lines = [] if plan is None else list(plan_lines(plan))
-    lines += [f"checkpoint  {checkpoint}" for checkpoint in run.checkpoints]
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    return plan
+        lines = [f"run  {run.options['model']} on {run.options.get('data', '')}, without a report:"]
+        lines.append(f"     {run.table.last_step:,} steps are recorded; it is still running, or ended before its end")
+    if (directory / "plan.json").exists():
+        plan = read_plan(directory / "plan.json")
+        lines += plan_lines(plan)
+    return plan, lines + [f"checkpoint  {checkpoint}" for checkpoint in run.checkpoints]
 
 
-def _show_file(path: Path, console: Console) -> Plan | Timeline:
-    """A plan or a trace."""
+def _show_file(path: Path, console: Console) -> tuple[Plan | Timeline, list[str]]:
+    """Print the partition of a plan; the plan or the trace, and lines on it."""
     from hybridpar.observe.timeline import timeline_of
     from hybridpar.partition.table import print_partition
     from hybridpar.plan import parse_plan
@@ -90,14 +84,10 @@ def _show_file(path: Path, console: Console) -> Plan | Timeline:
     data = read_json(path, "the file", PlanError, "Name a run directory, a plan, or a trace of --timeline.")
     if isinstance(data, dict) and "traceEvents" in data:
         timeline = timeline_of(data, str(path))
-        for line in timeline.lines():
-            console.print(line, highlight=False)
-        return timeline
+        return timeline, [*timeline.lines()]
     plan = parse_plan(data, str(path))
     print_partition(plan, console)
-    for line in plan_lines(plan):
-        console.print(line, highlight=False, soft_wrap=True)
-    return plan
+    return plan, [*plan_lines(plan)]
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:

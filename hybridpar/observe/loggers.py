@@ -22,7 +22,7 @@ from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, StepRecord
 from hybridpar.registry import Registry
 
-#: Seconds that all tools have at the end of a run.
+#: Seconds that a tool has at the end of a run.
 CLOSE_SECONDS = 15.0
 
 #: Experiment of MLflow and project of W&B where no variable names one.
@@ -145,14 +145,13 @@ class Loggers:
                 logger.write(record.step, figures)
 
     def close(self, ending: Ending, seconds: float = CLOSE_SECONDS) -> bool:
-        """End all, for a limited time. False where a tool is still at it."""
+        """End all at once, and wait for a limited time for each. False where a tool is still at it."""
         # A tool may upload for as long as there is no network; only its own thread is held up by that.
         threads = {name: Thread(target=self._end, args=(name, ending), daemon=True) for name in self._open}
         for thread in threads.values():
             thread.start()
-        until = time.monotonic() + seconds
         for name, thread in threads.items():
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(seconds)
             if thread.is_alive():
                 self._say(f"warning: the logger {name} did not end in time; it may lack the last records")
         return not any(thread.is_alive() for thread in threads.values())

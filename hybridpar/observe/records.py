@@ -16,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
 from rich.filesize import decimal
 
 
@@ -104,6 +106,17 @@ class Figure:
         """A value as it is shown."""
         return UNITS[self.unit](value)
 
+    def reduced(self, values: ArrayLike) -> float | None:
+        """One figure from the finite ones of several steps."""
+        known = np.asarray(values, dtype=np.float64)
+        known = known[np.isfinite(known)]
+        if self.reduce == "sum":
+            return round(float(known.sum()))
+        if not len(known):
+            return None
+        value = float(np.mean(known) if self.reduce == "mean" else np.median(known))
+        return round(value) if self.unit == "bytes" else round(value, 3)
+
 
 def _figure(unit: str, default: Any = MISSING, *, init: bool = True, **row: Any) -> Any:
     """A field of a record that is a row of the table."""
@@ -154,25 +167,18 @@ class StepRecord:
         "ms", log=True, chart="Time of a step (ms)", reduce="median", key="step_ms_median", title="step"
     )
     compute_ms: float = _figure("ms", log=True, reduce="part", title="compute", predicted=True)
-    exposed_sync_ms: float = _figure("ms", log=True, reduce="part", title="exposed sync", usual=0, predicted=True)
+    exposed_sync_ms: float = _figure("ms", log=True, reduce="part", title="exposed sync", predicted=True)
     data_ms: float = _figure("ms", log=True, reduce="part", title="waiting for data")
     bytes_sent: int = _figure(
-        "bytes",
-        log=True,
-        workers=True,
-        reduce="mean",
-        key="bytes_sent_per_step",
-        title="sent per step",
-        usual=0,
-        predicted=True,
+        "bytes", log=True, workers=True, reduce="mean", key="bytes_sent_per_step", title="sent per step", predicted=True
     )
-    skipped: bool = _figure("flag", reduce="sum", key="skipped_steps", title="skipped steps", usual=0)
+    skipped: bool = _figure("flag", reduce="sum", key="skipped_steps", title="skipped steps")
     grad_norm: float | None = _figure("norm", log=True, chart="Gradient norm")
     bytes_before: int | None = _figure("bytes", None)
     bytes_after: int | None = _figure("bytes", None)
-    encode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="encoding", usual=0)
+    encode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="encoding")
     wire_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="on the wire")
-    decode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="decoding", usual=0)
+    decode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="decoding")
     sync_ms: float | None = _figure("ms", None, workers=True, reduce="median")
     hidden_share: float | None = _figure("part", None)
     residual_norm: float | None = _figure("norm", None, log=True, chart="Residual norm: not sent yet")
@@ -241,7 +247,9 @@ _RESULTS = (
     Figure("best", "checkpoint", title="best checkpoint"),
 )
 _OF_STEPS = tuple(
-    replace(row, name=row.key, unit="count" if row.reduce == "sum" else row.unit) for row in STEP_FIGURES if row.reduce
+    replace(row, name=row.key, unit="count" if row.reduce == "sum" else row.unit, usual=0)
+    for row in STEP_FIGURES
+    if row.reduce
 )
 #: How it was laid out, and what that took.
 _LAYOUT = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, StepRecord
-from hybridpar.observe.summary import WARM_UP_STEPS, divided_step, reduced, step_shares
+from hybridpar.observe.summary import WARM_UP_STEPS, divided_step, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
 from hybridpar.train.results import StepResult
 
@@ -191,7 +191,7 @@ class Timings:
         totals["exposed_ms"] = sum(self._steady("exposed_sync_ms")) if totals["sums_ms"] else 0.0
         computed = self._computed[WARM_UP_STEPS:] or self._computed
         return Share(
-            {row.key: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
+            {row.key: row.reduced(self._steady(row.name)) for row in _OF_WORKERS},
             totals,
             dict(peaks or {}),
             step_shares([*zip(*map(self._steady, STEP_PARTS), strict=True)]),
@@ -212,7 +212,7 @@ def combine(
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
     for row in _OF_WORKERS:
         if values := [value for share in known if (value := share.means[row.key]) is not None]:
-            result[row.key] = reduced(replace(row, reduce="mean"), values)
+            result[row.key] = replace(row, reduce="mean").reduced(values)
     before, after, sums, exposed = (
         sum(share.totals[name] for share in known) for name in ("bytes_before", "bytes_after", "sums_ms", "exposed_ms")
     )

@@ -14,7 +14,6 @@ from hybridpar.cli import main
 from hybridpar.comm.world import World
 from hybridpar.commands.plan import PlanRequest
 from hybridpar.commands.plan.search import search
-from hybridpar.commands.show import run_show
 from hybridpar.errors import HybridparError
 from hybridpar.plan import read_plan
 from hybridpar.planner.inputs import inputs_of_plan
@@ -87,7 +86,7 @@ def test_what_is_decided_is_followed_and_shown(two, tmp_path, capsys):
     made = read_plan(plan)
     assert (len(made.partition.stages), made.layout.texts()) == (2, ("0,1",))
     assert (made.pipeline.schedule, made.pipeline.micro_batches, made.measured.profile) == ("gpipe", 2, "measured")
-    assert run_show(plan) == 0
+    assert main(["show", str(plan)]) == 0
     assert "2 stages" in capsys.readouterr().out
 
 
