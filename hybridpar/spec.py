@@ -63,7 +63,7 @@ class Options:
 
 
 @functools.cache
-def choices_of(kind: type) -> dict[str, type]:
+def choices_of(kind: Any) -> dict[str, Any]:
     """A class and the classes derived from it by the names that users choose them by, where they have one."""
     here = {kind.choice: kind} if issubclass(kind, Options) and kind.choice else {}
     return here | {name: found for below in kind.__subclasses__() for name, found in choices_of(below).items()}
@@ -80,7 +80,8 @@ class Spec(Generic[_T]):
     """
 
     def __init__(self, option: str, kind: type[_T], *, usual: str = "", absent: _T | None = None) -> None:
-        self._option, self._kind, self._usual, self._absent = option, kind, usual, absent
+        self._option, self._usual, self._absent = option, usual, absent
+        self._kind: Any = kind  # for what is cached by it
 
     def __get__(self, options: object, owner: type) -> _T:
         text = getattr(options, self._option)

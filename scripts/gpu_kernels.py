@@ -31,9 +31,10 @@ from benchmarks.rig.rows import Row, row  # noqa: E402
 from hybridpar.compress import kernels  # noqa: E402
 from hybridpar.compress.codec import TensorSpec  # noqa: E402
 from hybridpar.compress.codecs.onebit import RowSigns  # noqa: E402
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise  # noqa: E402
+from hybridpar.compress.codecs.qsgd import LevelQuantiser  # noqa: E402
 from hybridpar.compress.codecs.twobit import TernaryQuantiser  # noqa: E402
 from hybridpar.compress.memory import Memory, Residual, Scratch  # noqa: E402
+from hybridpar.compress.packing import Noise  # noqa: E402
 from hybridpar.compress.quantised import Quantiser  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
 

@@ -9,7 +9,6 @@ package with a short message; whatever else it raises is printed with the seed t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import logging
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,19 +61,8 @@ MOST_SECONDS, MOST_MEMORY = 30, 16 << 30
 INFO = RunInfo("net", "digits", 2, "cpu", 1, 4, 2, parameters=9, batch_size=8, run_dir=Path())
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of file.
-
-    Attributes:
-        name: Of the file.
-        good: Its content.
-        read: Reads it.
-    """
-
-    name: str
-    good: bytes
-    read: Callable[[Path], object]
+#: The content of a good file, and what reads it.
+Kind = tuple[bytes, Callable[[Path], object]]
 
 
 # ---------------------------------------------------------------------------------------------------------- good files
@@ -117,21 +105,20 @@ def _read_times(path: Path) -> None:
         cache.load_measurement("units", PROFILE_KEY, profile_cache.TIMES)
 
 
-def kinds() -> list[Kind]:
-    """All kinds of files but checkpoints."""
+def kinds() -> dict[str, Kind]:
+    """All kinds of files but checkpoints, by name."""
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
     times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 0.1)
-    profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
-    return [
-        Kind("plan.json", _plan(), _read_plan),
-        Kind("cluster.toml", CLUSTER.encode(), read_cluster_file),
-        Kind("run.json", RUN, _find_run),
-        Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline),
-        Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent)),
-        Kind("kernels.jsonl", _database(), read_database),
-        Kind("schedule.csv", ROWS, lambda path: read_schedule(path.read_text(encoding="utf-8", errors="replace"))),
-        Kind("units-1.json", profile, _read_times),
-    ]
+    return {
+        "plan.json": (_plan(), _read_plan),
+        "cluster.toml": (CLUSTER.encode(), read_cluster_file),
+        "run.json": (RUN, _find_run),
+        "trace.json": (json.dumps(trace_of(timeline)).encode(), read_timeline),
+        "metrics.jsonl": (_metrics(), lambda path: read_metrics(path.parent)),
+        "kernels.jsonl": (_database(), read_database),
+        "schedule.csv": (ROWS, lambda path: read_schedule(path.read_text(encoding="utf-8", errors="replace"))),
+        "units-1.json": (json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode(), _read_times),
+    }
 
 
 RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "nproc": 2, "mean": [0.1, 0.2, 0.3], "amp": "bf16",
@@ -229,17 +216,16 @@ class _File:
     """A file of a kind, and damaged ones in its place."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._kind = next(kind for kind in kinds() if kind.name == name)
-        self._path = folder / "files" / name
-        self._path.parent.mkdir()
+        self._good, self._read = kinds()[name]
+        self._path = folder / name
 
     def damage(self, chance: random.Random) -> None:
         """Put a damaged file in its place."""
-        self._path.write_bytes(damaged(self._kind.good, chance))
+        self._path.write_bytes(damaged(self._good, chance))
 
     def read(self) -> None:
         """Read it."""
-        self._kind.read(self._path)
+        self._read(self._path)
 
 
 class _Checkpoint:
@@ -314,28 +300,23 @@ def complaints(name: str, mutants: int, seed: int = 0) -> list[str]:
     """
     found: list[str] = []
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=memory) as temporary, _silent():
-        subject = _Checkpoint(Path(temporary)) if name == "checkpoint" else _File(Path(temporary), name)
-        for number in range(seed, seed + mutants):
-            subject.damage(random.Random(f"{name} {number}"))
-            if (wrong := complaint(subject.read)) is not None:
-                found.append(f"{name} {number}: {wrong}")
-    return found
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Without logs: some readers tell what they leave out."""
-    logging.disable(logging.WARNING)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # some readers tell what they leave out
     try:
-        yield
+        with tempfile.TemporaryDirectory(dir=memory) as temporary:
+            subject = _Checkpoint(Path(temporary)) if name == "checkpoint" else _File(Path(temporary), name)
+            for number in range(seed, seed + mutants):
+                subject.damage(random.Random(f"{name} {number}"))
+                if (wrong := complaint(subject.read)) is not None:
+                    found.append(f"{name} {number}: {wrong}")
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
+    return found
 
 
 def names() -> list[str]:
     """Of all kinds."""
-    return ["checkpoint", *(kind.name for kind in kinds())]
+    return ["checkpoint", *kinds()]
 
 
 def main() -> int:
@@ -346,16 +327,13 @@ def main() -> int:
     parser.add_argument("--kind", choices=names(), help="only this kind")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
-    chosen = [options.kind] if options.kind else names()
-    failed = 0
+    chosen, failed = [options.kind] if options.kind else names(), 0
+    each = max(1, options.mutants // len(chosen))
     for name in chosen:
-        each, found = max(1, options.mutants // len(chosen)), []
-        for first in range(options.seed, options.seed + each, 1000):
-            signal.alarm(10 * MOST_SECONDS)  # of a thousand
-            found += complaints(name, min(1000, options.seed + each - first), first)
+        signal.alarm(MOST_SECONDS * each // 100)
+        found = complaints(name, each, options.seed)
         signal.alarm(0)
-        print(f"{name}: {each} damaged files, {len(found)} complaint(s)", flush=True)
-        print("\n".join(found[:10]), end="\n" if found else "")
+        print(f"{name}: {each} damaged files, {len(found)} complaint(s)", *found[:10], sep="\n", flush=True)
         failed += len(found)
     return 1 if failed else 0
 

@@ -50,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
         "sync",
         "tvm_kernels",
     },
-    "data": {"config", "errors", "formats", "lanes", "registry"},
+    "data": {"config", "errors", "formats", "lanes", "registry", "spec"},
     "train": {
         "comm",
         "compress",

@@ -1,9 +1,9 @@
 """Builds kernels for this CPU with TVM, once, and loads them without TVM or a compiler.
 
 Kernels are defined in source files of their own, each with a function `define(writer)` that returns functions of TIR by
-name, read from TVMScript (`hybridpar.codegen.tir_script`), written out, or made by a schedule of `writer.tvm`. They are
-compiled to one object file by a child process of `hybridpar.codegen.compile_pool`, as `import tvm` takes seconds and
-starts threads. apache-tvm-ffi-orcjit loads the file from memory, without linker or compiler.
+name, read from TVMScript (`hybridpar.codegen.tir_script`) or written out, for CUDA by a schedule of `writer.tvm`. They
+are compiled to one object file by a child process of `hybridpar.codegen.compile_pool`, as `import tvm` takes seconds
+and starts threads. apache-tvm-ffi-orcjit loads the file from memory, without linker or compiler.
 
 The file is kept in the user's cache (`hybridpar.codegen.cache`). Its name is a hash of what it was made from: sources,
 TVM's version, the CPU with its features. Where nothing can be built, one line is logged and callers use their fallback.
@@ -34,8 +34,8 @@ from typing import Any
 from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, load_or_warn
 from hybridpar.codegen.compile_pool import Builder, Built, Request
 
-#: Names of TVM's passes for functions with schedules, and for files that say WRITTEN_OUT = True.
-_SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
+#: What TVM calls the passes of `_register_pipeline`.
+_PIPELINE = "hybridpar"
 
 Function = Callable[..., Any]
 
@@ -184,11 +184,11 @@ def _serve(parent: Connection[Any, Any]) -> None:
         try:
             # TVM keeps what is half written per thread, and would go on with it after an error.
             with ThreadPoolExecutor(1) as fresh:
-                functions, pipeline = fresh.submit(_defined, Writer(tvm), request).result()
+                functions = fresh.submit(_defined, Writer(tvm), request).result()
             if request.target == "cuda":
                 image = source_of(tvm, functions, cuda).encode()
             else:
-                image = _object_file(tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod)
+                image = _object_file(tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=_PIPELINE).mod)
             parent.send(Built(tuple(sorted(functions)), image))
         except Exception as error:
             reason = str(error).strip().splitlines() or [""]
@@ -202,14 +202,12 @@ def _object_file(module: Any) -> bytes:
         return file.read_bytes()
 
 
-def _defined(writer: Any, request: Request) -> tuple[dict[str, Any], str]:
-    """The functions that are asked for, and which pipeline they go through."""
+def _defined(writer: Any, request: Request) -> dict[str, Any]:
+    """The functions that are asked for."""
     functions: dict[str, Any] = {}
-    modules = [_imported(source) for source in request.sources]
-    for module in modules:
-        functions |= module.define(writer, **request.arguments)
-    written = all(getattr(module, "WRITTEN_OUT", False) for module in modules)
-    return functions, _WRITTEN if written else _SCHEDULED
+    for source in request.sources:
+        functions |= _imported(source).define(writer, **request.arguments)
+    return functions
 
 
 @functools.cache
@@ -236,48 +234,16 @@ def _features() -> dict[str, list[str]]:
 
 
 def _register_pipeline(tvm: Any) -> None:
-    """TVM's default passes, but arrays in scope `local` stay on the stack; and the few that written out code needs.
+    """The few passes that code without blocks, schedules and storage to lower needs; TVM's others take time alone.
 
-    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. Code
-    that is written out has no blocks, schedules or storage to lower, so the passes for those would only take time.
+    `LowerTVMBuiltin` is not among them: it makes each array a call of an allocator, which keeps LLVM from holding it in
+    registers.
     """
-    pipelines, tirx = tvm.tirx.compilation_pipeline.PIPELINE_MAP, tvm.tirx.transform
-    passes, others, device = pipelines["s_tir"]()
-    mark = tirx.prim_func_pass(
-        lambda function, _module, _context: function.with_body(_on_stack(tvm, function.body)), opt_level=0
-    )
-    few = [tirx.FlattenBuffer(), tirx.StmtSimplify(), tirx.VerifyMemory(), tirx.AnnotateEntryFunc()]
-    few += [tirx.SplitHostDevice(), tirx.MakePackedAPI()]
-
-    def host() -> Any:
-        return tvm.ir.transform.Sequential([mark, others()])
-
-    pipelines[_SCHEDULED] = lambda: (passes, host, device)
-    pipelines[_WRITTEN] = lambda: (tvm.ir.transform.Sequential(few), host, device)
-
-
-def _on_stack(tvm: Any, node: Any) -> Any:
-    """A statement whose local arrays are marked; there is no mutator of statements in Python."""
-    kinds = tvm.tirx.stmt
-
-    def inside(one: Any) -> Any:
-        return None if one is None else _on_stack(tvm, one)
-
-    if isinstance(node, kinds.SeqStmt):
-        return kinds.SeqStmt([inside(one) for one in node.seq])
-    if isinstance(node, kinds.For):
-        body = inside(node.body)
-        return kinds.For(
-            node.loop_var, node.min, node.extent, node.kind, body, node.thread_binding, node.annotations, node.step
-        )
-    if isinstance(node, kinds.AttrStmt):
-        return kinds.AttrStmt(node.node, node.attr_key, node.value, inside(node.body))
-    if isinstance(node, kinds.IfThenElse):
-        return kinds.IfThenElse(node.condition, inside(node.then_case), inside(node.else_case))
-    if isinstance(node, kinds.AllocBuffer) and node.buffer.scope() == "local":
-        marks = {**dict(node.annotations or {}), "disable_lower_builtin": tvm.tirx.const(1, "bool")}
-        return kinds.AllocBuffer(node.buffer, marks)
-    return node
+    tirx = tvm.tirx.transform
+    passes = [tirx.UnrollLoop(), tirx.FlattenBuffer(), tirx.StmtSimplify(), tirx.VerifyMemory()]
+    passes += [tirx.AnnotateEntryFunc(), tirx.SplitHostDevice(), tirx.MakePackedAPI()]
+    pipeline = tvm.ir.transform.Sequential(passes), tirx.LowerIntrin, tirx.LowerIntrin
+    tvm.tirx.compilation_pipeline.register_tir_pipeline(_PIPELINE, lambda: pipeline)
 
 
 if __name__ == "__main__":

@@ -149,14 +149,10 @@ class World:
         return world
 
     def worlds_of(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> list[World | None]:
-        """A world for each party that this worker is in, of which there may be several; a collective, as `split`.
-
-        Of a world that is a part of the job only single workers can be a party: they need no groups.
-        """
+        """A world for each party that this worker is in, of which there may be several; a collective, as `split`."""
         from hybridpar.comm.group import open_group
 
         parties = [sorted(party) for party in parties]
-        assert self.size == self.job_size or max(map(len, parties)) == 1, "all workers of the job make groups together"
         facts: dict[str, Any] = {"job_size": self.job_size, "share_memory": self.share_memory}
         worlds: list[World | None] = [None] * len(parties)
         for index, party in enumerate(parties):
@@ -166,7 +162,8 @@ class World:
                 worlds[index] = World(*given, members=members, _roll_call=self._roll_call, **facts)
         with self.named_errors("dividing the workers into parties"):
             for party, world in zip(parties, worlds, strict=True):
-                group = open_group(party, self.timeout) if len(party) > 1 else None
+                ranks, part = [self.members[rank] for rank in party], self.size < self.job_size
+                group = open_group(ranks, self.timeout, members_only=part) if len(party) > 1 else None
                 if world is not None:
                     world._control_by(group)
             self._open_lanes(worlds, parties, lanes)

@@ -50,13 +50,11 @@ llvm = tvm.target.codegen.llvm_version_major()  # fails where it is built withou
 open(sys.argv[1], "w").write(f"{tvm.__version__}, LLVM {llvm}{', CUDA' if cuda else ''}")
 """
 
-#: Optional packages, by the extra of hybridpar that installs them.
-_EXTRAS = {
-    "scikit-learn": "demo",
-    **{name: name for name in ("timm", "onnx", "tensorboard", "wandb")},
-    **{"datasets": "hf", "plotly": "report", "mlflow-skinny": "mlflow"},
-    **dict.fromkeys(("lightning", "accelerate"), "integrations"),
-}
+#: Optional packages.
+_EXTRAS = (
+    *("scikit-learn", "timm", "datasets", "onnx", "plotly", "tensorboard", "wandb", "mlflow-skinny"),
+    *("lightning", "accelerate"),
+)
 
 
 class Doctor(Options):
@@ -69,15 +67,6 @@ class Doctor(Options):
 
     fresh: bool = False
     hang: Path | None = None
-
-
-@register_command(
-    "doctor",
-    "Show what this machine offers, and how to mend what is missing; or where a run hangs (--hang RUN).",
-    Doctor,
-)
-def _run(command: Doctor, arguments: Sequence[str]) -> int:
-    return run_doctor(command.fresh, arguments) if command.hang is None else run_hang(command.hang)
 
 
 class Finding(NamedTuple):
@@ -96,11 +85,14 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-def run_doctor(fresh: bool, arguments: Sequence[str]) -> int:
-    """Look at software and directories, and start the workers that measure, or be one of them."""
+@register_command("doctor", Doctor)
+def run_doctor(command: Doctor, arguments: Sequence[str]) -> int:
+    """Look at software and directories, and start the workers that measure, or be one of them; or look at a run."""
+    if command.hang is not None:
+        return run_hang(command.hang)
     if in_job():
         prepare_worker(tune=True)
-        return _measure(fresh)
+        return _measure(command.fresh)
     software, gpus = check_software()
     findings = [*software, *check_directories()]
     _print(findings)
@@ -148,15 +140,14 @@ def check_software() -> tuple[list[Finding], int]:
             findings.append(Finding("TVM", "ok", tvm.answer()))
         except LaunchError as error:
             findings.append(Finding("TVM", "warning", f"{error.what}; convolutions use stock kernels", _TVM_INSTALL))
-    missing: dict[str, list[str]] = {}
-    for package, extra in _EXTRAS.items():
+    missing = []
+    for package in _EXTRAS:
         try:
             findings.append(Finding(package, "ok", importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
-            missing.setdefault(extra, []).append(package)
+            missing.append(package)
     if missing:
-        value = f"not installed: {', '.join(name for names in missing.values() for name in names)}"
-        fix = f"python -m pip install 'hybridpar[{','.join(missing)}]'"
+        value, fix = f"not installed: {', '.join(missing)}", f"python -m pip install {' '.join(missing)}"
         findings.append(Finding("optional packages", "absent", value, fix))
     return findings, gpus
 
@@ -206,14 +197,13 @@ def cluster_findings(cluster: ClusterSpec, load: float) -> Iterator[Finding]:
     if load > BUSY_LOAD:
         value = f"other programs use the CPU ({load:.1f} per core); rates may be far too low"
         yield Finding("load", "warning", value, "hybridpar doctor --fresh")
-    copies = f"copies {(host.memory_bandwidth or 0.0) * host.devices / 1e9:,.1f} GB/s"
-    if host.kind == "cpu":
-        cores = counted(len(available_cores()), "core")
-        yield Finding("CPU", "ok", f"{host.name}, {cores}, {usable_memory() / 2**30:.1f} GiB; {copies}")
-    else:
-        memory, to_host = (host.memory or 0) / 2**30, (host.host_link or 0.0) / 1e9
-        value = f"{host.name}, {memory:.1f} GiB each; {copies}, {to_host:,.1f} GB/s each to the host"
-        yield Finding(counted(host.devices, "GPU"), "ok", value)
+    on_cpu = host.kind == "cpu"
+    name = counted(len(available_cores()), "CPU core") if on_cpu else counted(host.devices, "GPU")
+    value = f"{host.name}, {(usable_memory() if on_cpu else host.memory or 0) / 2**30:.1f} GiB"
+    value += f"; copies {(host.memory_bandwidth or 0.0) * host.devices / 1e9:,.1f} GB/s"
+    yield Finding(
+        name, "ok", value + (f", {host.host_link / 1e9:,.1f} GB/s each to the host" if host.host_link else "")
+    )
     if level is not None:
         sums, messages = (level.bandwidth * part / 1e6 for part in (level.efficiency.all_reduce, level.efficiency.send))
         value = f"{level.latency_ms:.2f} ms latency; per worker sums {sums:,.0f} MB/s, messages {messages:,.0f} MB/s"
@@ -247,7 +237,7 @@ def run_hang(run: Path) -> int:
 def hang_lines(flights: Sequence[Flight], now: float) -> Iterator[str]:
     """What the workers of a job are in, and what they did last, a line for each lane."""
     from hybridpar.comm.flight import process_state
-    from hybridpar.observe.text import format_duration
+    from hybridpar.observe.records import format_duration
 
     for flight in flights:
         state = process_state(flight.pid) if flight.host == socket.gethostname() else "on another machine"

@@ -1,16 +1,27 @@
-"""`hybridpar runs`: lists runs, compares them, and deletes checkpoints that are neither the last nor the best."""
+"""`hybridpar runs` and `report`: lists and compares runs, prunes their checkpoints, and writes a page about them.
+
+Of damaged files, and of runs that still train, what there is is shown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.errors import check, counted
+from hybridpar.errors import check, counted, not_installed
+from hybridpar.formats.output_files import check_writable
 from hybridpar.spec import AT_LEAST_1, Options, check_rules
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+    from hybridpar.run.runs import PastRun
 
 
 class Runs(Options):
@@ -29,7 +40,7 @@ class Runs(Options):
     delete: bool = False
 
 
-@register_command("runs", "List runs, compare them, or delete some of their checkpoints.", Runs)
+@register_command("runs", Runs)
 def run_runs(command: Runs, _: Sequence[str]) -> int:
     """List, compare or prune."""
     check_rules(command)
@@ -46,7 +57,7 @@ def run_runs(command: Runs, _: Sequence[str]) -> int:
 
 
 def _list(folders: Sequence[Path]) -> None:
-    from hybridpar.observe.text import format_accuracy, format_bytes
+    from hybridpar.observe.records import format_accuracy, format_bytes
     from hybridpar.run.runs import find_runs, size_of
 
     runs = find_runs(folders)
@@ -82,7 +93,7 @@ def _compare(directories: Sequence[Path]) -> None:
 
 def _prune(folders: Sequence[Path], keep: int, *, delete: bool) -> None:
     from hybridpar.formats.checkpoint_files import delete_checkpoint
-    from hybridpar.observe.text import format_bytes
+    from hybridpar.observe.records import format_bytes
     from hybridpar.run.runs import find_runs, prunable, size_of
 
     sizes = {path: size_of(path) for run in find_runs(folders) for path in prunable(run, keep)}
@@ -95,3 +106,68 @@ def _prune(folders: Sequence[Path], keep: int, *, delete: bool) -> None:
         print("nothing to delete: the last and the best checkpoints are kept")
     else:
         print(f"deleted  {total}" if delete else f"{total} would be deleted; nothing was. --delete deletes them")
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write one HTML page about a run, or several of them side by side. The page needs no network and no other file."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Run directories."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
+    """The file to write; an earlier report is replaced."""
+
+
+@register_command("report", Report)
+def run_report(command: Report, _: Sequence[str]) -> int:
+    """Write the page."""
+    check_page("--output", command.output)
+    runs = read_runs(command.runs)
+    from hybridpar.observe.page import write_page
+
+    write_page(command.output, next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs", page_parts(runs))
+    print(f"report written to {command.output}")
+    return 0
+
+
+def check_page(option: str, path: Path) -> None:
+    """Refuse a page that could not be written; an earlier one is replaced."""
+    if importlib.util.find_spec("plotly") is None:
+        raise not_installed(f"{option} {path} needs plotly", "report")
+    check(path.suffix == ".html", f"{option} {path}", "A page is an .html file.", f"Use {path.with_suffix('.html')}.")
+    check_writable(option, path)
+
+
+def read_runs(directories: Sequence[Path]) -> dict[str, PastRun]:
+    """The runs by their names on the page."""
+    from hybridpar.run.runs import names_of, read_run
+
+    check(bool(directories), "no run is named", fix="Name a run directory, for instance runs/resnet18-digits.")
+    runs = {name: read_run(directory) for name, directory in zip(names_of(directories), directories, strict=True)}
+    check(len(runs) == len(directories), "a run is named twice", fix="Name each run once.")
+    return runs
+
+
+def page_parts(runs: dict[str, PastRun]) -> Iterator[str | Figure]:
+    """The page below its title: what compares runs, then each of them."""
+    from hybridpar.observe.page import curves, element, table
+    from hybridpar.observe.summary import report_rows
+    from hybridpar.run.runs import comparison_rows, differing_options, option_rows
+
+    caption = "Results, then the options that differ" if len(runs) > 1 else "Results"
+    yield table([["", *runs], *comparison_rows([*runs.values()])], caption)
+    if (figure := curves([*runs], [run.table for run in runs.values()])) is not None:
+        yield figure
+    for name, run in runs.items():
+        yield element("h2", name)
+        if run.summary is None:
+            yield element("p", f"There is no report yet: {run.table.last_step:,} steps are recorded so far.")
+        else:
+            yield table(report_rows(run.summary), "Report")
+            if run.summary["prediction_warning"]:
+                yield element("strong", run.summary["prediction_warning"])
+        rows = [["directory", str(run.directory)], *option_rows(differing_options([{}, run.options]))]
+        yield table(rows, "Options that are not by default: the default, then that of the run")

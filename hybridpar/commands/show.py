@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.commands.report import check_page
-from hybridpar.errors import PlanError, counted
+from hybridpar.commands.runs import check_page
+from hybridpar.errors import PlanError, counted, shortened
 from hybridpar.formats.file_reader import read_json
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from hybridpar.observe.timeline import Timeline
     from hybridpar.plan import Plan
-
-#: Most rules of a codec policy that are shown.
-_MOST_RULES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +35,17 @@ class Show:
     """Draw it into this .html file, a page with zoom; of a plan, the schedule with its predicted times."""
 
 
-@register_command("show", "Print a run, a plan or a timeline, and draw it.", Show)
-def _run(command: Show, _: Sequence[str]) -> int:
-    return run_show(command.file, command.draw)
-
-
-def run_show(path: Path, draw: Path | None = None, console: Console | None = None) -> int:
+@register_command("show", Show)
+def run_show(command: Show, _: Sequence[str]) -> int:
     """Print what is in a file, and draw it if asked to."""
     from rich.console import Console
 
-    console = console or Console()
+    console, path, draw = Console(), command.file, command.draw
     if draw is not None:
         check_page("--draw", draw)
-    shown = _show_run(path, console) if path.is_dir() else _show_file(path, console)
+    shown, lines = _show_run(path, console) if path.is_dir() else _show_file(path, console)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
     if draw is not None and shown is not None:
         from hybridpar.observe.page import step_on_lanes, write_page
         from hybridpar.plan import Plan
@@ -62,33 +57,26 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
     return 0
 
 
-def _show_run(directory: Path, console: Console) -> Plan | None:
-    """What a run is, how far it is, its result, its plan and its checkpoints."""
+def _show_run(directory: Path, console: Console) -> tuple[Plan | None, list[str]]:
+    """Print the result of a run; its plan, and lines on how far it is, its plan and its checkpoints."""
     from hybridpar.observe.summary import print_report
     from hybridpar.plan import read_plan
     from hybridpar.run.runs import read_run
 
-    run = read_run(directory)
+    run, lines, plan = read_run(directory), [""], None
     if run.summary is not None:
         print_report(run.summary, console=console)
     else:
-        model, data = run.options["model"], run.options.get("data", "")
-        console.print(f"run  {model} on {data}, without a report: still running, or ended before its end")
-        console.print(f"     {run.table.last_step:,} steps are recorded")
-    console.print()
-    plan = read_plan(directory / "plan.json") if (directory / "plan.json").exists() else None
-    lines = [] if plan is None else list(plan_lines(plan))
-    best = (run.summary or {}).get("best") or {}
-    for checkpoint in run.checkpoints:
-        is_best = checkpoint.relative_to(directory).as_posix() == best.get("checkpoint")
-        lines.append(f"checkpoint  {checkpoint}" + (f" (best {best['metric'].replace('_', ' ')})" if is_best else ""))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    return plan
+        lines = [f"run  {run.options['model']} on {run.options.get('data', '')}, without a report:"]
+        lines.append(f"     {run.table.last_step:,} steps are recorded; it is still running, or ended before its end")
+    if (directory / "plan.json").exists():
+        plan = read_plan(directory / "plan.json")
+        lines += plan_lines(plan)
+    return plan, lines + [f"checkpoint  {checkpoint}" for checkpoint in run.checkpoints]
 
 
-def _show_file(path: Path, console: Console) -> Plan | Timeline:
-    """A plan or a trace."""
+def _show_file(path: Path, console: Console) -> tuple[Plan | Timeline, list[str]]:
+    """Print the partition of a plan; the plan or the trace, and lines on it."""
     from hybridpar.observe.timeline import timeline_of
     from hybridpar.partition.table import print_partition
     from hybridpar.plan import parse_plan
@@ -96,14 +84,10 @@ def _show_file(path: Path, console: Console) -> Plan | Timeline:
     data = read_json(path, "the file", PlanError, "Name a run directory, a plan, or a trace of --timeline.")
     if isinstance(data, dict) and "traceEvents" in data:
         timeline = timeline_of(data, str(path))
-        for line in timeline.lines():
-            console.print(line, highlight=False)
-        return timeline
+        return timeline, [*timeline.lines()]
     plan = parse_plan(data, str(path))
     print_partition(plan, console)
-    for line in plan_lines(plan):
-        console.print(line, highlight=False, soft_wrap=True)
-    return plan
+    return plan, [*plan_lines(plan)]
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -117,11 +101,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         for saving, what in ((pipeline.recompute, "computed again"), (pipeline.offload, "in the host's memory")):
             flow += f", stages {' '.join(map(str, saving))} {what}" if saving else ""
     yield flow
-    if plan.sync is not None and any(rule.codec != "none" for rule in plan.sync.policy):
-        for rule in plan.sync.policy[:_MOST_RULES]:
-            yield f"gradients {rule.pattern[:36]:36} as {rule.codec[:28]}".rstrip()
-        if len(plan.sync.policy) > _MOST_RULES:
-            yield f"          and {len(plan.sync.policy) - _MOST_RULES} more rules"
+    rules = plan.sync.policy if plan.sync is not None else ()
+    if any(rule.codec != "none" for rule in rules):
+        yield "gradients " + shortened("; ".join(f"{rule.pattern} -> {rule.codec}" for rule in rules), 400)
     for row in PREDICTED_FIGURES:
         if (value := getattr(plan.predicted, row.name, None)) is not None:
             yield f"predicted {row.text(value):>9}  {row.title}"

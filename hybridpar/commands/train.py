@@ -20,7 +20,7 @@ from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS, data_set_kind
 from hybridpar.config.files import FileOptions
 from hybridpar.config.sync import CODECS
 from hybridpar.errors import HybridparError, UsageError, nearest, shortened
-from hybridpar.machine.devices import hide_gpus
+from hybridpar.machine.devices import default_workers, hide_gpus
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.spec import Options
 
@@ -61,7 +61,7 @@ def check_request(command: TrainConfig) -> None:
         check_names(command)
 
 
-@register_command("train", "Train a vision model on all local workers, or as a worker of a torchrun job.", Train)
+@register_command("train", Train)
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them."""
     check_request(command)
@@ -71,7 +71,6 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         plan, shared = COMMANDS.get("plan"), [*fields(ModelArgument), *fields(TrainConfig)]
         return plan.run(plan.options(**{field.name: getattr(command, field.name) for field in shared}), arguments)
     if not in_job():
-        from hybridpar.machine.devices import default_workers
         from hybridpar.run.directory import before_the_start, recall_options
 
         with before_the_start():
@@ -120,27 +119,19 @@ def _announce(command: Train) -> None:
     directory = find_folder(command, command.model).directory
     with contextlib.suppress(OSError):  # a closed pipe does not end the training
         print(f"hybridpar {__version__}: training {command.model} on {command.data}, in {directory}")
-        print("loading torch and starting the workers ...", flush=True)
+        print("loading torch ...", flush=True)
 
 
 def _on_several_machines(command: Train, hosts: str, arguments: Sequence[str]) -> int:
     """Print or start what trains on the machines of a hosts file."""
-    from hybridpar.machine.devices import default_workers
     from hybridpar.machine.nodes import launch_by_ssh, read_hosts, torchrun_lines
 
-    how, _, name = hosts.rpartition(":")
-    if how not in ("", "ssh"):
-        how, name = "", hosts
-    file, words = Path(name), without_options(arguments, ("hosts", "nproc"))
-    machines, slots = read_hosts(file), command.nproc or default_workers()
-    if not how:
-        print(torchrun_lines(machines, slots, words))
-        return 0
-    total, names = sum(host.slots or slots for host in machines), ", ".join(host.name for host in machines)
-    print(
-        f"hybridpar {__version__}: training {command.model} on {command.data}, {total} workers on {names}", flush=True
-    )
-    return launch_by_ssh(machines, slots, words)
+    machines = read_hosts(Path(hosts.removeprefix("ssh:")))
+    slots, words = command.nproc or default_workers(), without_options(arguments, ("hosts", "nproc"))
+    if hosts.startswith("ssh:"):
+        return launch_by_ssh(machines, slots, words)
+    print(torchrun_lines(machines, slots, words))
+    return 0
 
 
 def check_workers(command: TrainConfig) -> None:
@@ -168,10 +159,7 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
 
 
 def check_names(command: TrainConfig) -> None:
-    """Check what can be known of names and codecs before there are workers; torch is imported for none.
-
-    A codec with options, and a policy, is the exception: only the codec itself can check them.
-    """
+    """Check what can be known of names before there are workers, without the seconds that torch takes."""
     from hybridpar.models import parse_arguments
 
     parse_arguments(command.model_arg)
@@ -182,14 +170,8 @@ def check_names(command: TrainConfig) -> None:
         if is_file(command.weights):
             check_file(Path(command.weights))
     _check_known("data set", data_set_kind(command.data), {*TORCHVISION_SETS, *OTHER_SETS}, "hybridpar.data")
-    if command.chooses:
-        return
-    if "->" not in command.compress:
+    if not command.chooses and "->" not in command.compress:
         _check_known("codec", command.compress.strip().partition(":")[0], CODECS, "hybridpar.compress.codecs")
-    if "->" in command.compress or ":" in command.compress:
-        from hybridpar.compress import read_policy
-
-        read_policy(command.compress)
 
 
 def _check_known(kind: str, name: str, names: Collection[str], registry: str) -> None:

@@ -98,12 +98,7 @@ def parse_seconds(budget: str) -> float:
     return seconds
 
 
-@register_command(
-    "tune",
-    "Search the fastest kernels for a model on this machine, and keep what was measured.",
-    TuneRequest,
-    Search=SearchOptions,
-)
+@register_command("tune", TuneRequest, Search=SearchOptions)
 def run_tune(config: TuneRequest, _: Sequence[str] = ()) -> int:
     """Tune, or show what was tuned."""
     config.check()
@@ -130,11 +125,8 @@ def run_tune(config: TuneRequest, _: Sequence[str] = ()) -> int:
                 text = f"{progress.key.shape.text} {progress.key.direction}{best}"
                 show(description=text, completed=progress.done, total=progress.total)
 
-            report = search_all(
-                *(weigh(work), path, parse_seconds(config.budget)),
-                **{"again": config.again, "seed": config.seed, "trials": config.trials},
-                on_progress=on_progress,
-            )
+            goal, trials = (weigh(work), path, parse_seconds(config.budget)), config.trials
+            report = search_all(*goal, again=config.again, seed=config.seed, trials=trials, on_progress=on_progress)
     except KernelsUnavailable as error:
         raise KernelError(
             f"no kernel can be built here: {error}",

@@ -407,8 +407,6 @@ class Codec(ABC):
     biased: ClassVar[bool] = True
     #: Whether it sends floating-point messages, which could be sent in a shorter type.
     castable: ClassVar[bool] = False
-    #: Types of devices that there are compiled kernels for, see `hybridpar.compress.kernels`.
-    kernels: ClassVar[tuple[str, ...]] = ()
     #: Whether a gradient is taken as soon as it is there: its first message is written from it alone, whatever others
     #: write, and it is not needed afterwards.
     at_once: ClassVar[bool] = False
@@ -431,6 +429,17 @@ class Codec(ABC):
         """
         return math.prod(shape) > 0
 
+    def prepare(self, device: torch.device) -> bool:
+        """Build or load compiled kernels, so that no step waits for it; no collective.
+
+        Args:
+            device: Where gradients are.
+
+        Returns:
+            Whether there are any.
+        """
+        return False
+
     @abstractmethod
     def coder(self, spec: TensorSpec) -> Coder:
         """A coder for one parameter on one worker; a codec's author writes this.
@@ -447,10 +456,7 @@ class Codec(ABC):
         """
         if not self.fits(spec.shape):
             return Full(spec)
-        if self.kernels:
-            from hybridpar.compress.kernels import prepare
-
-            prepare(self, spec.device)
+        self.prepare(spec.device)
         coder = self.coder(spec if self.cast == "fp32" else replace(spec, wire=WIRE_TYPES[self.cast]))
         return FeedbackCoder(spec, coder, self.decay, self.warmup) if self.feedback else coder
 

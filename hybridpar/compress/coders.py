@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Group, split
+from hybridpar.comm.world import World
 from hybridpar.compress.codec import Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange, PhaseTimer, Traffic
-from hybridpar.compress.nodes import Leaders, Nodes
+from hybridpar.compress.nodes import Leaders, NodeWorlds
 from hybridpar.compress.policy import Policy
+from hybridpar.errors import SyncError
 
 
 def has_rows(parameter: Tensor) -> bool:
@@ -92,23 +94,21 @@ class ParameterCoders:
     """The coders of a worker's parameters."""
 
     def __init__(
-        self,
-        policy: Policy,
-        rank: int,
-        workers: int,
-        seed: int,
-        *,
-        average: bool,
-        nodes: Nodes | None = None,
-        node_rank: int = 0,
+        self, policy: Policy, world: World, seed: int = 0, nodes: NodeWorlds | None = None, *, average: bool
     ) -> None:
-        self.policy = policy
-        self._ranks = rank, workers
-        self._seed = seed
-        self._average = average
-        self._members = nodes.members if nodes is not None else ()
-        self._node_rank = node_rank
-        self._leaders = Leaders(nodes.leaders if nodes is not None else 1)
+        alike = world.gather(policy.prepare(world.device))
+        if len(set(map(str, alike))) > 1:
+            raise SyncError(
+                f"codec {str(policy)!r} has compiled kernels on some workers only: {', '.join(map(str, alike))}",
+                "They round otherwise than torch in the last bits, so that replicas would drift apart.",
+                "Install TVM on all machines, or set HYBRIDPAR_KERNELS=off on all.",
+            )
+        self.policy, self._seed, self._average, self._nodes = policy, seed, average, nodes
+        # Who exchanges by the codec: all workers, or one of each node.
+        self._party = world if nodes is None else nodes.across
+        self._ranks = self._party.rank, self._party.size
+        self._members = nodes.nodes.members if nodes is not None else ()
+        self._leaders = Leaders(nodes.nodes.leaders if nodes is not None else 1)
         self._coders: dict[str, Coder] = {}
         self._saved: dict[str, Any] = {}
         self._samples = 1.0
@@ -158,7 +158,8 @@ class ParameterCoders:
 
     def _leads(self, name: str, parameter: Tensor) -> bool:
         """Whether this worker exchanges a parameter by its codec."""
-        return not self._members or self._leaders.of(name, parameter.numel()) == self._node_rank
+        # Ranks inside a node are in the order of places there.
+        return self._nodes is None or self._leaders.of(name, parameter.numel()) == self._nodes.inside.rank
 
     def _coder(self, name: str, parameter: Tensor) -> Coder:
         if name not in self._coders:

@@ -24,15 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hybridpar.comm.group import Group, TorchGroup, timeout_of
+from hybridpar.comm.group import TorchGroup, timeout_of
 from hybridpar.comm.world import World
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import BucketExchange, ParameterCoders
 from hybridpar.compress.exchange import Traffic
-from hybridpar.compress.nodes import Nodes
+from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.errors import CheckpointError, SyncError, UsageError, check
-from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
 
@@ -89,21 +88,17 @@ class CodecState(ParameterCoders):
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
         self._group = TorchGroup(group)
-        alike = "" if dist.get_backend(group) == "nccl" else policy.prepare(torch.device("cpu"))
-        said = f"{policy} {alike}".strip() + f", seed {seed}{', hierarchical' if hierarchical else ''}"
-        nodes = Nodes.of(_agree(said, self._group))
-        inside = hierarchical and nodes.pays
-        #: Workers that exchange by the codec.
-        self._columns = nodes.columns if inside else (tuple(range(self._group.size)),)
-        node_rank = nodes.rank_in_node(self._group.rank) if inside else 0
-        rank, workers = self._ranks_of(self._group.rank)
-        super().__init__(
-            policy, rank, workers, seed, average=True, nodes=nodes if inside else None, node_rank=node_rank
-        )
+        answers = self._group.gather(f"{policy}, seed {seed}{', hierarchical' if hierarchical else ''}")
+        table = "; ".join(f"worker {rank}: {text}" for rank, text in enumerate(answers))
+        alike = len(set(answers)) == 1
+        check(alike, f"the workers do not agree: {table}", "One codec is used by all.", "Start all alike.")
+        world, everybody = _world_of(group), [range(self._group.size)]
+        nodes = NodeWorlds.open(world, everybody, 1) if hierarchical else None
+        super().__init__(policy, world, seed, nodes, average=True)
         # Those with whom this worker exchanges by the codec, where it is not alone, and its node.
-        self._across = open_party(self._columns[: nodes.leaders] if inside else self._columns, group)
-        shared = [node for node in nodes.members if len(node) > 1]
-        self._inside = open_party(shared, group) if inside else None
+        self._across, self._inside = (world.open_groups(everybody)[0], None) if nodes is None else nodes.groups(0)
+        #: What `fits` compares, of all workers.
+        self._places = self._group.gather([*self._ranks, self._node_sizes])
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
             1, "codec", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -196,8 +191,7 @@ class CodecState(ParameterCoders):
                     "Give its list to all workers.",
                 )
             saved, state = state, state[0]
-            places = [(part["rank"], part["workers"], part["nodes"]) for part in saved]
-            if places == [(*self._ranks_of(rank), self._node_sizes) for rank in range(self._group.size)]:
+            if [[part["rank"], part["workers"], part["nodes"]] for part in saved] == self._places:
                 state = saved[self._group.rank]
             else:  # all workers see the same, so all begin anew
                 _log.warning("what codec %s has not sent is dropped: the workers are others now", state["codec"])
@@ -223,8 +217,10 @@ class CodecState(ParameterCoders):
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(cancel_futures=True)
-            for group in filter(None, (self._across, self._inside)):
-                group.close()
+            if self._nodes is not None:
+                self._nodes.close()
+            elif self._across is not None:
+                self._across.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is closed and empty: a DDP that is copied, or read from a file, calls no hook."""
@@ -237,11 +233,6 @@ class CodecState(ParameterCoders):
         self.close()
 
     # ----------------------------------------------------------------- helpers
-
-    def _ranks_of(self, rank: int) -> tuple[int, int]:
-        """A worker's number among those that it exchanges with by the codec, and how many these are."""
-        column = next(column for column in self._columns if rank in column)
-        return column.index(rank), len(column)
 
     def _exchange_of(self, parameters: Sequence[Tensor]) -> BucketExchange:
         """DDP cuts its buckets anew after the first step, so coders are kept by parameter and exchanges by bucket."""
@@ -289,27 +280,14 @@ def _on_thread(run: Callable[[], Tensor], thread: ThreadPoolExecutor) -> torch.f
 CodecState.exchange.__annotations__ = {}  # DDP compares them with its own types, and ours are text
 
 
-def open_party(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Group | None:
-    """Make a group of each party of a process group's ranks, and return this worker's; None where it is in none.
-
-    A collective of the process group, which is the default one where it is None.
-    """
+def _world_of(group: dist.ProcessGroup | None) -> World:
+    """The workers of a process group; the default one where it is None."""
     members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     on_cpu = dist.get_backend(group) == "gloo" and not torch.cuda.is_available()
-    world = World(
+    return World(
         *(dist.get_rank(group), len(members), torch.device("cpu" if on_cpu else "cuda"), timeout_of(group)),
         control=group or dist.group.WORLD,
         share_memory=False,
         members=members,
         job_size=dist.get_world_size(),
     )
-    return next((made for made in world.open_groups(parties) if made is not None), None)
-
-
-def _agree(said: str, group: Group) -> list[str]:
-    """Refuse workers that say something else of what they use; their hosts. A collective."""
-    answers = group.gather((said, host_identity()))
-    if len({text for text, _ in answers}) > 1:
-        table = "; ".join(f"worker {rank}: {text}" for rank, (text, _) in enumerate(answers))
-        raise UsageError(f"the workers do not agree: {table}", "One codec is used by all.", "Start all alike.")
-    return [host for _, host in answers]

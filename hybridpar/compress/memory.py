@@ -12,6 +12,7 @@ leaves no trace.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class Product(ABC):
     """A matrix left^T right of float32.
 
     Attributes:
@@ -74,13 +75,9 @@ class Product:
     left: Tensor
     right: Tensor
 
+    @abstractmethod
     def subtract_from(self, values: Tensor) -> None:
         """Subtract the matrix."""
-        from hybridpar.compress import kernels
-
-        matrix = values.view(self.left.shape[1], self.right.shape[1])
-        if not kernels.powersgd_subtract(self.left, self.right, matrix):
-            matrix.addmm_(self.left.t(), self.right, alpha=-1)
 
 
 class Memory:

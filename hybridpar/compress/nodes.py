@@ -46,11 +46,6 @@ class Nodes:
         return len(self.members) < sum(map(len, self.members))
 
     @property
-    def pays(self) -> bool:
-        """Whether there are several nodes, and one of them has several workers."""
-        return len(self.members) > 1 and self.share
-
-    @property
     def leaders(self) -> int:
         """How many workers of each node lead."""
         return min(map(len, self.members))
@@ -60,10 +55,6 @@ class Nodes:
         """Workers that lead together, one of each node; then those that lead nothing, each alone."""
         led = [tuple(sorted(node[index] for node in self.members)) for index in range(self.leaders)]
         return (*led, *((rank,) for node in self.members for rank in node[self.leaders :]))
-
-    def rank_in_node(self, rank: int) -> int:
-        """A worker's place in its node."""
-        return next(node.index(rank) for node in self.members if rank in node)
 
 
 class Leaders:

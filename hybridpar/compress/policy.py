@@ -226,9 +226,7 @@ class Policy:
         codecs = [codec for codec in self.codecs if codec.decodes_by_kernels]
         if not codecs:
             return ""
-        from hybridpar.compress.kernels import prepare
-
-        needs = {prepare(codec, device) for codec in codecs}
+        needs = {codec.prepare(device) for codec in codecs}
         return "with kernels" if all(needs) else "without kernels"
 
     def check(self, names: Collection[str]) -> None:

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import OWNER, WORKER, Memory, Scratch
 from hybridpar.compress.packing import aligned
@@ -30,6 +31,14 @@ from hybridpar.compress.received import Messages, Received
 
 #: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
 Meet = Literal["auto", "shard", "gather"]
+
+
+class Compiled:
+    """Beside `Codec` a base of codecs that have kernels, see `hybridpar.compress.kernels`."""
+
+    def prepare(self, device: torch.device) -> bool:
+        """Build or load them."""
+        return kernels.table(device) is not None
 
 
 class Quantiser(ABC):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import tyro
 from annotated_types import Ge
@@ -230,16 +230,6 @@ def data_set_kind(data: str) -> str:
     return USERS if is_factory and not is_named else name
 
 
-def with_download(data: str) -> str:
-    """What `data` says to have the files fetched."""
-    return with_options(samples_of(data), download="on")
-
-
-def without_download(data: str) -> str:
-    """What `data` says once the files are there."""
-    return with_options(data, download=None)
-
-
 def samples_of(data: str) -> str:
     """What `data` says of the samples and their order: all but how their files are got and read."""
     return with_options(data, bad=None, download=None)
@@ -279,7 +269,7 @@ class TorchvisionSet(NamedTuple):
 _TRAIN, _TEST, _VAL = {"split": "train"}, {"split": "test"}, {"split": "val"}
 _SPLIT, _TRAINVAL = (_TRAIN, _TEST), ({"split": "trainval"}, _TEST)
 _FLAG: tuple[dict[str, Any], dict[str, Any]] = {"train": True}, {"train": False}
-_ONE_PART = {}, None
+_ONE_PART: tuple[dict[str, Any], None] = {}, None
 _BALANCED, _SMALL = {"split": "balanced"}, {"small": True}
 
 
@@ -294,7 +284,7 @@ def _alike(
 TORCHVISION_SETS = {
     **_alike("CIFAR10 CIFAR100 FashionMNIST", *_FLAG, 32),
     **_alike("MNIST KMNIST QMNIST USPS", *_FLAG, 32, flip=False),
-    **_alike("EMNIST", *(_BALANCED | part for part in _FLAG), 32, flip=False),
+    **_alike("EMNIST", _BALANCED | _FLAG[0], _BALANCED | _FLAG[1], 32, flip=False),
     **_alike("SEMEION", *_ONE_PART, 32, flip=False),
     **_alike("EuroSAT", *_ONE_PART, 64),
     **_alike("SUN397 Caltech256", *_ONE_PART),
@@ -377,9 +367,9 @@ class DataConfig(Options):
     @property
     def data_options(self) -> DataOptions:
         """What `data` says behind the name of the data set."""
-        kinds: dict[str, type[DataOptions]] = {"hf/NAME": HubOptions, "synthetic": Synthetic, USERS: UserOptions}
+        kinds: dict[str, Any] = {"hf/NAME": HubOptions, "synthetic": Synthetic, USERS: UserOptions}
         kind = kinds.get(data_set_kind(self.data), DataOptions)
-        return read_fields(f"--data {self.data}", split_name(self.data)[1], kind)
+        return cast("DataOptions", read_fields(f"--data {self.data}", split_name(self.data)[1], kind))
 
 
 class ModelConfig(Options):

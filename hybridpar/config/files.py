@@ -1,4 +1,4 @@
-"""Configuration files: options of a training run in TOML, in tables named after the groups of `train --help`.
+"""Configuration files: options of a training run in TOML.
 
     model = "resnet18"
 
@@ -8,8 +8,8 @@
     [optimisation]
     lr = 0.1
 
-Tables may be left out. Options that are typed win over the file, and the file over the preset. Values have the types of
-`TrainConfig`.
+Tables are for the reader: a run writes its options in those that are named after the groups of `train --help`. Options
+that are typed win over the file, and the file over the preset. Values have the types of `TrainConfig`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +71,16 @@ def read_sources(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The options that a configuration file sets, and the `model`, by name."""
-    types_of, defaults, file = {**fields_of(TrainConfig), "model": str}, defaults_of(TrainConfig), shortened(path)
-    tables = {option.name: title for title, options in _tables().items() for option in options} | {"model": ""}
+    defaults, file = defaults_of(TrainConfig), shortened(path)
+    types_of = {"model": str, **fields_of(TrainConfig)}
+    del types_of["given"]  # no option
     values: dict[str, Any] = {}
-    for table, key, value in _entries(path):
+    for key, value in _entries(path):
         name = key.replace("-", "_")
-        if name not in tables:
-            near = nearest(key, [option.replace("_", "-") for option in tables])
+        if name not in types_of:
+            near = nearest(key, [option.replace("_", "-") for option in types_of])
             fix = "`hybridpar train --help-all` shows all of them."
             raise UsageError(f"{file}: unknown option {shortened(repr(key))}", near, fix)
-        why = f"It is an option of [{tables[name]}]." if tables[name] else "It stands above all tables."
-        check(table in ("", tables[name]), f"{file}: {key} in [{table}]", why, "Move it there.")
         check(name not in values, f"{file} sets {key} twice", "An option has one value.")
         if name in _PATHS and isinstance(value, str) and value not in ("auto", "none"):
             value = str(path.parent / value)
@@ -94,27 +93,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     return values
 
 
-def _tables() -> dict[str, list[Field[Any]]]:
-    """The options that each table of a configuration file holds."""
-    return {
-        title.lower().replace(" ", "-"): [option for base in bases for option in fields(base)]
-        for title, bases in GROUPS.items()
-    }
-
-
-def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
-    """Table, key and value of all entries of a file; those above all tables have none."""
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Key and value of all entries of a file, in whatever table they stand."""
     fix = "A string needs quotes, and true and false are written small."
-    for key, value in read_toml(
-        path, "the configuration", UsageError, fix, why="It is a TOML file of options."
-    ).items():
-        if not isinstance(value, dict):
-            yield "", key, value
-        elif key in (names := _tables()):
-            yield from ((key, *entry) for entry in value.items())
-        else:
-            what = f"{shortened(path)} has an unknown table [{shortened(key)}]"
-            raise UsageError(what, nearest(key, names), f"Tables: {', '.join(names)}.")
+    content = read_toml(path, "the configuration", UsageError, fix, why="It is a TOML file of options.")
+    for key, value in content.items():
+        yield from value.items() if isinstance(value, dict) else [(key, value)]
 
 
 def preset_names() -> dict[str, str]:
@@ -139,9 +123,9 @@ def config_text(config: TrainConfig, model: str, named: Collection[str] = (), pl
     """
     out = ["# Options of this run; those behind # have their defaults, or are decided by the plan.", ""]
     out.append(f"model = {_toml(model)}")
-    for table, options in _tables().items():
-        out += ["", f"[{table}]"]
-        for name in (option.name for option in options):
+    for title, bases in GROUPS.items():
+        out += ["", f"[{title.lower().replace(' ', '-')}]"]
+        for name in (option.name for base in bases for option in fields(base)):
             value = getattr(config, name)
             if name in _PATHS and value not in (None, "auto", "none"):
                 value = os.path.abspath(value)  # a file is read relative to its folder

@@ -202,7 +202,7 @@ class SyncConfig(Options):
         batch_norm: BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over
             all replicas; `local`: per replica, averaged at checkpoints; `frozen`: normalise by those that the model
             has, and keep them.
-        guard: Whether a step in which any gradient is not finite is skipped, on all workers.
+        guard: Skip a step in which any gradient is not finite, on all workers; `--no-guard` does not.
         shard_optimizer: Divide the optimizer's state among the replicas, each of which updates a part of the parameters
             and hands it round: the same result in less memory, for another half of the traffic.
     """
@@ -210,9 +210,7 @@ class SyncConfig(Options):
     sync: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "allreduce"
     compress: str = "none"
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
-    guard: Annotated[
-        bool, tyro.conf.arg(help="Do not skip steps in which a gradient is not finite.", help_behavior_hint="")
-    ] = True
+    guard: bool = True
     shard_optimizer: bool = False
 
     sync_mode = Spec("sync", Sync)

@@ -254,17 +254,15 @@ class AdvancedConfig(Options):
         seed: Seed of weights, shuffling, augmentation and dropout.
         deterministic: Use deterministic algorithms only.
         timeout: Seconds after which a worker that does not answer is an error.
-        tune_process: Whether the C allocator, thread counts and CPU affinity of CPU workers are set for training.
+        tune_process: Set allocator, threads and affinity of CPU workers for training; `--no-tune-process` leaves them
+            as they are.
         debug: Show tracebacks.
     """
 
     seed: int = 0
     deterministic: bool = False
     timeout: Annotated[float, POSITIVE] = 120.0
-    tune_process: Annotated[
-        bool,
-        tyro.conf.arg(help="Leave allocator, threads and affinity of CPU workers as they are.", help_behavior_hint=""),
-    ] = True
+    tune_process: bool = True
     debug: bool = False
 
 

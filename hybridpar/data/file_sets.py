@@ -102,9 +102,8 @@ def load_table(config: DataConfig) -> ImageData:
     unused = [f"{len(parts['val']):,} images of the split val"] if parts["test"] and parts["val"] else []
     used = [parts["train"], *filter(None, [parts["test"] or parts["val"]])]
     words = [[[*filter(None, map(str.strip, re.split("[;|]", row["label"])))] for row in part] for part in used]
-    names, labels = number_labels(words, lambda part, row: used[part][row]["line"])
-    files = [ImageFiles(folder, [row["path"] for row in part], of) for part, of in zip(used, labels, strict=True)]
-    return image_data(config, files, names=names, ignored=unused)
+    files = [ImageFiles(folder, [row["path"] for row in part]) for part in used]
+    return image_data(config, files, names=number_labels(files, words), ignored=unused)
 
 
 def _rows(table: Path, split: str) -> list[dict[str, str]]:
@@ -116,9 +115,10 @@ def _rows(table: Path, split: str) -> list[dict[str, str]]:
     ):
         for cells in (reader := csv.DictReader(file, skipinitialspace=True, restval="")):
             given = {key: cells[key].strip() for key in ("path", "label", "split") if cells.get(key)}
-            row = {"label": "", "split": split, "line": f"line {reader.line_num} of {table.name}", **given}
+            row = {"label": "", "split": split, **given}
             if "path" not in row or "label" not in cells or row["split"] not in ("train", "test", "val"):
-                raise DataError(f"{row['line']} has {cells}", _COLUMNS, "Correct the table.")
+                what = f"line {reader.line_num} of {table.name} has {cells}"
+                raise DataError(what, _COLUMNS, "Correct the table.")
             rows.append(row)
     return rows
 

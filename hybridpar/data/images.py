@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         images: Shape (n, channels, height, width): uint8, or float32 where they are normalised already.
-        indices: Which they are, shape (n,).
+        indices: Which samples they are, shape (n,).
         damaged: Why each file that could not be read could not.
     """
 
@@ -52,10 +52,10 @@ class ImageFiles(Dataset[tuple[Image.Image, Any]]):
     Args:
         root: Directory that `paths` are relative to.
         paths: Image files.
-        labels: Class of each file; or which classes it has, bool of shape (samples, classes).
+        labels: Class of each file; or which classes it has, bool of shape (samples, classes); or given later.
     """
 
-    def __init__(self, root: Path, paths: Sequence[str], labels: Sequence[int] | Tensor) -> None:
+    def __init__(self, root: Path, paths: Sequence[str], labels: Sequence[int] | Tensor = ()) -> None:
         self.root = root
         self.labels = torch.as_tensor(labels)
         # One array and not a list: reading a million strings in a forked process would copy the pages they lie on,
@@ -199,8 +199,9 @@ class MemoryImages(ImageSource):
         """Gather images, and shift and mirror all of them at once; see `ImageSource.load`."""
         if key is not None and self.changes is not None:
             return super().load(indices, key, device)
-        images = to_device(self.images[torch.from_numpy(indices % COPY)], device)
-        return Loaded(images if key is None else self._shifted(images, indices, key), indices)
+        samples = indices % COPY
+        images = to_device(self.images[torch.from_numpy(samples)], device)
+        return Loaded(images if key is None else self._shifted(images, indices, key), samples)
 
     def _load(self, index: int, key: AugmentKey | None, copy: int) -> Tensor:
         assert key is not None

@@ -19,12 +19,13 @@ from torch.utils.data import Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from hybridpar.config import DataConfig
-from hybridpar.config.data import TORCHVISION_SETS, HubOptions, data_name, samples_of, with_download
+from hybridpar.config.data import TORCHVISION_SETS, HubOptions, data_name, samples_of
 from hybridpar.data.augment import open_image
 from hybridpar.data.images import ImageFiles
 from hybridpar.data.sources import IMAGENET, ImageData, image_data, labels_of, listed_names, number_labels, reading
-from hybridpar.errors import DataError, HybridparError, UsageError, check, not_installed, user_error
+from hybridpar.errors import DataError, HybridparError, check, not_installed, user_error
 from hybridpar.registry import find_factory
+from hybridpar.spec import with_options
 
 #: Images that mean and standard deviation of a set of arrays are taken from: of the training part, where it has one.
 _MEASURED = 2_000
@@ -97,14 +98,15 @@ def _pixels(data: Any) -> Tensor:
 class HubRows(Dataset[tuple[Image.Image, Tensor]]):
     """Rows of a data set of the `datasets` library as (image, label)."""
 
-    def __init__(self, rows: Any, column: str, labels: Tensor) -> None:
+    labels: Tensor
+
+    def __init__(self, rows: Any, column: str, part: str) -> None:
         self.rows = rows.select_columns([column])
         self.rows = self.rows.cast_column(column, type(rows.features[column])(decode=False))
-        self.column = column
-        self.labels = labels
+        self.column, self.part = column, part
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, Tensor]:
         cell = self.rows[index][self.column]
@@ -115,7 +117,7 @@ class HubRows(Dataset[tuple[Image.Image, Tensor]]):
 
     def name(self, index: int) -> str:
         """What a row is called in messages."""
-        return f"row {index} of {self.rows.split or 'the data set'}"
+        return f"row {index} of {self.part}"
 
 
 def load_hub(config: DataConfig) -> ImageData:
@@ -146,12 +148,9 @@ def load_hub(config: DataConfig) -> ImageData:
         values = [value for value in (cell if isinstance(cell, list) else [cell]) if value is not None]
         return [listed[value] if value in range(len(listed)) else str(value) for value in values]
 
-    names, labels = number_labels(
-        [[words(cell) for cell in read[part].select_columns([label])[:][label]] for part in used],
-        lambda part, row: f"row {row} of {used[part]} of hf/{name}",
-        listed,
-    )
-    rows = [HubRows(read[part], image, numbers) for part, numbers in zip(used, labels, strict=True)]
+    rows = [HubRows(read[part], image, part) for part in used]
+    labels = [[words(cell) for cell in read[part].select_columns([label])[:][label]] for part in used]
+    names = number_labels(rows, labels, listed)
     ignored = [f"{len(rows):,} rows of the part {part}" for part, rows in read.items() if part not in used]
     return image_data(config, rows, names=names, ignored=ignored)
 
@@ -165,7 +164,7 @@ def _read_hub(name: str, config: DataConfig) -> dict[str, Any]:
     root, options = config.data_root.resolve(), config.data_options
     assert isinstance(options, HubOptions)
     rule = "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it."
-    fix = f"Run again with --data {with_download(config.data)}, or name a copy with --data-root."
+    fix = f"Run again with --data {with_options(config.data, download='on')}, or name a copy with --data-root."
     if name in _FILES:
         rule = f"It is read from the files train*.{_FILES[name]} and test*.{_FILES[name]} in --data-root."
         fix = "Check these files, or name another directory."
@@ -192,14 +191,10 @@ def load_users(config: DataConfig) -> ImageData:
     try:
         result = factory(root=config.data_root) if takes_root else factory()
         parts = list(result) if isinstance(result, (tuple, list)) else [result]
-        if not 1 <= len(parts) <= 2 or not all(
-            hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in parts
-        ):
-            raise UsageError(
-                f"{name} returned no data sets",
-                "A factory returns one or two map-style data sets, whose items are (image, label).",
-                "Return (training set, test set) from it.",
-            )
+        map_style = all(hasattr(part, needed) for part in parts for needed in ("__getitem__", "__len__"))
+        rule = "A factory returns one or two map-style data sets, whose items are (image, label)."
+        fix = "Return (training set, test set) from it."
+        check(map_style and len(parts) in (1, 2), f"{name} returned no data sets", rule, fix)
         return image_data(config, parts)
     except HybridparError:
         raise

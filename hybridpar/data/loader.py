@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,7 @@ class _Batches:
     def _move(self, loaded: Loaded, read: list[LabelledImages]) -> None:
         """Put images, as floats, and labels on the device."""
         images = loaded.images.to(self._device, non_blocking=True)
-        labels = self._source.labels[torch.from_numpy(loaded.indices % sampling.COPY)]
+        labels = self._source.labels[torch.from_numpy(loaded.indices)]
         if images.dtype == torch.uint8:
             images = normalise(images, self._mean, self._std, size=self._size, channels_last=self.channels_last)
         elif self.channels_last:
@@ -220,9 +220,8 @@ class TrainBatches(_Batches):
         return self._batches(epoch, start_step)
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        order = sampling.repeated(
-            sampling.epoch_order(len(self.data.train), self.seed, epoch), self._steps, self.repeats
-        )
+        order = sampling.epoch_order(len(self.data.train), self.seed, epoch)
+        order = sampling.repeated(order, self._steps, self.repeats)
         steps = self._steps[start_step:]
         jobs = [[order[first:last] for first, last in self._parts(start, stop)] for start, stop in steps]
         for (start, stop), read in zip(steps, self._read(jobs, AugmentKey(self.seed, epoch)), strict=True):
@@ -234,14 +233,10 @@ class TrainBatches(_Batches):
         if self.shares is None:
             parts = sampling.divide(start, stop, self.workers * each, in_pairs=self.in_pairs)
             return parts[self.rank * each : (self.rank + 1) * each]
-        options = {"idle": self.idle, "in_pairs": self.in_pairs}
-        ends = [
-            *accumulate(
-                sampling.allot(stop - start, self.shares, sampling.FEWEST_PER_PART * each, **options), initial=start
-            )
-        ]
-        first, last = ends[self.rank : self.rank + 2]
-        return sampling.divide(first, last, each, in_pairs=self.in_pairs) if last > first else []
+        least = sampling.FEWEST_PER_PART * each
+        counts = sampling.allot(stop - start, self.shares, least, idle=self.idle, in_pairs=self.in_pairs)
+        first, count = start + sum(counts[: self.rank]), counts[self.rank]
+        return sampling.divide(first, first + count, each, in_pairs=self.in_pairs) if count else []
 
 
 @dataclass(eq=False, kw_only=True)

@@ -7,7 +7,7 @@ A data set is a function from a configuration to an `ImageData`. It hands one or
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -248,31 +248,29 @@ def _class_names(dataset: Any, labels: Sequence[Tensor], names: Sequence[str] | 
     return tuple(names)
 
 
-def number_labels(
-    parts: Sequence[Sequence[Sequence[str]]], where: Callable[[int, int], str], names: Iterable[str] = ()
-) -> tuple[list[str], list[Tensor]]:
-    """Number the classes of labels that are words, one or several for each image: those named, else those of part 0.
+def number_labels(parts: Sequence[Any], labels: Sequence[Sequence[list[str]]], names: Sequence[str] = ()) -> list[str]:
+    """Give data sets labels that are words, one or several for each image.
 
-    `where` names a row of a part in messages.
+    Returns:
+        The names of the classes: those that are given, else the words of the first part.
     """
-    several = any(len(row) > 1 for rows in parts for row in rows)
-    words = list(names) or sorted({label for row in parts[0] for label in row}, key=_order)
-    numbers = {word: number for number, word in enumerate(words)}
-    targets = []
-    for part, rows in enumerate(parts):
-        target = np.zeros((len(rows), len(words)), bool) if several else np.zeros(len(rows), np.int64)
-        for row, labels in enumerate(rows):
-            strange = [label for label in labels if label not in numbers]
-            if strange or not (several or labels):
-                said = f"the label {strange[0]!r}, which is none of the {len(words)} classes" if strange else "no label"
+    several = any(len(words) > 1 for rows in labels for words in rows)
+    names = list(names) or sorted({word for words in labels[0] for word in words}, key=_order)
+    numbers = {name: number for number, name in enumerate(names)}
+    for part, rows in zip(parts, labels, strict=True):
+        target = np.zeros((len(rows), len(names)), bool) if several else np.zeros(len(rows), np.int64)
+        for row, words in enumerate(rows):
+            strange = [word for word in words if word not in numbers]
+            if strange or not (several or words):
+                said = f"the label {strange[0]!r}, which is none of the {len(names)} classes" if strange else "no label"
                 rule, fix = "The classes are those of the training images.", "Correct the label, or remove the image."
-                raise DataError(f"{where(part, row)} has {said}", rule, fix)
+                raise DataError(f"{part.name(row)} has {said}", rule, fix)
             if several:
-                target[row, [numbers[label] for label in labels]] = True
+                target[row, [numbers[word] for word in words]] = True
             else:
-                target[row] = numbers[labels[0]]
-        targets.append(torch.from_numpy(target))
-    return words, targets
+                target[row] = numbers[words[0]]
+        part.labels = torch.from_numpy(target)
+    return names
 
 
 def _order(label: str) -> tuple[float, str]:

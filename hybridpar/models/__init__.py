@@ -15,4 +15,3 @@ from hybridpar.models.build import require_trained as require_trained
 from hybridpar.models.layers import freeze as freeze
 from hybridpar.models.layers import learning_rate_scales as learning_rate_scales
 from hybridpar.models.outputs import autocast as autocast
-from hybridpar.models.weights import load_weights as load_weights

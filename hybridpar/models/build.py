@@ -144,6 +144,8 @@ def build_model(
         UsageError: No such model, an argument that it does not take, the factory cannot be imported or fails, or
             returns no module or one with lazy parameters.
     """
+    from torch import nn
+
     check_model_name(name)
     given = dict(args or {})
     for key, rate in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)):
@@ -158,7 +160,8 @@ def build_model(
     else:
         model = _build_torchvision_model(name, classes, given)
         if channels != 3:
-            _use_channels(model, channels)
+            first = next(path for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
+            _use_convolution(model, first, in_channels=channels)
     return model if model.training else model.train()
 
 
@@ -236,20 +239,19 @@ def _use_cifar_stem(model: nn.Module, name: str) -> None:
 
     if not isinstance(model, torchvision.models.ResNet):
         raise UsageError(f"--model-arg stem=cifar does not fit {name}", "Only ResNets have the stem that it replaces.")
-    model.conv1 = nn.Conv2d(3, model.conv1.out_channels, kernel_size=3, stride=1, padding=1, bias=False)
+    _use_convolution(model, "conv1", kernel_size=3, stride=1, padding=1)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
 
 
-def _use_channels(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for images of another number of channels."""
+def _use_convolution(model: nn.Module, path: str, **options: int) -> None:
+    """Replace a convolution by one with other options."""
     from torch import nn
 
-    path, first = next((path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
-    parent, _, name = path.rpartition(".")
-    options = {key: getattr(first, key) for key in ("out_channels", "kernel_size", "stride", "padding", "dilation")}
-    changed = nn.Conv2d(channels, **options, bias=first.bias is not None)
-    setattr(model.get_submodule(parent), name, changed)
+    former: Any = model.get_submodule(path)
+    same = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+    known = {key: getattr(former, key) for key in same} | {"bias": former.bias is not None}
+    model.set_submodule(path, nn.Conv2d(**{**known, **options}))
 
 
 def article(value: object) -> str:

@@ -1,15 +1,20 @@
 """A model of which a worker holds some tensors only.
 
-A model may be larger than a GPU, or leave no room beside it for gradients and the optimizer's state. A worker builds
-the whole model in the host's memory, so initial weights are those of a model that is not divided. It is traced and cut
-on the meta device; once it is known which tensors the worker needs, it keeps these, and frees the others before it
-moves anything.
+A model may be larger than a GPU, or than a worker's share of the host's memory. A worker builds it in the host's memory
+and keeps the shapes of its tensors: that is enough to trace the model and to cut it. Once it is known which tensors the
+worker needs, it builds the model again from the same state of the random generators, keeps these, and frees the rest
+before it moves anything. So initial weights are those of the whole model, bit for bit. Of the workers of a host one at
+a time has a whole model.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +22,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridpar.errors import UsageError
-from hybridpar.models.state import give_back_memory, like_tensor, same_random, twin_of
+from hybridpar.formats.cache import locked
+from hybridpar.models.state import (
+    give_back_memory,
+    like_tensor,
+    random_state,
+    restore_random_state,
+    same_random,
+    twin_of,
+)
 from hybridpar.models.state_dicts import tensors_of
 
 _T = TypeVar("_T")
@@ -32,10 +45,11 @@ Slot = tuple[str, dict[str, Any], str]
 
 
 class DeferredModel:
-    """A model on the meta device, and the values that some of its tensors will have.
+    """A model on the meta device, and how some of its tensors get their values.
 
     Args:
-        factory: Builds the model, on the CPU.
+        factory: Builds the model, on the CPU, in the same way whenever it is called in the same state of the random
+            generators; in the state that they have now.
 
     Attributes:
         module: The model, on the meta device but for what `fill` has made.
@@ -45,42 +59,67 @@ class DeferredModel:
     """
 
     def __init__(self, factory: Callable[[], nn.Module]) -> None:
-        with same_random():
-            self.module = factory()
-        _check_held(self.module)
-        self._values = self._take_values()
+        self._factory = factory
+        self._state = random_state()
+        self._start: Callable[[nn.Module], object] | None = None
+        with locked(_building_file()):
+            self.module = self.build()
+            _check_held(self.module)
+            replace_tensors(self.module, lambda _, tensor: tensor.detach().to(_META))
+            give_back_memory()
 
     def fill(self, names: Iterable[str], device: torch.device = _CPU) -> None:
-        """Give some tensors of the model their values, and free those of the others; to be called once.
+        """Give some tensors of the model their initial values; other tensors keep those that they have.
 
         Args:
             names: Of parameters, buffers, and tensors that are plain attributes, as `named_tensors` gives them.
             device: Where they are wanted.
         """
-        wanted = {id(self._values[name]) for name in names}
-        values = {name: value.detach() for name, value in self._values.items() if id(value) in wanted}
-        self._values = {}
-        give_back_memory()
+        named, values = set(names), dict[str, Tensor]()
+        slots = [(name, id(held[key])) for name, held, key in named_tensors(self.module)]
+        first = {key: name for name, key in reversed(slots)}  # of several names of a tensor
+        wanted = {first[key] for name, key in slots if name in named}
+        with locked(_building_file()):
+            for name, held, key in named_tensors(self.build()):
+                tensor = held.pop(key)
+                if name in wanted:
+                    values[name] = tensor.detach()
+                del tensor
+            give_back_memory()
         replace_tensors(
-            self.module, lambda name, tensor: _placed(values[name], tensor, device) if name in values else None
+            self.module, lambda name, tensor: _placed(values.pop(name), tensor, device) if name in values else None
         )
 
-    def with_values(self, act: Callable[[nn.Module], _T]) -> _T:
-        """What a function returns of the whole model with its values, which it may change."""
-        replace_tensors(self.module, lambda name, _: self._values[name].detach())
-        try:
-            return act(self.module)
-        finally:
-            self._values = self._take_values()
+    def start_from(self, give: Callable[[nn.Module], _T]) -> _T:
+        """Let `fill` give tensors other values than the constructor's; returns what `give` does.
+
+        `give` gives a model its values, for instance those of a file. It is called now with the model without memory,
+        and with each that is built from now on.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that nothing is copied where there is no memory
+            result = give(self.module)
+        self._start = give
+        return result
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers."""
         return sum(tensor.nbytes for tensor in tensors_of(self.module).values())
 
-    def _take_values(self) -> dict[str, Tensor]:
-        before = replace_tensors(self.module, lambda _, tensor: tensor.detach().to(_META))
-        return {name: tensor for (name, _, _), tensor in before}
+    def build(self) -> nn.Module:
+        """The whole model with its initial values; it shares nothing."""
+        with same_random():
+            restore_random_state(self._state)
+            model = self._factory()
+        if self._start is not None:
+            self._start(model)
+        return model
+
+
+def _building_file() -> Path:
+    """A file that one process of this user on this host locks while it has a whole model."""
+    return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}-building.lock"
 
 
 def named_tensors(module: nn.Module) -> Iterator[Slot]:

@@ -40,28 +40,28 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     words = patterns.split(",") if isinstance(patterns, str) else patterns
-    frozen: set[str] = set()
+    frozen: set[nn.Parameter] = set()
     inside: set[nn.Module] = set()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in filter(None, (word.strip() for word in words)):
-        named = [name for name in modules if fnmatchcase(name, pattern)]
-        matching = {name for name in parameters if fnmatchcase(name, pattern)}
-        matching |= {f"{owner}.{name}" for owner in named for name, _ in modules[owner].named_parameters()}
+        named = [modules[name] for name in modules if fnmatchcase(name, pattern)]
+        matching = [parameters[name] for name in parameters if fnmatchcase(name, pattern)]
         if not matching and not named:
             raise UsageError(
                 f"--freeze {shortened(pattern)}: no parameter and no module has such a name",
                 nearest(pattern, [*modules, *parameters]),
                 "A pattern is the name of a module or of a parameter, in which * stands for any characters.",
             )
-        frozen |= matching
-        inside.update(module for owner in named for module in modules[owner].modules())
-    named_parameters = {parameters[name].requires_grad_(False) for name in frozen}
+        frozen.update(matching, *(owner.parameters() for owner in named))
+        inside.update(*(owner.modules() for owner in named))
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     for layer in model.modules():
         direct = list(layer.parameters(recurse=False))
-        if isinstance(layer, _BatchNorm) and (named_parameters.issuperset(direct) if direct else layer in inside):
+        if isinstance(layer, _BatchNorm) and (frozen.issuperset(direct) if direct else layer in inside):
             layer.eval()
-    return sorted(frozen, key=list(parameters).index)
+    return [name for name, parameter in parameters.items() if parameter in frozen]
 
 
 def freeze_batch_norm(model: nn.Module) -> None:

@@ -80,12 +80,18 @@ def restore_random_state(state: dict[str, Any], device: torch.device = _CPU) -> 
 @contextmanager
 def same_random(devices: Sequence[int] = ()) -> Iterator[None]:
     """Restore the random states of Python, NumPy and torch on exit."""
-    before = random_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            restore_random_state(before)
+    with torch.random.fork_rng(devices=devices), _same_random_of_python():
+        yield
+
+
+@contextmanager
+def _same_random_of_python() -> Iterator[None]:
+    drawn, drawn_by_numpy = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        numpy.random.set_state(drawn_by_numpy)
 
 
 def give_back_memory() -> None:
@@ -188,13 +194,8 @@ def same_attributes(model: nn.Module) -> Iterator[dict[int, Tensor]]:
         originals[id(alias)] = tensor
         return alias
 
-    drawn = random.getstate(), numpy.random.get_state()
-    with _holding_copies(model, shared):
-        try:
-            yield originals
-        finally:
-            random.setstate(drawn[0])
-            numpy.random.set_state(drawn[1])
+    with _same_random_of_python(), _holding_copies(model, shared):
+        yield originals
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def load_weights(
                 state = clean(loaded, label)
         return _put(module, _converted(module, state), label, name or type(module).__name__)
 
-    return model.with_values(put) if isinstance(model, DeferredModel) else put(model)
+    return model.start_from(put) if isinstance(model, DeferredModel) else put(model)
 
 
 def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Sends the records of a run to the tools in which people watch runs: TensorBoard, Weights & Biases, MLflow.
 
-The worker that writes files calls them, every few seconds. One that fails is not called again, after one warning;
-`metrics.jsonl` has every record.
+The worker that writes files calls them, and they hand the figures to threads or processes of their own. One that fails
+is not called again, after one warning; `metrics.jsonl` has every record.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from hybridpar.errors import check, not_installed, shortened
 from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, EpochRecord, StepRecord
 from hybridpar.registry import Registry
 
-#: Seconds between two calls of a tool, and those that all tools have at the end of a run.
-_PAUSE, CLOSE_SECONDS = 5.0, 15.0
+#: Seconds that a tool has at the end of a run.
+CLOSE_SECONDS = 15.0
 
 #: Experiment of MLflow and project of W&B where no variable names one.
 _PROJECT = "hybridpar"
@@ -55,20 +55,6 @@ class LoggedRun:
         replace_file(self.directory / f"{name}.id", [given.encode()])
 
 
-class Line(NamedTuple):
-    """Figures of a step, or of the end of an epoch.
-
-    Attributes:
-        step: Global step.
-        seconds: When, in seconds of `time.time`.
-        figures: By name.
-    """
-
-    step: int
-    seconds: float
-    figures: dict[str, float]
-
-
 class Logger(ABC):
     """A tool that figures of a run are sent to, registered with `LOGGERS.register(name, description)`.
 
@@ -76,9 +62,8 @@ class Logger(ABC):
     there. Any method may raise: the logger is not called again.
     """
 
-    #: What is imported of the tool, and the extra of hybridpar that installs it.
+    #: What is imported of the tool; of ours, the extra of hybridpar that installs it is named so, too.
     package: ClassVar[str]
-    extra: ClassVar[str]
 
     #: Where the run can be seen, for the user.
     where = ""
@@ -92,11 +77,12 @@ class Logger(ABC):
         """
 
     @abstractmethod
-    def write(self, lines: Sequence[Line]) -> None:
-        """Take some lines; training waits for it.
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take the figures of a step, or of the end of an epoch; training waits for it.
 
         Args:
-            lines: In order.
+            step: Global step.
+            figures: By name.
         """
 
     @abstractmethod
@@ -131,9 +117,9 @@ def logger_names(log: Iterable[str]) -> tuple[str, ...]:
         check(len(names) == 1, only, "`none` stands for no logger.", "Leave it out, or the others.")
         return ()
     for name in names:
-        kind = LOGGERS.get(name)
-        if importlib.util.find_spec(kind.package) is None:
-            raise not_installed(f"--log {name} needs {kind.package}", kind.extra)
+        package = LOGGERS.get(name).package
+        if importlib.util.find_spec(package) is None:
+            raise not_installed(f"--log {name} needs {package}", package)
     return names
 
 
@@ -143,8 +129,6 @@ class Loggers:
     def __init__(self, names: Sequence[str], run: LoggedRun, say: Callable[[str], object]) -> None:
         self._say = say
         self._open: dict[str, Logger] = {}
-        self._lines: list[Line] = []
-        self._sent = time.monotonic()
         for name in names:
             with self._guarded(name):
                 self._open[name] = logger = LOGGERS.get(name)(run)
@@ -152,31 +136,22 @@ class Loggers:
                     say(f"{name:8} {logger.where}")
 
     def put(self, record: StepRecord | EpochRecord) -> None:
-        """Send a record to all of them, now or with the next ones."""
+        """Send a record to all of them."""
         rows = EPOCH_FIGURES if isinstance(record, EpochRecord) else STEP_FIGURES
         values = {row.name: getattr(record, row.name) for row in rows if row.log}
         figures = {name: float(value) for name, value in values.items() if value is not None}
-        self._lines.append(Line(record.step, time.time(), figures))
-        if time.monotonic() - self._sent >= _PAUSE:
-            self._send()
-
-    def _send(self) -> None:
-        lines, self._lines = self._lines, []
         for name, logger in list(self._open.items()):
             with self._guarded(name):
-                logger.write(lines)
-        self._sent = time.monotonic()
+                logger.write(record.step, figures)
 
     def close(self, ending: Ending, seconds: float = CLOSE_SECONDS) -> bool:
-        """Send what is left and end all, for a limited time. False where a tool is still at it."""
-        self._send()
+        """End all at once, and wait for a limited time for each. False where a tool is still at it."""
         # A tool may upload for as long as there is no network; only its own thread is held up by that.
         threads = {name: Thread(target=self._end, args=(name, ending), daemon=True) for name in self._open}
         for thread in threads.values():
             thread.start()
-        until = time.monotonic() + seconds
         for name, thread in threads.items():
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(seconds)
             if thread.is_alive():
                 self._say(f"warning: the logger {name} did not end in time; it may lack the last records")
         return not any(thread.is_alive() for thread in threads.values())
@@ -205,20 +180,18 @@ class TensorBoardLogger(Logger):
     """A scalar for each figure, by global step, in `tensorboard/` of the run directory."""
 
     package: ClassVar[str] = "tensorboard"
-    extra: ClassVar[str] = "tensorboard"
 
     def __init__(self, run: LoggedRun) -> None:
         """Open a file. TensorBoard hides older events of the directory from here on: these steps are run again."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder, first = str(run.directory / "tensorboard"), (run.resumed_from or 0) + 1
-        self._writer = SummaryWriter(folder, purge_step=first, max_queue=1000)
+        self._writer = SummaryWriter(folder, purge_step=first, max_queue=1000, flush_secs=10)
 
-    def write(self, lines: Sequence[Line]) -> None:
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write a scalar for each figure."""
-        for line in lines:
-            for name, value in line.figures.items():
-                self._writer.add_scalar(name, value, line.step, line.seconds)
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self, ending: Ending) -> None:
         """Flush and close the file."""
@@ -234,7 +207,6 @@ class WandbLogger(Logger):
     """
 
     package: ClassVar[str] = "wandb"
-    extra: ClassVar[str] = "wandb"
 
     def __init__(self, run: LoggedRun) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")  # the terminal is the display's
@@ -257,10 +229,9 @@ class WandbLogger(Logger):
         offline = f"{reason}written offline; upload it with: wandb sync {os.path.dirname(self._run.dir)}"
         self.where = str(self._run.url or offline)
 
-    def write(self, lines: Sequence[Line]) -> None:
-        """Log each line at its step, in wandb's own process; it drops those of steps that it has."""
-        for line in lines:
-            self._run.log(line.figures, step=line.step)
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Hand the figures to wandb's own process, which drops those of steps that it has."""
+        self._run.log(dict(figures), step=step)
 
     def close(self, ending: Ending) -> None:
         """End the run, which uploads what is left."""
@@ -275,10 +246,9 @@ class MlflowLogger(Logger):
     """
 
     package: ClassVar[str] = "mlflow"
-    extra: ClassVar[str] = "mlflow"
 
     def __init__(self, run: LoggedRun) -> None:
-        # A server that does not answer must not hold up training for the minutes of MLflow's own defaults.
+        # A server that does not answer must not hold up a run's end for the minutes of MLflow's own defaults.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         if "MLFLOW_TRACKING_URI" not in os.environ:
@@ -287,26 +257,25 @@ class MlflowLogger(Logger):
         import mlflow
         from mlflow.entities import Metric, Param
 
-        self._metric, self._client = Metric, mlflow.MlflowClient()
+        self._metric, self._client, self._flush = Metric, mlflow.MlflowClient(), mlflow.flush_async_logging
         if (known := run.recall("mlflow")) is not None:
             self._client.update_run(known, status="RUNNING")
         else:
             experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)).experiment_id
             known = self._client.create_run(experiment, run_name=run.directory.name).info.run_id
             run.remember("mlflow", known)
-            # As many as MLflow takes in one call, and as long.
-            params = [Param(key, str(value)[:500]) for key, value in run.options.items()][:100]
-            self._client.log_batch(known, params=params)
+            self._client.log_batch(known, params=[Param(key, str(value)[:500]) for key, value in run.options.items()])
         self._id = known
         self.where = f"run {known} in {self._client.tracking_uri}"
 
-    def write(self, lines: Sequence[Line]) -> None:
-        """Log the figures of all lines in as few calls as MLflow allows."""
-        rows = [(name, value, round(1000 * at), step) for step, at, figures in lines for name, value in figures.items()]
-        for first in range(0, len(rows), 1000):
-            self._client.log_batch(self._id, metrics=[self._metric(*row) for row in rows[first : first + 1000]])
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Hand the figures to MLflow's own thread."""
+        now = round(1000 * time.time())
+        metrics = [self._metric(name, value, now, step) for name, value in figures.items()]
+        self._client.log_batch(self._id, metrics=metrics, synchronous=False)
 
     def close(self, ending: Ending) -> None:
-        """Set the status of the run."""
+        """Set the status of the run, once all figures are there."""
+        self._flush()
         status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[ending]
         self._client.set_terminated(self._id, status)

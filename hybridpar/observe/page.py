@@ -20,17 +20,11 @@ from plotly.subplots import make_subplots
 from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.metrics import MetricsTable
 from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES
-from hybridpar.observe.timeline import Lane, Timeline, describe_action, length_ms
+from hybridpar.observe.timeline import Timeline, describe_action, length_ms
 from hybridpar.schedule.actions import COMPUTE, Kind
 
-#: Nothing of a run is sent to a server: plotly.js has a button for that. Pictures are saved as SVG.
-_CONFIG = {
-    "responsive": True,
-    "displaylogo": False,
-    "showSendToCloud": False,
-    "plotlyServerURL": "",
-    "toImageButtonOptions": {"format": "svg"},
-}
+#: The logo is a link, which there is none of on a page of ours. Pictures are saved as SVG.
+_CONFIG = {"responsive": True, "displaylogo": False, "toImageButtonOptions": {"format": "svg"}}
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -52,15 +46,19 @@ th, td {{ padding: 0.2rem 1rem 0.2rem 0; border-bottom: 1px solid #d5d9df; text-
 </html>
 """
 
-#: Points of all curves of a chart, at most.
-_MOST_POINTS = 4000
+#: Points of a curve, at most.
+_POINTS = 500
 
 #: Okabe and Ito's palette, darkened: colour-blind readers can tell these apart.
 _COLOURS = ("#0072b2", "#d55e00", "#007f5f", "#b0518c", "#b98300", "#3a9bd1", "#4d4d4d", "#7a5195")
 
-#: What is drawn of a step, each in its colour.
-_KINDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.SYNC: "gradient sum", Kind.STEP: "optimizer"}
-_NAMES = [*_KINDS.values(), "transfer"]
+#: What is drawn of a step, and in which colour.
+_KINDS = {
+    Kind.FORWARD: ("forward", _COLOURS[5]),
+    Kind.BACKWARD: ("backward", _COLOURS[1]),
+    Kind.SYNC: ("gradient sum", _COLOURS[2]),
+    Kind.STEP: ("optimizer", _COLOURS[3]),
+}
 
 
 def element(tag: str, text: str) -> str:
@@ -88,10 +86,10 @@ def write_page(path: Path, title: str, parts: Iterable[str | Figure]) -> None:
 
 def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | None:
     """The curves of all runs, with one legend entry per run, on axes that are zoomed together; None without any."""
-    points, tested = _MOST_POINTS // len(tables), {row.chart for row in EPOCH_FIGURES}
+    tested = {row.chart for row in EPOCH_FIGURES}
     titles = dict.fromkeys(row.chart for row in (*STEP_FIGURES, *EPOCH_FIGURES) if row.chart)
     charts = {
-        title: [(run, trace) for run, table in enumerate(tables) for trace in _traces(title, table, max(200, points))]
+        title: [(run, trace) for run, table in enumerate(tables) for trace in _traces(title, table)]
         for title in sorted(titles, key=lambda title: title not in tested)
     }
     charts = {title: traces for title, traces in charts.items() if traces}
@@ -126,16 +124,19 @@ def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | Non
     return figure.update_layout(**layout, hovermode="x unified", hoverlabel={"namelength": -1})
 
 
-def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[Scatter]:
-    """The curves of a run in a chart, the main one first: of a figure of steps the running mean, and each step."""
+def _traces(chart: str, table: MetricsTable) -> Iterator[Scatter]:
+    """The curves of a run in a chart, the main one first: of many steps the means of stretches, and their extremes."""
     for row in STEP_FIGURES:
-        values = table.steps[row.name]
-        known = np.flatnonzero(np.isfinite(values))
+        known = np.flatnonzero(np.isfinite(table.steps[row.name]))
         if row.chart == chart and len(known):
-            index = thinned(values[known], points)
-            steps = table.steps["step"][known][index]
-            yield _curve(steps, running_mean(values[known])[index])
-            yield _curve(steps, values[known][index], name="each step", opacity=0.35, line={"width": 1})
+            values, count = table.steps[row.name][known], min(_POINTS, len(known))
+            starts = np.linspace(0, len(known), count, endpoint=False).astype(int)
+            steps = table.steps["step"][known][starts]
+            yield _curve(steps, np.add.reduceat(values, starts) / np.diff(starts, append=len(known)))
+            if count < len(known):
+                faint = {"opacity": 0.35, "line": {"width": 1}}
+                yield _curve(steps, np.minimum.reduceat(values, starts), name="least", **faint)
+                yield _curve(steps, np.maximum.reduceat(values, starts), name="largest", **faint)
     for row in EPOCH_FIGURES:
         tests = [(epoch.step, value) for epoch in table.epochs if (value := getattr(epoch, row.name)) is not None]
         if row.chart == chart and tests:
@@ -145,25 +146,6 @@ def _traces(chart: str, table: MetricsTable, points: int) -> Iterator[Scatter]:
 
 def _curve(x: NDArray[np.float64], y: NDArray[np.float64], **style: Any) -> Scatter:
     return Scatter(x=x.tolist(), y=_short(y), mode="lines" if len(x) > 40 else "lines+markers", **style)
-
-
-def running_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Centred mean over a fiftieth of finite values, and over what there is of them at the ends."""
-    half = min(max(5, len(values) // 50), 1000) // 2
-    window, inside = np.ones(2 * half + 1), slice(half, half + len(values))
-    # Differences of a cumulative sum would be faster, but one loss of 1e20 would drown all that come after it.
-    means: NDArray[np.float64] = np.convolve(values, window)[inside] / np.convolve(np.ones(len(values)), window)[inside]
-    return means
-
-
-def thinned(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:
-    """Indices of at most so many values: of each stretch the least and the largest, so that none that sticks out is
-    lost.
-    """
-    if len(values) <= points:
-        return np.arange(len(values))
-    stretches = np.array_split(np.arange(len(values)), points // 2)
-    return np.unique([index[pick(values[index])] for index in stretches for pick in (np.argmin, np.argmax)])
 
 
 def _short(values: NDArray[np.float64]) -> list[float | None]:
@@ -176,38 +158,30 @@ def step_on_lanes(timeline: Timeline) -> Figure:
 
     Numbers are micro-batches.
     """
-    panels = [(title, length_ms(rows), list(timeline.lanes(rows))) for title, rows in timeline.panels()]
+    panels = [(title, length_ms(rows), timeline.lanes(rows)) for title, rows in timeline.panels()]
     heights = [len(lanes) for *_, lanes in panels]
     grid = {"subplot_titles": [title for title, *_ in panels], "row_heights": heights, "vertical_spacing": 0.15}
     figure = make_subplots(len(panels), 1, shared_xaxes=True, **grid)
-    named: set[str] = set()
     for row, (_, length, lanes) in enumerate(panels, start=1):
-        for bar in _boxes(lanes):
-            figure.add_trace(bar.update(showlegend=bar.name not in named), row, 1)
-            named.add(bar.name)
+        spans = [span for lane in lanes.values() for span in lane]
+        boxes = {
+            "y": [name for name, lane in lanes.items() for _ in lane],
+            "base": [round(span.start_ms, 4) for span in spans],
+            "x": [round(span.duration_ms, 4) for span in spans],
+            "text": [str(span.action.index) if span.action.kind in COMPUTE else "" for span in spans],
+            "hovertext": [
+                f"{describe_action(span.action)}: {span.duration_ms:.4g} ms, from {span.start_ms:.4g}" for span in spans
+            ],
+            "marker": {"color": [_KINDS.get(span.action.kind, ("transfer", "#999999"))[1] for span in spans]},
+        }
+        figure.add_trace(Bar(**boxes, orientation="h", textposition="inside", hoverinfo="text"), row, 1)
         figure.add_vline(length, line={"dash": "dash", "color": "#57606a"}, row=row, col=1)
-        ticks = {"tickvals": [*range(len(lanes))], "ticktext": [lane.name for lane in lanes]}
-        figure.update_yaxes(range=[len(lanes) - 0.5, -0.5], showgrid=False, fixedrange=True, **ticks, row=row, col=1)
+    figure.update_yaxes(autorange="reversed", fixedrange=True, showgrid=False)
     figure.update_xaxes(title="ms", row=len(panels))
-    height = 120 + 100 * len(panels) + 25 * sum(heights)
-    return figure.update_layout(template="plotly_white", barmode="overlay", height=height)
-
-
-def _boxes(lanes: Sequence[Lane]) -> Iterator[Bar]:
-    """A trace for each kind of action."""
-    boxes: dict[str, list[tuple[Any, ...]]] = {}
-    for y, lane in enumerate(lanes):
-        width = 0.9 if lane.queue == "compute" else 0.5
-        for span in lane.spans:
-            text = str(span.action.index) if span.action.kind in COMPUTE else ""
-            times = f"{span.duration_ms:.4g} ms, from {span.start_ms:.4g} to {span.end_ms:.4g}"
-            box = (round(span.start_ms, 4), round(span.duration_ms, 4), y, width, text)
-            name = _KINDS.get(span.action.kind, "transfer")
-            boxes.setdefault(name, []).append((*box, f"{describe_action(span.action)}: {times}"))
-    for name, drawn in boxes.items():
-        columns = dict(zip(("base", "x", "y", "width", "text", "hovertext"), zip(*drawn, strict=True), strict=True))
-        style = {"orientation": "h", "marker": {"color": _COLOURS[_NAMES.index(name)]}, "textposition": "inside"}
-        yield Bar(name=name, legendgroup=name, hoverinfo="text", **columns, **style)
+    colours = ", ".join(f'<span style="color:{colour}">{name}</span>' for name, colour in _KINDS.values())
+    height = 150 + 100 * len(panels) + 25 * sum(heights)
+    layout = {"template": "plotly_white", "barmode": "overlay", "showlegend": False, "height": height}
+    return figure.update_layout(title={"text": colours, "font": {"size": 14}}, **layout)
 
 
 def confusion_matrix(counts: NDArray[np.int64], classes: Sequence[str]) -> Figure:

@@ -19,9 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hybridpar.errors import counted
-from hybridpar.observe.records import EPOCH_FIGURES, EpochRecord, RunInfo, StepRecord
-from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
+from hybridpar.observe.records import EPOCH_FIGURES, UNITS, EpochRecord, RunInfo, StepRecord
 
 #: Seconds between two paints of the bar, and between two lines within an epoch.
 _PAINT_SECONDS, _LINE_SECONDS = 0.25, 10.0
@@ -61,9 +59,6 @@ class Progress:
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Show what is about to be trained."""
         self._epochs, self.steps_total = info.epochs, info.steps_total
-        epochs = f"{counted(info.epochs, 'epoch')} of {info.steps_per_epoch:,}"
-        if info.steps_total != info.epochs * info.steps_per_epoch:
-            epochs = f"{info.steps_per_epoch:,} per epoch"
         each = f", on {info.replicas} replicas" if info.replicas > 1 else ""
         chosen = f" (auto: {info.batch_line})" if info.batch_line else ""
         for line in (
@@ -71,7 +66,7 @@ class Progress:
             f"data     {info.data_line or info.data}",
             f"workers  {info.workers} on {info.device}",
             f"batch    {info.batch_size:,} samples per step{each}{chosen}",
-            f"steps    {info.steps_total:,} ({epochs})",
+            f"steps    {info.steps_total:,}, {info.steps_per_epoch:,} per epoch",
             f"run dir  {info.run_dir}",
             *info.notes,
             *([f"resumed after step {done:,}"] if done else []),
@@ -108,7 +103,7 @@ class Progress:
             value = getattr(record, row.name)
             if row.title and value is not None and not math.isnan(value):  # NaN: only its test was left to do
                 parts.append(f"{row.title} {row.text(value)}")
-        self.message("  ".join([*parts, format_duration(record.seconds)]))
+        self.message("  ".join([*parts, UNITS["s"](record.seconds)]))
         self._shown = self._clock()
 
     def message(self, text: str) -> None:
@@ -143,11 +138,11 @@ class Progress:
         left = (now - began) / max(record.step - first, 1) * max(self.steps_total - record.step, 0)
         parts = [
             f"epoch {record.epoch + 1}/{self._epochs}  step {record.step:,}/{self.steps_total:,}",
-            f"ETA {format_duration(left)}" if record.step > first else "",
+            f"ETA {UNITS['s'](left)}" if record.step > first else "",
             f"loss {self._loss:.4f}",
-            "" if math.isnan(self._accuracy) else f"accuracy {format_accuracy(self._accuracy)}",
-            format_rate(self._rate),
-            f"{format_bytes(self._sent)} sent" if self._sent else "",
+            "" if math.isnan(self._accuracy) else f"accuracy {UNITS['accuracy'](self._accuracy)}",
+            UNITS["images/s"](self._rate),
+            f"{UNITS['bytes'](self._sent)} sent" if self._sent else "",
             f"{self._skipped:,} skipped" if self._skipped else "",
         ]
         line = "  ".join(filter(None, parts))

@@ -10,12 +10,65 @@ without training anything. Times are milliseconds of one worker, averaged over t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hybridpar.observe.text import UNITS
+import numpy as np
+from numpy.typing import ArrayLike
+from rich.filesize import decimal
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as `3.2 s`, `0:12:03` or `1 day, 2:00:05`."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in decimal units: `640 bytes`, `12.3 MB`."""
+    return decimal(round(count))
+
+
+def format_rate(per_second: float) -> str:
+    """Images per second, with a decimal only where it says something."""
+    return f"{per_second:.1f} images/s" if per_second < 99.95 else f"{per_second:,.0f} images/s"
+
+
+def format_accuracy(fraction: float) -> str:
+    """A fraction as a percentage with two decimals, as papers give it."""
+    return f"{100 * fraction:.2f}%"
+
+
+def _format_ages(ages: Mapping[str, Any]) -> str:
+    """How late gradients were."""
+    return f"mean {ages['mean']:.2f}, largest {ages['most']}"
+
+
+def _format_kernels(kernels: Mapping[str, Any]) -> str:
+    """Operations on kernels, and the time that they save."""
+    text = f"{kernels['tuned']} of {kernels['tuned'] + kernels['stock']} operations"
+    return text if kernels["saved_ms"] is None else f"{text}, {kernels['saved_ms']:.2f} ms a step less than torch"
+
+
+#: How figures are shown, by their unit; figures of other units are not shown alone.
+UNITS: dict[str, Callable[[Any], str]] = {
+    "text": str,
+    "count": "{:,}".format,
+    "bytes": format_bytes,
+    "ms": "{:.2f} ms".format,
+    "s": format_duration,
+    "images/s": format_rate,
+    "accuracy": format_accuracy,
+    "part": "{:.0%}".format,
+    "loss": "{:.4f}".format,
+    "ratio": "{:.1f}x".format,
+    "gradients": "{:.1f} gradients".format,
+    "ages": _format_ages,
+    "kernels": _format_kernels,
+    "checkpoint": "{0[checkpoint]}, by {0[metric]}".format,
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +77,7 @@ class Figure:
 
     Attributes:
         name: Field of a record and column of `metrics.jsonl`, or key of `summary.json`.
-        unit: What it is measured in, one of `hybridpar.observe.text.UNITS`.
+        unit: What it is measured in, one of `UNITS`.
         reduce: How the steps of a run make one figure of the summary: `median`, `mean`, `sum`, or `part`: the part of a
             step's time that it takes; empty for none.
         key: Its key there; by default its name.
@@ -52,6 +105,17 @@ class Figure:
     def text(self, value: Any) -> str:
         """A value as it is shown."""
         return UNITS[self.unit](value)
+
+    def reduced(self, values: ArrayLike) -> float | None:
+        """One figure from the finite ones of several steps."""
+        known = np.asarray(values, dtype=np.float64)
+        known = known[np.isfinite(known)]
+        if self.reduce == "sum":
+            return round(float(known.sum()))
+        if not len(known):
+            return None
+        value = float(np.mean(known) if self.reduce == "mean" else np.median(known))
+        return round(value) if self.unit == "bytes" else round(value, 3)
 
 
 def _figure(unit: str, default: Any = MISSING, *, init: bool = True, **row: Any) -> Any:
@@ -103,25 +167,18 @@ class StepRecord:
         "ms", log=True, chart="Time of a step (ms)", reduce="median", key="step_ms_median", title="step"
     )
     compute_ms: float = _figure("ms", log=True, reduce="part", title="compute", predicted=True)
-    exposed_sync_ms: float = _figure("ms", log=True, reduce="part", title="exposed sync", usual=0, predicted=True)
+    exposed_sync_ms: float = _figure("ms", log=True, reduce="part", title="exposed sync", predicted=True)
     data_ms: float = _figure("ms", log=True, reduce="part", title="waiting for data")
     bytes_sent: int = _figure(
-        "bytes",
-        log=True,
-        workers=True,
-        reduce="mean",
-        key="bytes_sent_per_step",
-        title="sent per step",
-        usual=0,
-        predicted=True,
+        "bytes", log=True, workers=True, reduce="mean", key="bytes_sent_per_step", title="sent per step", predicted=True
     )
-    skipped: bool = _figure("flag", reduce="sum", key="skipped_steps", title="skipped steps", usual=0)
+    skipped: bool = _figure("flag", reduce="sum", key="skipped_steps", title="skipped steps")
     grad_norm: float | None = _figure("norm", log=True, chart="Gradient norm")
     bytes_before: int | None = _figure("bytes", None)
     bytes_after: int | None = _figure("bytes", None)
-    encode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="encoding", usual=0)
+    encode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="encoding")
     wire_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="on the wire")
-    decode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="decoding", usual=0)
+    decode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="decoding")
     sync_ms: float | None = _figure("ms", None, workers=True, reduce="median")
     hidden_share: float | None = _figure("part", None, workers=True, reduce="mean", key="overlap", title="sums hidden")
     residual_norm: float | None = _figure("norm", None, log=True, chart="Residual norm: not sent yet")
@@ -190,7 +247,9 @@ _RESULTS = (
     Figure("best", "checkpoint", title="best checkpoint"),
 )
 _OF_STEPS = tuple(
-    replace(row, name=row.key, unit="count" if row.reduce == "sum" else row.unit) for row in STEP_FIGURES if row.reduce
+    replace(row, name=row.key, unit="count" if row.reduce == "sum" else row.unit, usual=0)
+    for row in STEP_FIGURES
+    if row.reduce
 )
 #: How it was laid out, and what that took.
 _LAYOUT = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -26,15 +25,7 @@ from hybridpar.errors import RunDirectoryError, counted
 from hybridpar.formats.file_reader import read_json
 from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.metrics import MetricsTable
-from hybridpar.observe.records import (
-    LISTED_FIGURES,
-    STEP_ALONE,
-    STEP_FIGURES,
-    STEP_PARTS,
-    SUMMARY_FIGURES,
-    Figure,
-    RunInfo,
-)
+from hybridpar.observe.records import LISTED_FIGURES, STEP_ALONE, STEP_FIGURES, STEP_PARTS, SUMMARY_FIGURES, RunInfo
 
 #: Name of the file in the run directory.
 SUMMARY_FILE = "summary.json"
@@ -60,7 +51,7 @@ def summarize(
     last = table.last_step or resumed_from or 0
     steady = _steady(steps["step"], resumed_from)
     of_steps = {
-        row.key: reduced(row, steps[row.name] if row.reduce == "sum" else steps[row.name][steady])
+        row.key: row.reduced(steps[row.name] if row.reduce == "sum" else steps[row.name][steady])
         for row in STEP_FIGURES
         if row.reduce not in ("", "part")
     }
@@ -153,9 +144,7 @@ def _ages(values: NDArray[np.float64]) -> dict[str, Any] | None:
     known = values[np.isfinite(values)]
     if not known.size:
         return None
-    counts = Counter(round(float(value)) for value in known)
-    histogram = {str(age): counts[age] for age in sorted(counts)}
-    return {"mean": round(float(known.mean()), 4), "most": max(counts), "histogram": histogram}
+    return {"mean": round(float(known.mean()), 4), "most": round(float(known.max()))}
 
 
 def _steady(step: NDArray[np.float64], resumed_from: int | None) -> NDArray[np.bool_]:
@@ -164,18 +153,6 @@ def _steady(step: NDArray[np.float64], resumed_from: int | None) -> NDArray[np.b
     for start in {float(step[0]) - 1 if len(step) else 0.0, float(resumed_from or 0)}:
         keep &= (step <= start) | (step > start + WARM_UP_STEPS)
     return keep if keep.sum() >= WARM_UP_STEPS else np.ones(len(step), dtype=bool)
-
-
-def reduced(figure: Figure, values: Sequence[float] | NDArray[np.float64]) -> float | None:
-    """One figure from the finite ones of several steps."""
-    known = np.asarray(values, dtype=np.float64)
-    known = known[np.isfinite(known)]
-    if figure.reduce == "sum":
-        return round(float(known.sum()))
-    if not len(known):
-        return None
-    value = float(np.mean(known) if figure.reduce == "mean" else np.median(known))
-    return round(value) if figure.unit == "bytes" else round(value, 3)
 
 
 # ---------------------------------------------------------------------------------------------- the table at the end

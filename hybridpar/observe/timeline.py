@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,8 +21,8 @@ from hybridpar.schedule.actions import Action, Kind
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import Span, StepSpans, joint_bubble
 
-#: Kinds of queues in the order in which they are shown. A trace begins with `steps`: when a worker was busy with one.
-QUEUES = ("steps", "compute", "send", "receive", "sync", "control", "copy")
+#: Kinds of queues in the order in which they are shown.
+QUEUES = ("compute", "send", "receive", "sync", "control", "copy")
 
 #: What `otherData` calls the writer, by which our traces are told from those of others.
 _WRITER = "hybridpar timeline 3"
@@ -67,14 +67,6 @@ class TimelineRow:
 _ROWS = TypeAdapter(tuple[TimelineRow, ...])
 
 
-class Lane(NamedTuple):
-    """A queue of a worker in a step, by the time since the beginning of the step."""
-
-    queue: str
-    name: str
-    spans: list[Span]
-
-
 @dataclass(frozen=True)
 class Timeline:
     """Steps of a run as they ran and as they were predicted.
@@ -104,8 +96,7 @@ class Timeline:
         """The step of median length as it was predicted and as it ran, each with a title."""
         shown = {step: self.at(step, predicted=False) or self.at(step, predicted=True) for step in self.steps}
         # To nanoseconds; of an even number the longer of the middle ones.
-        lengths = sorted((round(length_ms(rows), 6), step) for step, rows in shown.items())
-        step = lengths[len(lengths) // 2][1]
+        step = sorted(shown, key=lambda step: (round(length_ms(shown[step]), 6), step))[len(shown) // 2]
         ran = f"measured, step {step}" + (", the one of median length" if len(shown) > 1 else "")
         for predicted, title in ((True, "predicted"), (False, ran)):
             if rows := self.at(step, predicted=predicted):
@@ -117,32 +108,28 @@ class Timeline:
         bubbles = [joint_bubble(workers) for workers in replicas if workers]
         return sum(bubbles) / len(bubbles)
 
-    def lanes(self, rows: Sequence[TimelineRow]) -> Iterator[Lane]:
-        """The queues of all workers in a step."""
+    def lanes(self, rows: Sequence[TimelineRow]) -> dict[str, list[Span]]:
+        """What was done in a step in the queues of all workers, by the time since its beginning."""
+        lanes: dict[str, list[Span]] = {}
         for row in rows:
             shift = 1e3 * (row.spans.origin - begin_of(rows))
-            spans: dict[tuple[int, int], list[Span]] = {}
-            for span in row.spans.spans:
-                spans.setdefault((QUEUES.index(span.queue), span.lane), []).append(span.shifted(shift))
-            for queue, lane in sorted(spans):
-                name = f"worker {row.worker} {self.queue_name(QUEUES[queue], lane, row.worker)}"
-                yield Lane(QUEUES[queue], name, spans[queue, lane])
+            for span in sorted(row.spans.spans, key=lambda span: (QUEUES.index(span.queue), span.lane)):
+                name = f"worker {row.worker} {self.queue_name(span.queue, span.lane, row.worker)}"
+                lanes.setdefault(name, []).append(span.shifted(shift))
+        return lanes
 
     def queue_name(self, queue: str, lane: int, worker: int) -> str:
         """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`."""
         if queue in ("send", "receive"):
             return f"{queue} {'to' if queue == 'send' else 'from'} worker {self.layout.peer(worker, lane)}"
-        return queue if queue == "steps" else f"{queue} lane {lane}"
+        return f"{queue} lane {lane}"
 
     def lines(self) -> Iterator[str]:
         """What ran, and the figures of every worker in the step of median length."""
-        facts, steps = self.facts, self.steps
-        replicas = f" x {self.layout.replicas} replicas" if self.layout.replicas > 1 else ""
-        parts = [str(facts.get("model", "")), counted(self.layout.stages, "stage") + replicas]
-        parts += [counted(facts["micro_batches"], "micro-batch")] if "micro_batches" in facts else []
-        parts += [str(facts.get("schedule", "")), f"steps {steps[0]} to {steps[-1]}"]
-        yield ", ".join(filter(None, parts))
-        yield from (f"{key}: {facts[key]}" for key in ("prediction", "clocks", "whole") if key in facts)
+        model, replicas = self.facts.get("model", "a model"), self.layout.replicas
+        stages = counted(self.layout.stages, "stage") + (f" x {replicas} replicas" if replicas > 1 else "")
+        yield f"{model}, {stages}, steps {self.steps[0]} to {self.steps[-1]}"
+        yield from (f"{key.replace('_', '-')}: {value}" for key, value in self.facts.items() if key != "model")
         for title, rows in self.panels():
             yield from ("", title)
             for row in rows:
@@ -198,24 +185,17 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
     zero = min((row.spans.origin for row in timeline.rows), default=0.0)
     events: list[dict[str, Any]] = []
     names: dict[tuple[int, int], str] = {}  # of processes and threads
-    free: dict[int, float] = {}
-    for row in sorted(timeline.rows, key=lambda row: row.step):
-        process, origin, end = 2 * row.worker + (1 if row.predicted else 2), row.spans.origin - zero, row.end - zero
+    for row in timeline.rows:
+        process, origin = 2 * row.worker + (1 if row.predicted else 2), 1e6 * (row.spans.origin - zero)
         names[process, 0] = f"{'predicted ' if row.predicted else ''}worker {row.worker}"
-        # From where the step before has ended: on other lanes this one may have begun before.
-        boxes = [(f"step {row.step}", "steps", 0, max(origin, min(free.get(process, 0.0), end)), end)]
-        free[process] = end
         for span in row.spans.spans:
-            start, stop = origin + span.start_ms / 1e3, origin + span.end_ms / 1e3
-            boxes.append((describe_action(span.action), span.queue, span.lane, start, stop))
-        for name, queue, lane, start, stop in boxes:
             # Unique in the whole file: Perfetto takes them for ids of the operating system.
-            thread = (process * len(QUEUES) + QUEUES.index(queue)) * 10_000 + lane
-            names[process, thread] = timeline.queue_name(queue, lane, row.worker)
-            begin, until = (round(1e6 * seconds, 3) for seconds in (start, stop))
-            event = {"ph": "X", "name": name, "cat": queue, "pid": process, "tid": thread, "ts": begin}
+            thread = (process * len(QUEUES) + QUEUES.index(span.queue)) * 10_000 + span.lane
+            names[process, thread] = timeline.queue_name(span.queue, span.lane, row.worker)
+            begin, until = (round(origin + 1e3 * moment, 3) for moment in (span.start_ms, span.end_ms))
+            event = {"ph": "X", "name": describe_action(span.action), "cat": span.queue, "pid": process, "tid": thread}
             # The length is of rounded ends: what follows directly must not overlap.
-            events.append(event | {"dur": round(until - begin, 3), "args": {"step": row.step}})
+            events.append(event | {"ts": begin, "dur": round(until - begin, 3), "args": {"step": row.step}})
     for (process, thread), name in names.items():
         meta, what = {"ph": "M", "pid": process, "tid": thread, "ts": 0}, "thread" if thread else "process"
         events.append(meta | {"name": f"{what}_name", "args": {"name": name}})

@@ -113,7 +113,7 @@ def state_copies(config: OptimizerConfig) -> int:
     with torch.random.fork_rng(devices=[]):
         optimizer = optimizer_by_name([{"params": [weight]}], config)
         optimizer.step()
-    kept = sum(value.numel() for value in optimizer.state[weight].values() if getattr(value, "ndim", 0))
+    kept: int = sum(value.numel() for value in optimizer.state[weight].values() if getattr(value, "ndim", 0))
     return round(kept / weight.numel()) + (config.model_ema is not None)
 
 

@@ -26,22 +26,26 @@ class LossScale:
         self._inverse = 1.0 / self.value
         self._steps = torch.zeros((), device=device)  # since the scale last changed
         self._interval = interval
+        self._handles: list[RemovableHandle] = []
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+    def attach(self, module: nn.Module) -> None:
         """From now on divide gradients of a module's parameters by the scale, before they are added up.
 
         Frozen parameters are included, since they may be thawed between steps.
         """
         divide = partial(torch.mul, self._inverse)
-        handles = []
         for parameter in module.parameters():
             if not parameter.is_floating_point():
                 continue
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # without it torch takes no hook
-            handles.append(parameter.register_hook(divide))  # type: ignore[no-untyped-call]
+            self._handles.append(parameter.register_hook(divide))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trained)
-        return handles
+
+    def detach(self) -> None:
+        """Leave gradients as they are again."""
+        for handle in self._handles:
+            handle.remove()
 
     def update(self, commit: bool | Tensor) -> None:
         """Follow a step."""

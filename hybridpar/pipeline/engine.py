@@ -38,8 +38,7 @@ from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.sync.stage_gradients import StageGradients, SyncLanes, open_sync_lanes
 
 if TYPE_CHECKING:
-    from hybridpar.comm.grid import Grid
-    from hybridpar.comm.transport import MessagePart
+    from hybridpar.comm.transport import Grid, MessagePart
     from hybridpar.compress.nodes import NodeWorlds
     from hybridpar.sync.figures import LayerBytes
 
@@ -109,7 +108,7 @@ class PipelineEngine:
         # A whole model's replicas are all workers, who have groups to sum on already.
         self.grid: Grid | None = None
         if world.size > 1 and not self.is_whole:
-            from hybridpar.comm.grid import Grid
+            from hybridpar.comm.transport import Grid
 
             self.grid = Grid(world, layout, pairs, lanes=groups)
         self.position = 0 if self.grid is None else self.grid.position

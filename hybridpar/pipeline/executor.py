@@ -38,8 +38,7 @@ from hybridpar.schedule.schedules import ScheduleRequest, make
 from hybridpar.sync.stage_gradients import StepGradients
 
 if TYPE_CHECKING:
-    from hybridpar.comm.grid import Grid
-    from hybridpar.comm.transport import Channel, MessagePart
+    from hybridpar.comm.transport import Channel, Grid, MessagePart
 
 #: What a worker does in a step also where it has no sample: its gradients are zero, and added to those of the others.
 _WITHOUT_SAMPLES = frozenset({Kind.SYNC, Kind.REPORT, Kind.DECIDE, Kind.STEP})

@@ -28,8 +28,7 @@ from hybridpar.lanes.base import Constants, start_copy
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepState
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
-from hybridpar.sync.clipping import clip_each, clip_factor
-from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncLanes, SyncOptions
+from hybridpar.sync.stage_gradients import StageGradients, StepGradients, SyncLanes, SyncOptions, clip_each, clip_factor
 
 if TYPE_CHECKING:
     from hybridpar.comm.group import Group

@@ -20,8 +20,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from hybridpar.comm.grid import Grid
-from hybridpar.comm.transport import MessagePart
+from hybridpar.comm.transport import Grid, MessagePart
 from hybridpar.comm.world import World
 from hybridpar.formats.cache import load_measurement, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec, Efficiency, Hosts, LinkLevel, in_runs

@@ -121,7 +121,7 @@ def read_weights(config: TrainConfig, name: str, model: nn.Module | DeferredMode
     """Give a model the weights that a new run starts from; lines to show."""
     if config.weights is None:
         return []
-    from hybridpar.models import load_weights
+    from hybridpar.models.weights import load_weights
 
     source, arguments = config.weights, parse_arguments(config.model_arg)
 

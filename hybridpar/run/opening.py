@@ -17,7 +17,6 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.config.data import without_download
 from hybridpar.config.sync import Exchange
 from hybridpar.data import ImageData, describe_data
 from hybridpar.data.sources import ImageFacts
@@ -70,7 +69,7 @@ def open_run(run: Run) -> None:
     world = run.world
     run.progress.prepare("loading the data set and the model")
     data = load_data(run.config, world)
-    run.config = replace(run.config, data=without_download(run.config.data))  # it is there
+    run.config = replace(run.config, data=with_options(run.config.data, download=None))  # it is there
     model, note = open_model(run.config, run.model_name, data, world)
     run.notes += [] if note is None else [note]
     run.data_line = world.from_main(lambda: describe_data(data))

@@ -19,9 +19,8 @@ from hybridpar.machine.devices import machine_load
 from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord, format_bytes, format_duration
 from hybridpar.observe.summary import print_report, step_without_data_ms, summarize, write_summary
-from hybridpar.observe.text import format_bytes, format_duration
 from hybridpar.plan import ResolvedPlan, StepFigures, SyncRule
 from hybridpar.run.directory import plain_options
 from hybridpar.run.part import Part, Run, sync_of

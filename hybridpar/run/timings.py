@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hybridpar.observe.records import STEP_FIGURES, STEP_PARTS, StepRecord
-from hybridpar.observe.summary import WARM_UP_STEPS, divided_step, reduced, step_shares
+from hybridpar.observe.summary import WARM_UP_STEPS, divided_step, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
 from hybridpar.train.results import StepResult
 
@@ -176,7 +176,7 @@ class Timings:
         """What the other workers are sent of it; `ahead` is how far this worker's clock is ahead of rank 0's."""
         computed = self._computed[WARM_UP_STEPS:] or self._computed
         return Share(
-            {row.key: reduced(row, self._steady(row.name)) for row in _OF_WORKERS},
+            {row.key: row.reduced(self._steady(row.name)) for row in _OF_WORKERS},
             dict(peaks or {}),
             step_shares([*zip(*map(self._steady, STEP_PARTS), strict=True)]),
             [step._replace(begin=step.begin - ahead, end=step.end - ahead) for step in computed],
@@ -192,7 +192,7 @@ def combine(
     for row in _OF_WORKERS:
         values = [share.means[row.key] for share in known]
         measured = [value for value in values if value is not None]
-        result[row.key] = reduced(replace(row, reduce="mean"), measured)
+        result[row.key] = replace(row, reduce="mean").reduced(measured)
     for name in known[0].peaks:
         peaks = [peak for share in known if (peak := share.peaks[name]) is not None]
         result[name] = max(peaks, default=None) if len(peaks) == len(known) else None

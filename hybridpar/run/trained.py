@@ -156,7 +156,7 @@ def _as_planned(run: Path) -> dict[str, Any]:
 def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> nn.Module:
     """Build the model with its weights."""
     from hybridpar.formats.checkpoint_files import load_model_state
-    from hybridpar.models import load_weights
+    from hybridpar.models.weights import load_weights
 
     model = build_trained(trained, classes, channels_last=channels_last)
     if trained.checkpoint is None:

@@ -28,7 +28,7 @@ from torch import nn
 from hybridpar.config import OptimizerConfig, SyncConfig
 from hybridpar.config.sync import AsyncServers
 from hybridpar.errors import UsageError
-from hybridpar.sync.clipping import clip_each, clip_factor
+from hybridpar.sync.stage_gradients import clip_each, clip_factor
 
 #: Weight of a gradient, from its staleness tau >= 0 and the n of n-softsync, the mean staleness to be expected.
 Scale = Callable[[int, int], float]

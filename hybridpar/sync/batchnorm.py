@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.comm.group import Group
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import Constants
@@ -370,11 +369,9 @@ class ReplicaBuffers:
         latest, self._latest = self._latest, None
         if latest is None or not self._replicas.rank:
             return
-        from hybridpar.comm.group import split
-
         buffers = self._present()
         sizes = [buffer.nbytes for buffer in buffers]
-        for part, buffer in zip(split(latest.view(torch.uint8), sizes), buffers, strict=True):
+        for part, buffer in zip(torch.split(latest.view(torch.uint8)[: sum(sizes)], sizes), buffers, strict=True):
             # A copy begins where every dtype may; for `.data` see `BufferRollback.restore`.
             buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 

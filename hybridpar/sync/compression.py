@@ -19,7 +19,6 @@ from hybridpar.compress import Coder, Exchange, PhaseTimer, Policy
 from hybridpar.compress.codec import FeedbackCoder, Full
 from hybridpar.compress.coders import BucketExchange, ParameterCoders
 from hybridpar.compress.nodes import NodeWorlds
-from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
 from hybridpar.sync.buckets import Bucket
 from hybridpar.sync.figures import BucketCost, SyncCosts
@@ -66,23 +65,8 @@ class Compression(ParameterCoders):
         seed: int = 0,
         nodes: NodeWorlds | None = None,
     ) -> None:
-        alike = world.gather(policy.prepare(world.device))
-        if len(set(map(str, alike))) > 1:
-            raise SyncError(
-                f"codec {str(policy)!r} has compiled kernels on some workers only: {', '.join(map(str, alike))}",
-                "They round otherwise than torch in the last bits, so that replicas would drift apart.",
-                "Install TVM on all machines, or set HYBRIDPAR_KERNELS=off on all.",
-            )
-        # Who exchanges by the codec: all workers, or one of each node.
-        self._party = party = world if nodes is None else nodes.across
-        super().__init__(
-            *(policy, party.rank, party.size, seed),
-            average=False,
-            nodes=None if nodes is None else nodes.nodes,
-            node_rank=0 if nodes is None else nodes.inside.rank,  # ranks there are in the order of places in the node
-        )
+        super().__init__(policy, world, seed, nodes, average=False)
         self._world = world
-        self._nodes = nodes
         self._groups = list(groups)
         self._buckets: tuple[Bucket, ...] = ()
         self._exchanges: dict[int, BucketExchange] = {}

@@ -29,7 +29,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -53,6 +53,9 @@ from hybridpar.formats.checkpoint_files import (
     usable,
     write_tensors,
 )
+
+#: Some names, or all.
+_Names: TypeAlias = Collection[str] | None
 
 
 @dataclass(frozen=True)
@@ -200,15 +203,21 @@ def _explained(final: Path, rank: int) -> Iterator[None]:
 
 
 def load_checkpoint(
-    path: Path, rank: int = 0, *, held: Collection[str] | None = None, stepped: Collection[str] | None = None
+    path: Path, rank: int = 0, *, fingerprint: str = "", held: _Names = None, stepped: _Names = None
 ) -> CheckpointData:
-    """Read a checkpoint, verifying every file that is read against the manifest.
+    """Read a checkpoint, verifying every file that is read against the manifest; that of another model is refused.
 
     Where a worker does not hold everything, only the tensors are read that are `held`, and the optimizer's state of the
     parameters that are `stepped` here.
     """
     path = resolve_checkpoint(path)
     manifest = read_manifest(path)
+    if fingerprint not in ("", manifest["model"]):
+        raise CheckpointError(
+            f"the checkpoint {path} is of another model",
+            "Names, shapes and dtypes of all parameters and buffers must be equal.",
+            "Name the model and the number of classes that the checkpoint was made with.",
+        )
     digests = manifest["files"]
     model = load_model_state(path, held=held)
     average = load_model_state(path, average=True, held=held) if shards_of("model_ema", digests) else None
@@ -226,7 +235,7 @@ def load_checkpoint(
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
 
 
-def _add_optimizer(optimizer: dict[str, Any], part: Mapping[str, Any], stepped: Collection[str] | None) -> None:
+def _add_optimizer(optimizer: dict[str, Any], part: Mapping[str, Any], stepped: _Names) -> None:
     """Add the state that a worker has written; tensors are copied, so that nothing is left of its file."""
     if not part:
         return
@@ -236,14 +245,3 @@ def _add_optimizer(optimizer: dict[str, Any], part: Mapping[str, Any], stepped: 
     for name, values in part["state"].items():
         if stepped is None or name in stepped:
             state[name] = {key: item.clone() if isinstance(item, Tensor) else item for key, item in values.items()}
-
-
-def require_model(path: Path, fingerprint: str) -> None:
-    """Refuse the checkpoint of another model."""
-    if read_manifest(path)["model"] == fingerprint:
-        return
-    raise CheckpointError(
-        f"the checkpoint {path} is of another model",
-        "Names, shapes and dtypes of all parameters and buffers must be equal.",
-        "Name the model and the number of classes that the checkpoint was made with.",
-    )

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import check_compression
@@ -30,13 +29,7 @@ from hybridpar.lanes import Lane, Lanes
 from hybridpar.models import autocast
 from hybridpar.models.state import same_modes
 from hybridpar.models.state_dicts import copy_of, is_extra, load_values
-from hybridpar.optim.build import (
-    Rates,
-    fill_momentum,
-    load_optimizer_state,
-    optimizer_state,
-    part_of,
-)
+from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, optimizer_state, part_of
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
@@ -103,7 +96,6 @@ class Engine:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
         self.loss_scales: list[LossScale] = []
-        self._hooks: list[RemovableHandle] = []
         self._rates: list[Rates] = []
         self.pipeline = self._open_pipeline(parts)
         self._shares_first = self.pipeline.replicas > 1
@@ -231,7 +223,7 @@ class Engine:
                     "Gradients are synchronised for the parameters of the model.",
                     "Make the optimizer from the model that the factory is given.",
                 )
-            self._given.add_param_group = _refuse_more  # type: ignore[method-assign]
+            vars(self._given)["add_param_group"] = _refuse_more
         optimizer, layout = self._given, self.plan.layout
         is_sharded = self.plan.sync.shard_optimizer and layout.replicas > 1
         if self.plan.is_staged or is_sharded:
@@ -259,7 +251,7 @@ class Engine:
 
             scale = LossScale(next((param.device for param in module.parameters()), self._world.device))
             self.loss_scales.append(scale)
-            self._hooks += scale.attach(module)
+            scale.attach(module)
 
         def follow(step: int, commit: bool | Tensor) -> None:
             if average is not None and commit is not False:
@@ -345,11 +337,9 @@ class Engine:
         with same_modes(self.model):
             self.model.eval()
             self.pipeline.use_graphs(training=False)
+            whole = self.model if self.plan.is_staged else self.pipeline.forwards[0]
             try:
-                if self.own_only:
-                    yield self.pipeline.evaluate
-                else:
-                    yield self.model if self.plan.is_staged else self.pipeline.forwards[0]
+                yield self.pipeline.evaluate if self.own_only else whole
             finally:
                 self.pipeline.use_graphs(training=True)
         for stage in self.pipeline.stages.values():
@@ -483,8 +473,8 @@ class Engine:
             rates.scale(1.0, 1.0)
         for optimizer in self.optimizers:
             vars(optimizer).pop("add_param_group", None)
-        for hook in self._hooks:
-            hook.remove()
+        for scale in self.loss_scales:
+            scale.detach()
         self.pipeline.close()
 
 

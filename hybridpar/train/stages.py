@@ -20,7 +20,7 @@ from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.models import autocast
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, named_tensors
-from hybridpar.models.state import same_modes, twin_of
+from hybridpar.models.state import same_modes
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
@@ -48,7 +48,9 @@ def cut_model(
             threads = lane_threads(layout, device)
             measured = model
             if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
-                measured = deferred.with_values(twin_of).to(device)
+                measured = deferred.build().to(device)
+                for twin, module in zip(measured.modules(), model.modules(), strict=True):
+                    twin.training = module.training
                 if partition.memory_format_name(example) == "channels_last":
                     measured.to(memory_format=torch.channels_last)
             with autocast(config.amp, device):

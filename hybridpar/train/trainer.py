@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +42,8 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.spec import check_rules
-from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint
-from hybridpar.train.engine import Engine, EngineParts
+from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
+from hybridpar.train.engine import Engine, EngineParts, OptimizerFactory
 from hybridpar.train.results import BadSteps, evaluate
 from hybridpar.train.results import Evaluation as Evaluation
 from hybridpar.train.results import StepResult as StepResult
@@ -106,7 +105,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module | DeferredModel,
-        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        optimizer: OptimizerFactory | None = None,
         loss: LossFunction | None = None,
         config: TrainConfig | None = None,
         *,
@@ -195,12 +194,7 @@ class Trainer:
         self._left = ""  # how this worker came to take part in no further step
         self._bad_steps = BadSteps(self.engine)
 
-    def _open_engine(
-        self,
-        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None,
-        plan: ResolvedPlan,
-        example: Tensor | None,
-    ) -> Engine:
+    def _open_engine(self, optimizer: OptimizerFactory | None, plan: ResolvedPlan, example: Tensor | None) -> Engine:
         asked, device = replace(self.config, **plan.compute.options), self.world.device
         self._channels_last = plan.channels_last
         if plan.channels_last:
@@ -563,9 +557,9 @@ class Trainer:
         engine = self.engine
         engine.wait()
         path = resolve_checkpoint(Path(path))
-        require_model(path, self.fingerprint)
         held = engine.held_state().keys() if engine.own_only else None
-        data = load_checkpoint(path, self.world.rank, held=held, stepped=engine.stepped or None)
+        stepped = engine.stepped or None
+        data = load_checkpoint(path, self.world.rank, fingerprint=self.fingerprint, held=held, stepped=stepped)
         with usable(path):
             self._restore(data)
             extra: dict[str, Any] = dict(data.training["extra"])
@@ -586,9 +580,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -614,7 +606,7 @@ def open_trial(model: nn.Module, config: TrainConfig, world: World, example: Ten
     """Steps of a copy of a model to be timed; see `Trial`."""
     from hybridpar.train.trial import Trial  # most runs need none
 
-    return Trial(Trainer, model, config, world, example, plan)
+    return Trial(model, config, world, example, plan)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,8 @@ in question. Nothing that they do is seen by the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.trials import StepValues, any_loss
+from hybridpar.train.trainer import Trainer
 
 #: With such a learning rate float32 weights stay as they are.
 _PLAIN = TrainConfig(plan="none", lr=1e-12)
@@ -40,20 +39,14 @@ class Trial:
     """Steps of a copy of a model that can be taken; opening it is a collective of the world's workers.
 
     Of the options those that say how work is divided do not count: `plan` says it, by default plain data parallelism.
-    `example` is the inputs of the whole batch, the same on all workers. `open_trainer` makes the `Trainer`.
+    `example` is the inputs of the whole batch, the same on all workers.
     """
 
     #: The trainer; None on a worker that the plan does not use.
-    trainer: Any = None
+    trainer: Trainer | None = None
 
     def __init__(
-        self,
-        open_trainer: Callable[..., Any],
-        model: nn.Module,
-        config: TrainConfig,
-        world: World,
-        example: Tensor,
-        plan: Plan | None = None,
+        self, model: nn.Module, config: TrainConfig, world: World, example: Tensor, plan: Plan | None = None
     ) -> None:
         workers = world.size if plan is None else plan.workers or 1
         if plan is not None and 1 < workers < world.size and len(plan.partition.stages) > 1:
@@ -74,7 +67,7 @@ class Trial:
                 opened.callback(world.close)
             if is_used:
                 self._batch = _share(example, run, world.rank)
-                self.trainer = open_trainer(
+                self.trainer = Trainer(
                     twin_of(model),
                     config=config,
                     loss=any_loss,

@@ -13,10 +13,8 @@ import pytest
 from plotly.graph_objects import Figure
 
 from hybridpar.cli import main
-from hybridpar.commands.report import page_parts, read_runs
+from hybridpar.commands.runs import page_parts, read_runs
 from hybridpar.errors import UsageError
-from hybridpar.observe.timeline import write_timeline
-from tests.observe.timelines import a_timeline
 from tests.run.run_directories import a_run
 
 
@@ -27,7 +25,7 @@ def test_a_page_is_written_and_written_again(tmp_path, capsys):
         assert f"report written to {page}" in capsys.readouterr().out
     assert 4_000_000 < page.stat().st_size < 6_000_000
     text = page.read_text()
-    assert '"name":"a, each step"' in text
+    assert '"name":"a"' in text
     assert "http://" not in text.rpartition("<h1>")[2]
 
 
@@ -85,15 +83,6 @@ def test_a_run_shows_its_result_its_prediction_and_where_its_time_went(tmp_path)
     assert curves.layout.annotations[0].text == "Loss"
 
 
-def test_a_recorded_timeline_is_drawn_and_a_missing_one_is_named(tmp_path):
-    trace = tmp_path / "trace.json"
-    run = a_run(tmp_path / "a", summary={}, staged=True, options={"stages": 2, "timeline": trace})
-    assert "There is no timeline to show" in text_of(run)
-    write_timeline(trace, a_timeline())
-    assert len(figures_of(run)) == 2
-    assert "clocks: one for all workers" in text_of(run)
-
-
 def test_several_runs_are_compared_by_results_and_by_options_that_differ(tmp_path):
     first = a_run(tmp_path / "first", summary={}, options={"lr": 0.1})
     second = a_run(tmp_path / "second", summary={"memory_bytes": 10**9}, codec="onebit", options={"lr": 0.05})
@@ -146,9 +135,7 @@ def test_the_page_opens_in_a_browser_draws_its_figures_and_leads_nowhere(tmp_pat
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("there is no Chromium")
-    write_timeline(tmp_path / "trace.json", a_timeline())
-    options = {"stages": 2, "timeline": tmp_path / "trace.json"}
-    runs = [a_run(tmp_path / "<b>run", summary={}, staged=True, options=options), a_run(tmp_path / "plain", summary={})]
+    runs = [a_run(tmp_path / "<b>run", summary={}), a_run(tmp_path / "plain", summary={})]
     assert main(["report", *map(str, runs), "-o", str(tmp_path / "page.html")]) == 0
     problems, asked = [], []
     with playwright.sync_playwright() as started:
@@ -158,10 +145,9 @@ def test_the_page_opens_in_a_browser_draws_its_figures_and_leads_nowhere(tmp_pat
         window.on("pageerror", lambda error: problems.append(str(error)))
         window.on("request", lambda request: asked.append(request.url))
         window.goto((tmp_path / "page.html").as_uri())
-        window.wait_for_function("document.querySelectorAll('.js-plotly-plot .legend').length == 2")
-        curves, lanes = window.locator(".js-plotly-plot").all()
+        window.wait_for_function("document.querySelectorAll('.js-plotly-plot .legend').length == 1")
+        (curves,) = window.locator(".js-plotly-plot").all()
         assert curves.locator("path.js-line").count() > 10
-        assert lanes.locator(".bars .point path").count() > 50
         assert window.locator("a[href^=http]").count() == window.locator("h2 b").count() == 0
         chromium.close()
     assert problems == []

@@ -11,10 +11,10 @@ from torch import Tensor
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise, scale_of
+from hybridpar.compress.codecs.qsgd import LevelQuantiser, scale_of
 from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.memory import Memory, Residual, Scratch
-from hybridpar.compress.packing import Fields
+from hybridpar.compress.packing import Fields, Noise
 from hybridpar.compress.quantised import Quantiser
 from tests.compress.team import same_bits
 
@@ -211,5 +211,5 @@ def test_the_gil_is_released() -> None:
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
     kernels.table.cache_clear()
-    kernels.prepare(parse_codec("onebit"))
+    assert not parse_codec("onebit").prepare(CPU)
     assert not kernels.table()

@@ -21,12 +21,12 @@ from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise
+from hybridpar.compress.codecs.qsgd import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, THREADS, CudaKernels
 from hybridpar.compress.memory import Memory, Residual, Scratch
-from hybridpar.compress.packing import Fields
+from hybridpar.compress.packing import Fields, Noise
 from hybridpar.compress.quantised import Quantiser
 from tests.compress.team import same_bits
 

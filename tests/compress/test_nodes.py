@@ -32,21 +32,14 @@ UNEVEN = ("a", "b", "b", "b")
 )
 def test_nodes(names: tuple[str, ...], members: Any, leaders: int, columns: Any) -> None:
     nodes = Nodes.of(names)
-    assert (nodes.members, nodes.leaders, nodes.columns, nodes.pays) == (members, leaders, columns, True)
-    for node in nodes.members:
-        assert [nodes.rank_in_node(rank) for rank in node] == list(range(len(node)))
-
-
-@pytest.mark.parametrize("names", ["aaaa", "abcd", "a"])
-def test_where_it_gains_nothing(names: str) -> None:
-    assert not Nodes.of(names).pays
+    assert (nodes.members, nodes.leaders, nodes.columns) == (members, leaders, columns)
 
 
 # ------------------------------------------------------------------------------------------------------ the DDP hook
 
 
 def on_nodes(names: tuple[str, ...], rank: int) -> Any:
-    return mock.patch("hybridpar.compress.ddp.host_identity", return_value=names[rank])
+    return mock.patch("hybridpar.compress.nodes.host_identity", return_value=names[rank])
 
 
 def hooked(world: World, names: tuple[str, ...], codec: str) -> tuple[Tensor, int, int]:
@@ -83,7 +76,7 @@ def test_replicas_stay_equal_and_leaders_share_the_work(names: tuple[str, ...], 
     assert sum(count for _, _, count in found) == 2 * len(list(net().parameters()))  # once on each node
     sending = [wire > 0 for _, wire, _ in found]
     nodes = Nodes.of(names)
-    assert sending == [nodes.rank_in_node(rank) < nodes.leaders for rank in range(4)]
+    assert sending == [any(rank in node[: nodes.leaders] for node in nodes.members) for rank in range(4)]
 
 
 # ---------------------------------------------------------------------------------------------------------- training

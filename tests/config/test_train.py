@@ -37,31 +37,6 @@ def test_a_value_out_of_range_is_named_with_its_rule(option, value, rule):
     assert caught.value.why == f"It must be {rule}."
 
 
-@pytest.mark.parametrize(
-    ("options", "one", "other"),
-    [
-        ({"optimizer": "adamv"}, "'adamv'", "adam"),
-        ({"lr": 0.0}, "--lr 0.0: rate=0.0", "greater than 0"),
-        ({"lr": math.nan}, "--lr is nan", "a finite number"),
-        ({"loss": "ce:threshold=0.2"}, "--loss ce:threshold=0.2", "'threshold'"),
-        ({"optimizer": "sgd:momentum=none"}, "momentum=None", "a number"),
-        ({"optimizer": "sgd:momentum=0,nesterov"}, "--optimizer sgd:momentum=0,nesterov", "needs momentum"),
-        ({"recompute": ("all",), "sync": "ps"}, "--recompute all with --sync ps", "whole model"),
-        ({"recompute": ("all",), "batch_size": "auto"}, "--recompute all with --batch-size auto", "whole model"),
-        ({"optimizer": "adamw:layer_decay=2"}, "layer_decay=2", "at most 1"),
-        ({"recompute": ("all", 1)}, "--recompute is ('all', 1)", "a valid integer"),
-        ({"shares": "1,2", "replicas": 3, "stages": 2}, "--shares 1,2 for 3 replicas", "as many numbers"),
-        ({"shares": "1,2", "nproc": 3, "plan": "none"}, "--shares 1,2 for 3 replicas", "as many numbers"),
-        ({"sync": "allreduce:lanes=9"}, "lanes=9", "at most 8"),
-    ],
-)
-def test_options_of_the_optimizer_that_do_not_fit_are_one_error(options, one, other):
-    with pytest.raises(UsageError) as caught:
-        TrainConfig(**options).check()
-    assert one in caught.value.what
-    assert other in str(caught.value)
-
-
 def test_a_rate_for_a_batch_is_in_proportion_to_the_batch():
     assert TrainConfig(lr="0.1/256", batch_size=64).peak_lr == pytest.approx(0.025)
     assert TrainConfig(lr="0.1", batch_size=64).peak_lr == TrainConfig(lr=0.1).peak_lr == 0.1

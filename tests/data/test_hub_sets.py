@@ -70,7 +70,7 @@ def test_lists_of_classes_are_several_labels(tmp_path: Path) -> None:
 
 def test_a_label_that_is_no_class_is_one_error(tmp_path: Path) -> None:
     root = saved(tmp_path, datasets.ClassLabel(names=["a", "b"]), train=[0, 1], test=[-1, 1])
-    with pytest.raises(DataError, match="row 0 of test of hf/mine has the label '-1'"):
+    with pytest.raises(DataError, match="row 0 of test has the label '-1'"):
         load(root)
 
 
@@ -142,7 +142,7 @@ def test_rows_of_tar_shards_that_lack_something(tmp_path: Path, lacks: str) -> N
                 tar.addfile(member, whole.extractfile(member))
     (tmp_path / "whole.tar").unlink()
     if lacks == "label":
-        with pytest.raises(DataError, match="row 6 of train of hf/webdataset has no label"):
+        with pytest.raises(DataError, match="row 6 of train has no label"):
             load(tmp_path, "hf/webdataset")
         return
     loaded = load(tmp_path, "hf/webdataset").test.load(np.arange(9), None, torch.device("cpu"))

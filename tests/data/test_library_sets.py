@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from hybridpar.config import DataConfig
 from hybridpar.config.data import TORCHVISION_SETS
@@ -66,6 +66,10 @@ def column() -> list[Shades]:
     return parts
 
 
+def tensors() -> list[TensorDataset]:
+    return [TensorDataset(torch.zeros(8, 3, 20, 20, dtype=torch.uint8), torch.arange(8) % 2) for _ in range(2)]
+
+
 def none() -> int:
     return 3
 
@@ -104,6 +108,7 @@ def test_a_label_is_a_number_a_column_or_says_which_classes_an_image_has() -> No
     data, several = load("column"), load("several")
     assert (data.multi_label, data.train.labels.tolist(), data.class_names) == (False, [0, 1] * 4, ("even", "odd"))
     assert several.multi_label
+    assert isinstance(load("tensors").train, MemoryImages)
     assert several.train.labels[:4].int().tolist() == [[0, 1], [1, 0], [0, 0], [1, 1]]
 
 

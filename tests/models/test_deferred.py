@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import warnings
 from collections.abc import Callable
 
@@ -10,9 +12,11 @@ import torch
 from torch import nn
 
 from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, model_names
 from hybridpar.models.deferred import DeferredModel, imagined, is_deferred, named_tensors
+from tests.ranks import run_ranks
 
 #: One of each way of initialising: kaiming, torch's `trunc_normal_` with its loop and tables of indices, timm's own.
 FEW = ("mobilenet_v3_small", "swin_t", "googlenet", "timm/deit_tiny_patch16_224")
@@ -127,6 +131,28 @@ def test_tensors_that_would_be_lost_are_named(kind: type[nn.Module], said: str) 
     with pytest.raises(UsageError, match=said):
         DeferredModel(lambda: nn.Sequential(kind()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def build_in_turn(world: World) -> list[float]:
+    """Build and fill a model, and note when that was."""
+    times: list[float] = []
+
+    def build() -> nn.Module:
+        times.append(time.monotonic())
+        time.sleep(0.2)
+        times.append(time.monotonic())
+        return nn.Linear(3, 3)
+
+    world.barrier()
+    DeferredModel(build).fill(["weight"])
+    return times
+
+
+def test_the_workers_of_a_host_build_one_after_the_other() -> None:
+    times = list(itertools.chain(*run_ranks(build_in_turn, 3)))
+    spans = sorted(zip(times[::2], times[1::2], strict=True))
+    assert all(ended <= begun for (_, ended), (begun, _) in itertools.pairwise(spans))
+    assert len(spans) == 6
 
 
 def test_it_runs_without_memory() -> None:

@@ -13,8 +13,9 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError, UsageError
-from hybridpar.models import build_model, load_weights
+from hybridpar.models import build_model
 from hybridpar.models.deferred import DeferredModel, is_deferred
+from hybridpar.models.weights import load_weights
 from hybridpar.train.checkpoint import CheckpointData, save_checkpoint
 from tests.small_nets import plain, wide
 

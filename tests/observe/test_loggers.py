@@ -6,15 +6,14 @@ import importlib
 import importlib.util
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from hybridpar.errors import TrainingError, UsageError
-from hybridpar.observe import loggers as observe_loggers
-from hybridpar.observe.loggers import LOGGERS, Ending, Line, LoggedRun, Logger, Loggers, logger_names
+from hybridpar.observe.loggers import LOGGERS, Ending, LoggedRun, Logger, Loggers, logger_names
 from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, RunInfo
 from tests.runs import train
 
@@ -28,7 +27,6 @@ class Kept(Logger):
     """Keeps what it is given, or does what `mode` says."""
 
     package: ClassVar[str] = "json"
-    extra: ClassVar[str] = "none"
     made: ClassVar[list[Kept]]
     mode: ClassVar[str]
     release: ClassVar[threading.Event]
@@ -36,7 +34,7 @@ class Kept(Logger):
     def __init__(self, run: LoggedRun) -> None:
         self._meet("start")
         self.where = "http://example.org/run"
-        self.lines: list[Line] = []
+        self.lines: list[tuple[int, Mapping[str, float]]] = []
         self.ending: str | None = None
         Kept.made.append(self)
 
@@ -46,9 +44,9 @@ class Kept(Logger):
         if Kept.mode == f"hangs: {place}":
             Kept.release.wait()
 
-    def write(self, lines: Sequence[Line]) -> None:
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
         self._meet("write")
-        self.lines += lines
+        self.lines.append((step, figures))
 
     def close(self, ending: Ending) -> None:
         self._meet("close")
@@ -83,18 +81,18 @@ def test_records_come_in_order_with_what_was_measured(kept, start, make_step, ma
     loggers.put(make_epoch(0, step=2, ema_test_accuracy=None))
     assert loggers.close("interrupted")
     (one,) = kept.made
-    assert [line.step for line in one.lines] == [1, 2, 2]
-    assert set(one.lines[0].figures) == OF_STEPS - {"grad_norm", "residual_norm", "staleness"}
-    assert one.lines[1].figures["grad_norm"] == 3.0
-    assert one.lines[1].figures["images_per_second"] == 3200.0
-    assert set(one.lines[2].figures) == {name for name in OF_EPOCHS if "ema" not in name}
+    assert [step for step, _ in one.lines] == [1, 2, 2]
+    first, second, end = (figures for _, figures in one.lines)
+    assert set(first) == OF_STEPS - {"grad_norm", "residual_norm", "staleness"}
+    assert second["grad_norm"] == 3.0
+    assert second["images_per_second"] == 3200.0
+    assert set(end) == {name for name in OF_EPOCHS if "ema" not in name}
     assert one.ending == "interrupted"
     assert said == ["kept     http://example.org/run"]
 
 
 @pytest.mark.parametrize("place", ["start", "write", "close"])
-def test_a_logger_that_raises_loses_its_own_lines_with_one_warning(kept, start, make_step, place, monkeypatch):
-    monkeypatch.setattr(observe_loggers, "_PAUSE", 0.0)
+def test_a_logger_that_raises_loses_its_own_lines_with_one_warning(kept, start, make_step, place):
     kept.mode = f"fails: {place}"
     loggers, said = start("kept", "other")
     for step in range(1, 4):

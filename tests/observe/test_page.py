@@ -5,8 +5,6 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from plotly.graph_objects import Bar, Figure
 
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
@@ -14,10 +12,8 @@ from hybridpar.observe.page import (
     confusion_matrix,
     curves,
     element,
-    running_mean,
     step_on_lanes,
     table,
-    thinned,
     write_page,
 )
 from tests.observe.timelines import a_timeline
@@ -33,24 +29,6 @@ def test_names_in_runs_are_no_markup(tmp_path):
     assert text.count("alert(1)") == 8
     assert text.count("<script>") == text.count("</script>") == 2
     assert "<b>" not in text.rpartition("</head>")[2]
-
-
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=30))
-def test_running_mean_is_the_mean_of_what_the_window_holds(values):
-    smooth = running_mean(np.array(values))
-    for index, value in enumerate(smooth):
-        assert value == pytest.approx(np.mean(values[max(index - 2, 0) : index + 3]), abs=1e-9)
-
-
-@given(st.integers(1, 500), st.integers(2, 60), st.integers(0, 2**32 - 1))
-def test_thinned_values_have_the_least_and_the_largest_of_each_stretch(count, points, seed):
-    values = np.random.default_rng(seed).standard_normal(count)
-    index = thinned(values, points)
-    assert 1 <= len(index) <= points
-    assert index.tolist() == sorted(set(index.tolist()))
-    assert {values.argmin(), values.argmax()} <= set(index.tolist())
-    if count <= points:
-        assert index.tolist() == list(range(count))
 
 
 def record(folder, make_step, make_epoch, losses, **fields):
@@ -71,17 +49,24 @@ def test_curves_are_what_was_recorded_by_step_and_by_time(tmp_path, make_step, m
     figure = curves(["run"], [record(tmp_path, make_step, make_epoch, losses)])
     titles = [axis.text for axis in figure.layout.annotations]
     assert titles == ["Loss", "Test accuracy (%)", "Learning rate", "Time of a step (ms)"]
-    mean, each = traces_of(figure, "Loss")
-    assert (list(each.x), list(each.y)) == ([1, 2, 4, 5], [3.0, 2.0, 1.5, 1.0])
-    np.testing.assert_allclose(mean.y, running_mean(np.array([3.0, 2.0, 1.5, 1.0])), rtol=1e-4)
+    (loss,) = traces_of(figure, "Loss")
+    assert (list(loss.x), list(loss.y)) == ([1, 2, 4, 5], [3.0, 2.0, 1.5, 1.0])
     (accuracy,) = traces_of(figure, "Test accuracy (%)")
     assert (list(accuracy.x), list(accuracy.y)) == ([10], [87.5])
     by_step, by_time, linear, log = figure.layout.updatemenus[0].buttons
     assert [list(x) for x in by_step.args[0]["x"]] == [list(trace.x) for trace in figure.data]
-    assert list(by_time.args[0]["x"][list(figure.data).index(each)]) == pytest.approx([0.02, 0.04, 0.08, 0.1])
+    assert list(by_time.args[0]["x"][list(figure.data).index(loss)]) == pytest.approx([0.02, 0.04, 0.08, 0.1])
     assert [button.args[1]["yaxis.type"] for button in (linear, log)] == ["linear", "log"]
     axes = [figure.layout[name] for name in figure.layout if name.startswith("xaxis")]
     assert len({axis.matches for axis in axes} - {None}) == 1, "all are zoomed together"
+
+
+def test_of_many_steps_the_means_of_stretches_are_drawn_and_what_sticks_out(tmp_path, make_step, make_epoch):
+    losses = [float(step % 2) for step in range(1000)]
+    losses[700] = 9.0
+    mean, least, largest = traces_of(curves(["run"], [record(tmp_path, make_step, make_epoch, losses)]), "Loss")
+    assert len(mean.x) == 500
+    assert (mean.y[0], least.y[0], largest.y[0], largest.y[350], mean.y[350]) == (0.5, 0.0, 1.0, 9.0, 5.0)
 
 
 def test_each_run_has_one_legend_entry_and_its_look(tmp_path, make_step, make_epoch):
@@ -108,17 +93,14 @@ def test_a_step_has_its_prediction_above_it_and_every_action_in_place():
     figure = step_on_lanes(timeline)
     titles = [title.text for title in figure.layout.annotations]
     assert [title.split(":")[0] for title in titles] == ["predicted", "measured, step 5, the one of median length"]
-    for (_, rows), axis in zip(timeline.panels(), ("y", "y2"), strict=True):
+    for (_, rows), drawn in zip(timeline.panels(), figure.data, strict=True):
         begin = min(row.spans.computed.begin for row in rows)
         ends = sorted(1e3 * (row.spans.origin - begin) + span.end_ms for row in rows for span in row.spans.spans)
-        drawn = [(bar.base, bar.x) for bar in figure.data if bar.yaxis == axis]
-        assert sorted(base + x for bases, xs in drawn for base, x in zip(bases, xs, strict=True)) == pytest.approx(
-            ends, abs=1e-3
-        )
-    assert sorted(bar.name for bar in figure.data if bar.showlegend) == sorted({bar.name for bar in figure.data})
-    forward = next(bar for bar in figure.data if bar.name == "forward")
-    assert forward.hovertext[0] == "F0 stage 0: 10 ms, from 0 to 10"
-    assert forward.text[0] == "0"
+        assert sorted(base + x for base, x in zip(drawn.base, drawn.x, strict=True)) == pytest.approx(ends, abs=1e-3)
+    predicted = figure.data[0]
+    assert (predicted.y[0], predicted.text[0]) == ("worker 0 compute lane 0", "0")
+    assert predicted.hovertext[0] == "F0 stage 0: 10 ms, from 0"
+    assert "forward" in figure.layout.title.text
 
 
 def test_rows_of_the_confusion_matrix_are_classes():

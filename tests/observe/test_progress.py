@@ -15,7 +15,7 @@ model    resnet18, 11,181,642 parameters
 data     cifar10
 workers  2 on cpu
 batch    64 samples per step
-steps    20 (2 epochs of 10)
+steps    20, 10 per epoch
 run dir  {run_dir}
 allocator: glibc [top_pad]
 epoch 1/2  step 4/20  ETA 48.0 s  loss 1.8165  3,200 images/s  4.0 MB sent

@@ -46,14 +46,24 @@ def steps(model, optimizer, count=3):
         optimizer.step()
 
 
-def test_weight_decay_spares_norms_biases_and_vectors():
+@pytest.mark.parametrize(
+    ("listed", "groups", "decaying"),
+    [
+        ((), Groups(), {"conv.weight", "head.weight", "table"}),
+        ({"table"}, Groups(no_decay=("conv.*",)), {"head.weight"}),
+        ((), Groups(decay_all=True), {name for name, _ in Mixed().named_parameters()}),
+        ({"table"}, Groups(decay_all=True), {name for name, _ in Mixed().named_parameters()} - {"table"}),
+    ],
+    ids=["no norms, biases, vectors", "nor what model and user name", "all", "all but what the model names"],
+)
+def test_which_parameters_decay(listed, groups, decaying):
     model = Mixed()
-    decaying, exempt = parameter_groups(model, 0.1, Groups())
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert {names[id(parameter)] for parameter in decaying["params"]} == {"conv.weight", "head.weight", "table"}
-    assert decaying["weight_decay"] == 0.1
-    assert exempt["weight_decay"] == 0.0
-    assert len(decaying["params"]) + len(exempt["params"]) == len(names)
+    model.no_weight_decay = lambda: listed
+    made = parameter_groups(model, 0.1, groups)
+    found = {id(parameter): group["weight_decay"] for group in made for parameter in group["params"]}
+    assert {name: found[id(one)] for name, one in model.named_parameters()} == {
+        name: 0.1 if name in decaying else 0.0 for name, _ in model.named_parameters()
+    }
 
 
 def test_a_shared_parameter_is_in_one_group_once():
@@ -74,6 +84,8 @@ def plain_groups(model):
     ("text", "arguments"),
     [
         ("sgd:momentum=0", {"momentum": 0.0}),
+        ("sgd", {"momentum": 0.9}),
+        ("rmsprop", {}),
         ("sgd:nesterov", {"momentum": 0.9, "nesterov": True}),
         ("adamw", {}),
         ("rmsprop:eps=0.03,alpha=0.9", {"alpha": 0.9, "eps": 0.03}),
@@ -128,13 +140,6 @@ def test_timm_that_is_missing_is_one_line(monkeypatch):
     assert caught.value.fix == "Install it: pip install 'hybridpar[timm]'"
 
 
-def test_what_is_left_out_is_as_in_torch_but_for_the_momentum_of_sgd():
-    model = nn.Linear(2, 2)
-    made = {name: build_optimizer(model, OptimizerConfig(optimizer=name)) for name in ("sgd", "rmsprop")}
-    assert made["sgd"].defaults["momentum"] == 0.9
-    assert made["rmsprop"].defaults["momentum"] == torch.optim.RMSprop(model.parameters()).defaults["momentum"]
-
-
 _COUNTED = (
     *("adamw:amsgrad", "rmsprop:centered", "timm/lamb", "timm/lion", "timm/adan", "timm/mars", "timm/nesterov"),
     *("timm/adafactorbv", "timm/cadafactor"),
@@ -150,25 +155,6 @@ def test_the_tensors_that_an_optimizer_keeps_are_counted(name, momentum):
     steps(model, optimizer, count=1)
     kept = sum(value.numel() for value in optimizer.state[model.weight].values() if getattr(value, "ndim", 0))
     assert state_copies(config) == pytest.approx(kept / 64**2, abs=0.98 if name == "adafactor" else 0.04)
-
-
-class Named(Mixed):
-    def no_weight_decay(self):
-        return {"table"}
-
-
-def test_the_model_and_the_user_name_parameters_without_weight_decay():
-    model = Named()
-    optimizer = build_optimizer(model, OptimizerConfig(optimizer="sgd:no_decay=conv.*"))
-    assert optimizer.param_groups[0]["params"] == [model.head.weight]
-
-
-def test_all_parameters_decay_where_that_is_asked_for():
-    (all_,) = parameter_groups(Mixed(), 0.1, Groups(decay_all=True))
-    assert all_["weight_decay"] == 0.1
-    decaying, exempt = parameter_groups(Named(), 0.1, Groups(decay_all=True))
-    assert len(exempt["params"]) == 1, "what the model names is left out all the same"
-    assert decaying["weight_decay"] == 0.1
 
 
 def test_rates_are_scaled_by_parameter():

@@ -234,7 +234,7 @@ def with_trainer(case: Case, world: World | None = None) -> Trained:
 
 def differences(case: Case, expected: Trained, found: Trained) -> list[str]:
     """Everything in which two trained models differ, and in what they compute after that."""
-    differ = list(_compare(_plain(expected.losses), _plain(found.losses), "losses"))
+    differ = list(_compare(expected.losses, found.losses, "losses"))
     mine, right = facts(found.model), facts(expected.model)
     for name, module in found.model.named_modules():
         for kept in (one["modules"][name] for one in (mine, right) if name in one["modules"]):
@@ -243,7 +243,7 @@ def differences(case: Case, expected: Trained, found: Trained) -> list[str]:
             elif case.stages > 1:  # stages hand activations on, without the attributes of modules
                 kept["attributes"].pop("activation", None)
                 kept["keys"] = sorted({*kept["keys"]} - {"activation"})
-    differ += _compare(_plain(right), _plain(mine), "")
+    differ += _compare(right, mine, "")
     if not differ and not (case.is_spread and (case.has("counts") or "counter" in case.joining)):
         *_, (x, _) = case.batches()
         for model in (expected.model, found.model):
@@ -275,37 +275,32 @@ def facts(model: nn.Module) -> dict[str, Any]:
     return {"modules": modules, "tensors": tensors, "same": sorted(same), "hooks": hooks, "state": model.state_dict()}
 
 
-def _plain(value: Any) -> Any:
-    """A value as tensors, dicts and texts."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The tensors and texts in a value, by where they are."""
     if isinstance(value, (list, tuple, deque)):
         value = dict(enumerate(value))
     if type(value).__module__.startswith("tests.") and not isinstance(value, nn.Module):
         value = vars(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (torch.Generator, random.Random)):
-        return str(value.get_state().tolist() if isinstance(value, torch.Generator) else value.getstate())
-    value = sorted(value) if isinstance(value, set) else value
-    return repr(value) if isinstance(value, (int, str, list)) else type(value).__name__
+        for key, item in value.items():
+            yield from _leaves(item, f"{path} {key}")
+    elif isinstance(value, (Tensor, float)):
+        yield path, torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    elif isinstance(value, (torch.Generator, random.Random)):
+        yield path, str(value.get_state().tolist() if isinstance(value, torch.Generator) else value.getstate())
+    else:
+        value = sorted(value) if isinstance(value, set) else value
+        yield path, repr(value) if isinstance(value, (int, str, list)) else type(value).__name__
 
 
-def _compare(right: Any, found: Any, path: str) -> Iterator[str]:
-    if type(right) is not type(found):
-        yield f"{path}: {right!r:.200} and {found!r:.200}"
-    elif isinstance(right, Tensor):
-        if right.dtype != found.dtype or right.shape != found.shape or right.device != found.device:
-            facts = [f"{one.dtype} {list(one.shape)} on {one.device}" for one in (right, found)]
-            yield f"{path}: {facts[0]} and {facts[1]}"
-        elif not torch.allclose(right, found, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
-            yield f"{path}: off by {float((right.double() - found.double()).abs().max()):.1e}"
-    elif isinstance(right, dict):
-        if right.keys() != found.keys():
-            yield f"{path}: only plain {sorted(right.keys() - found)}, only here {sorted(found.keys() - right)}"
-        for key in right.keys() & found.keys():
-            yield from _compare(right[key], found[key], f"{path} {key}")
-    elif right != found:
-        yield f"{path}: {right!r:.200} and {found!r:.200}"
+def _compare(expected: Any, found: Any, name: str) -> Iterator[str]:
+    right, ours = dict(_leaves(expected, name)), dict(_leaves(found, name))
+    for path in right.keys() | ours.keys():
+        pair = right.get(path), ours.get(path)
+        if all(isinstance(one, Tensor) for one in pair):
+            try:
+                torch.testing.assert_close(*pair, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+            except AssertionError as error:
+                yield f"{path}: {error}"
+        elif any(isinstance(one, Tensor) for one in pair) or pair[0] != pair[1]:
+            yield f"{path}: {pair[0]!r:.200} and {pair[1]!r:.200}"

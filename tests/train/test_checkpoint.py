@@ -21,11 +21,7 @@ from hybridpar.errors import CheckpointError, RunDirectoryError
 from hybridpar.formats.checkpoint_files import list_checkpoints, prune_checkpoints
 from hybridpar.models.weights import read_weights as load_weights_of
 from hybridpar.train import checkpoint
-from hybridpar.train.checkpoint import (
-    CheckpointData,
-    load_checkpoint,
-    save_checkpoint,
-)
+from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import small_disk
 
@@ -57,17 +53,6 @@ def test_what_was_saved_is_loaded(saved):
     assert [path.name for path in saved.parent.iterdir()] == ["step-3"]
     assert load_file(saved / "model.safetensors").keys() == {"w", "b"}
     assert load_checkpoint(saved, rank=1).local is None
-
-
-def save_in_pieces(world, directory):
-    data = make_data()
-    path = save_checkpoint(Path(directory), CheckpointData(3, "f", data.model, {}, {"rank": world.rank}), world)
-    loaded = load_checkpoint(path, world.rank)
-    return loaded.workers, loaded.local
-
-
-def test_every_worker_finds_its_own_part(tmp_path):
-    assert run_ranks(save_in_pieces, 3, str(tmp_path)) == [(3, {"rank": rank}) for rank in range(3)]
 
 
 def fail_on_one(world, directory):
@@ -112,18 +97,10 @@ def test_a_damaged_file_is_found(saved, name, harm):
     assert caught.value.fix
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "manifest"),
-        ("[]", "manifest"),
-        ('{"version": 4, "step": "x"}', "manifest"),
-        ('{"version": 9}', "version 9"),
-    ],
-)
-def test_a_damaged_manifest_and_another_version_are_refused(saved, text, said):
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 4, "step": "x"}', '{"version": 9}'])
+def test_a_damaged_manifest_and_another_version_are_refused(saved, text):
     (saved / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match="version 9" if "9" in text else "manifest"):
         load_checkpoint(saved)
 
 
@@ -246,8 +223,10 @@ def test_what_safetensors_cannot_hold_is_saved_beside_it(tmp_path):
 def save_shards(world: World, directory: str) -> None:
     own = {f"{world.rank}.w": torch.full((2, 2), float(world.rank))} if world.rank != 1 else {}
     optimizer = {"kind": "SGD", "groups": [{"names": [*own]}], "state": {name: {"m": one} for name, one in own.items()}}
-    data = CheckpointData(1, "f", own, {"optimizer": optimizer}, {}, average=own if world.is_main else None)
-    save_checkpoint(Path(directory), data, world)
+    average = own if world.is_main else None
+    data = CheckpointData(1, "f", own, {"optimizer": optimizer}, {"rank": world.rank}, average=average)
+    loaded = load_checkpoint(save_checkpoint(Path(directory), data, world), world.rank)
+    assert (loaded.workers, loaded.local) == (3, {"rank": world.rank})
 
 
 def test_parts_of_several_workers_are_read_together_by_an_index(tmp_path):

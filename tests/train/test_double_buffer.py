@@ -23,18 +23,15 @@ def _train(world, options, steps, more):
     return train_rank(world, options, steps, **more)
 
 
-def test_a_step_applies_the_gradient_of_the_step_before():
-    ranks = run({"sync": "allreduce:late=delay"})
+@pytest.mark.parametrize(
+    ("form", "first", "oracle"),
+    [("delay", 0.0, {}), ("half", 0.5, {"parts": 2, "momentum": 0.9**0.5, "decay": 0.005})],
+)
+def test_gradients_are_late_by_a_batch_or_by_half_a_batch(form, first, oracle):
+    ranks = run({"sync": f"allreduce:late={form}"})
     assert same(ranks[0]["weights"], ranks[1]["weights"])
-    close(ranks[0]["weights"], delayed_oracle(STEPS))
-    assert ranks[0]["staleness"] == [0.0, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_halves_are_late_by_half_a_batch():
-    ranks = run({"sync": "allreduce:late=half"})
-    assert same(ranks[0]["weights"], ranks[1]["weights"])
-    close(ranks[0]["weights"], delayed_oracle(STEPS, parts=2, momentum=0.9**0.5, decay=0.005))
-    assert ranks[0]["staleness"] == [0.5, 1.0, 1.0, 1.0, 1.0]
+    close(ranks[0]["weights"], delayed_oracle(STEPS, **oracle))
+    assert ranks[0]["staleness"] == [first, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_the_loss_is_that_of_the_whole_batch():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,8 @@ def make_trainer(
     world = world or World()
     model = make()
     plan = plan_of(model, stages, world.size // replicas) if stages > 1 else None
-    config = TrainConfig(
-        **{
-            "lr": 0.05,
-            "replicas": replicas,
-            "micro_batches": micro_batches,
-            "sync": "allreduce:bucket=0.001",
-            **options,
-        }
-    )
+    usual = {"lr": 0.05, "sync": "allreduce:bucket=0.001", "replicas": replicas, "micro_batches": micro_batches}
+    config = TrainConfig(**{**usual, **options})
     return Trainer(model, config=config, world=world, plan=plan, example=EXAMPLE, total_steps=20)
 
 
@@ -99,14 +92,8 @@ LAYOUTS = {
     "more replicas": (1, 4, 1, 4),
 }
 MOVES = [
-    ("plain", "lanes"),
-    ("lanes", "plain"),
-    ("lanes", "more micro-batches"),
-    ("lanes", "workers"),
-    ("workers", "plain"),
-    ("workers", "replicas of lanes"),
-    ("replicas of lanes", "lanes"),
-    ("replicas", "workers"),
+    *(("plain", "lanes"), ("lanes", "plain"), ("lanes", "more micro-batches"), ("lanes", "workers")),
+    *(("workers", "plain"), ("workers", "replicas of lanes"), ("replicas of lanes", "lanes"), ("replicas", "workers")),
 ]
 
 
@@ -241,12 +228,12 @@ def test_a_trainer_over_stages_is_one_over_the_whole_model() -> None:
 
 
 def test_bfloat16_channels_last_and_recomputing_through_the_options() -> None:
-    with make_trainer(2, amp="bf16", memory_format="channels_last", recompute=(0,), make=normless) as trainer:
-        steps(trainer, 2)
-        state = state_of(trainer)
-    with make_trainer(1, amp="bf16", memory_format="channels_last", make=normless) as trainer:
-        steps(trainer, 2)
-        assert_close(state_of(trainer), state, exact=True)
+    states = []
+    for stages, options in ((1, {}), (2, {"recompute": (0,)})):
+        with make_trainer(stages, amp="bf16", memory_format="channels_last", make=normless, **options) as trainer:
+            steps(trainer, 2)
+            states.append(state_of(trainer))
+    assert_close(*states, exact=True)
 
 
 @pytest.mark.parametrize(("stages", "dropout"), [(1, 0.0), (2, 0.0), (2, 0.3)])
@@ -284,43 +271,11 @@ def test_counts_of_samples_do_not_meet_the_step_before() -> None:
     assert_close(first, second, exact=True)
 
 
-# ----------------------------------------------------------------------- bad input
-
-
-class TestBadInput:
-    def test_a_pipeline_needs_an_example(self) -> None:
-        with pytest.raises(UsageError, match="without an example"):
-            Trainer(blocks(), config=TrainConfig(stages=2))
-
-    def test_a_plan_for_another_model(self) -> None:
-        with pytest.raises(PlanError, match="another model"):
-            Trainer(small(), config=TrainConfig(), plan=plan_of(blocks(), 2), example=EXAMPLE, world=World())
-
-    def test_batches_that_are_too_small_are_refused_on_all_workers_alike(self) -> None:
-        for answer in run_ranks(too_small, 2, 1, (1, 1)):
-            assert answer.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
-
-    def test_a_batch_that_is_too_small_in_one_replica_is_refused_by_all(self) -> None:
-        first, second = run_ranks(too_small, 2, 2, (4, 1))
-        assert first.startswith("1 of the other workers got a batch that cannot be divided")
-        assert second.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
-
-    def test_workers_that_read_different_plans_see_a_table(self, tmp_path: Path) -> None:
-        answers = run_ranks(mixed_plans, 2, tmp_path)
-        assert len(set(answers)) == 1
-        first, second = (line.split(": ")[1] for line in answers[0].splitlines() if line.startswith("  rank "))
-        assert first != second
-
-    def test_a_plan_that_one_worker_cannot_read(self, tmp_path: Path) -> None:
-        first, second = run_ranks(missing_plan, 2, tmp_path)
-        assert "different plans" in first
-        assert "unreadable" in first
-        assert "plan.json" in second
-
-    def test_stages_that_do_not_fit_the_workers(self) -> None:
-        for answer in run_ranks(three_stages_on_two, 2):
-            assert "--stages 3" in answer
-            assert "do not fit 2 worker(s)" in answer
+def test_a_pipeline_needs_an_example_and_a_plan_its_model() -> None:
+    with pytest.raises(UsageError, match="without an example"):
+        Trainer(blocks(), config=TrainConfig(stages=2))
+    with pytest.raises(PlanError, match="another model"):
+        Trainer(small(), config=TrainConfig(), plan=plan_of(blocks(), 2), example=EXAMPLE, world=World())
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -337,25 +292,35 @@ def too_small(world: World, replicas: int, samples: tuple[int, int]) -> str:
         return said
 
 
-def mixed_plans(world: World, directory: Path) -> str:
-    model = blocks()
-    text = json.loads(plan_of(model, 2, 2).to_json())
-    text["partition"]["micro_batch"] = 2 + world.rank
-    path = directory / f"{world.rank}" / "plan.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(text))
-    said = refusal(lambda: Trainer(model, config=TrainConfig(plan=path), example=EXAMPLE, world=world))
-    return said.replace(str(path), "PLAN")
+def test_a_batch_that_is_too_small_is_refused_by_all() -> None:
+    here = "a batch of 1 samples cannot be divided into 2 micro-batches"
+    for replicas, samples, first in ((1, (1, 1), here), (2, (4, 1), "1 of the other workers got a batch that cannot")):
+        one, other = run_ranks(too_small, 2, replicas, samples)
+        assert one.startswith(first)
+        assert other.startswith(here)
 
 
-def missing_plan(world: World, directory: Path) -> str:
-    model = blocks()
-    path = directory / "plan.json"
-    if world.rank == 0:
-        path.write_text(plan_of(model, 2, 2).to_json())
-    where = path if world.rank == 0 else directory / "elsewhere" / "plan.json"
-    return refusal(lambda: Trainer(model, config=TrainConfig(plan=where), example=EXAMPLE, world=world))
+def opened(world: World, options: dict[str, Any], plans: Sequence[Plan | None] = ()) -> str:
+    """What is said where each worker names the plan that it has, which may be missing."""
+    if plans:
+        with tempfile.TemporaryDirectory() as folder:
+            path, plan = Path(folder, "plan.json"), plans[world.rank]
+            if plan is not None:
+                path.write_text(plan.to_json())
+            return opened(world, {"plan": path}).replace(str(path), "PLAN")
+    return refusal(lambda: Trainer(blocks(), config=TrainConfig(**options), example=EXAMPLE, world=world))
 
 
-def three_stages_on_two(world: World) -> str:
-    return refusal(lambda: Trainer(blocks(), config=TrainConfig(stages=3), example=EXAMPLE, world=world))
+def test_workers_that_read_different_plans_see_a_table_and_what_does_not_fit_is_refused() -> None:
+    plan = plan_of(blocks(), 2, 2)
+    larger = plan.model_copy(update={"partition": plan.partition.model_copy(update={"micro_batch": 3})})
+    first, second = run_ranks(opened, 2, {}, [plan, larger])
+    assert first == second
+    assert len({line.split(": ")[1] for line in first.splitlines() if line.startswith("  rank ")}) == 2
+    first, second = run_ranks(opened, 2, {}, [plan, None])
+    assert "different plans" in first
+    assert "unreadable" in first
+    assert "PLAN" in second
+    for answer in run_ranks(opened, 2, {"stages": 3}):
+        assert "--stages 3" in answer
+        assert "do not fit 2 worker(s)" in answer

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.formats.checkpoint_files import resolve_checkpoint
-from hybridpar.models import load_weights
 from hybridpar.models.deferred import DeferredModel, named_tensors
+from hybridpar.models.weights import load_weights
 from hybridpar.train.checkpoint import load_checkpoint
 from tests.ranks import run_ranks
 

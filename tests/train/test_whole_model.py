@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,41 +100,31 @@ def with_state(net: nn.Module) -> Optimizer:
 FACTORIES = (trained_only, by_name, by_place, by_attribute, with_names, with_state)
 
 
-@pytest.mark.parametrize("factory", FACTORIES, ids=lambda one: one.__name__)
-@pytest.mark.parametrize("frozen", ["", "ab"])
-def test_a_factory_is_called_once_with_the_whole_model(factory: Factory, frozen: str) -> None:
-    net, calls = make(frozen), []
-
-    def counted(given: nn.Module) -> Optimizer:
-        calls.append(given)
-        return factory(given)
-
-    with trainer_of(net, counted, stages=3) as trainer:
-        for _ in range(3):
-            trainer.step(batch())
-        groups = [group for one in trainer.engine.optimizers for group in one.param_groups]
-    assert calls == [net]
-    assert all(len(group.get("param_names", group["params"])) == len(group["params"]) > 0 for group in groups)
-    assert_equal(dict(net.state_dict()), plain(make(frozen), factory))
-
-
-def by_each_worker(world: World, frozen: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+def by_each_worker(world: World, frozen: str, stages: int) -> list[dict[str, Tensor]]:
     found = []
     for factory in FACTORIES:
-        net = make(frozen)
-        with trainer_of(net, factory, world=world, **options) as trainer:
+        net, calls = make(frozen), list[nn.Module]()
+
+        def counted(given: nn.Module, calls: list[nn.Module] = calls, factory: Factory = factory) -> Optimizer:
+            calls.append(given)
+            return factory(given)
+
+        with trainer_of(net, counted, stages, world=world) as trainer:
             for _ in range(3):
                 trainer.step(batch())
+            groups = [group for one in trainer.engine.optimizers for group in one.param_groups]
+        assert calls == [net]
+        assert all(len(group.get("param_names", group["params"])) == len(group["params"]) > 0 for group in groups)
         found.append(dict(net.state_dict()))
     return found
 
 
+@pytest.mark.parametrize(("workers", "stages"), [(1, 3), (2, 2)])
 @pytest.mark.parametrize("frozen", ["", "ab", "c"])
-def test_workers_divide_the_optimizer(frozen: str) -> None:
-    expected = [plain(make(frozen), factory) for factory in FACTORIES]
-    for found in run_ranks(by_each_worker, 2, frozen, {}):
-        for mine, right in zip(found, expected, strict=True):
-            assert_equal(mine, right)
+def test_a_factory_is_called_once_with_the_whole_model_and_stages_divide_the_optimizer(frozen, workers, stages) -> None:
+    for found in run_ranks(by_each_worker, workers, frozen, stages):
+        for mine, factory in zip(found, FACTORIES, strict=True):
+            assert_equal(mine, plain(make(frozen), factory))
 
 
 def test_an_optimizer_that_looks_at_all_parameters_is_not_divided() -> None:
@@ -144,38 +133,20 @@ def test_an_optimizer_that_looks_at_all_parameters_is_not_divided() -> None:
         trainer_of(make(), None, optimizer="timm/lamb")
 
 
-def go_on(world: World, directory: str, load: bool, steps: int) -> list[dict[str, Tensor]]:
-    net = make("ab")
-    with trainer_of(net, trained_only, world=world) as trainer:
-        if load:
-            trainer.load(directory)
-        for _ in range(steps):
-            trainer.step(batch())
-        trainer.save(directory)
-    return [dict(net.state_dict())]
-
-
-def test_a_checkpoint_knows_the_optimizer_by_name(tmp_path: Path) -> None:
-    run_ranks(go_on, 2, str(tmp_path), False, 2)
-    (found,) = go_on(World(), str(tmp_path), True, 1)
-    assert_equal(found, plain(make("ab"), trained_only, 3))
-
-
 @pytest.mark.parametrize("name", ["madgrad", "radam", "lookahead", "scheduled"])
 def test_a_part_of_an_optimizer_of_any_kind(name: str) -> None:
     timm = pytest.importorskip("timm.optim")
 
-    def factory(net: nn.Module) -> Optimizer:
-        made: Optimizer
-        if name == "lookahead":
-            made = timm.Lookahead(AdamW(net.parameters(), lr=0.01), k=2)
-        elif name == "scheduled":
-            made = SGD(net.parameters(), lr=0.1)
-            torch.optim.lr_scheduler.StepLR(made, 100)
-        else:
-            made = timm.create_optimizer_v2(net.parameters(), name, lr=0.01)
+    def scheduled(net: nn.Module) -> Optimizer:
+        made = SGD(net.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.StepLR(made, 100)
         return made
 
+    others: dict[str, Factory] = {
+        "lookahead": lambda net: timm.Lookahead(AdamW(net.parameters(), lr=0.01), k=2),
+        "scheduled": scheduled,
+    }
+    factory = others.get(name, lambda net: timm.create_optimizer_v2(net.parameters(), name, lr=0.01))
     net = make()
     with trainer_of(net, factory) as trainer:
         for _ in range(4):

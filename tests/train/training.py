@@ -40,15 +40,8 @@ def share(
 
 
 def config(**options: Any) -> TrainConfig:
-    return TrainConfig(
-        **{
-            "lr": 0.1,
-            "optimizer": "sgd:momentum=0.9",
-            "weight_decay": 0.01,
-            "sync": "allreduce:bucket=0.001",
-            **options,
-        }
-    )
+    usual = {"lr": 0.1, "optimizer": "sgd:momentum=0.9", "weight_decay": 0.01, "sync": "allreduce:bucket=0.001"}
+    return TrainConfig(**{**usual, **options})
 
 
 def gradients(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:

@@ -53,9 +53,7 @@ class PlanRequest(ModelArgument, TrainConfig, FileOptions, PlanFiles):
             raise refuse(f"--nproc {self.nproc}", "--cluster", "The description of a cluster says how many there are.")
 
 
-@register_command(
-    "plan", "Search for the fastest way to train a model, say why, and write the plan.", PlanRequest, Plan=PlanFiles
-)
+@register_command("plan", PlanRequest, Plan=PlanFiles)
 def run_plan(command: PlanRequest, arguments: Sequence[str]) -> int:
     """Plan on this worker, or start the workers of this machine, which plan together."""
     check_request(command)

@@ -32,12 +32,13 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.codecs.twobit import TwoBit
 from hybridpar.compress.memory import WORKER
+from hybridpar.compress.quantised import Compiled
 from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, AT_MOST_1, POSITIVE
 
 
 @CODECS.register("hylo", "Hylo: important filters of convolutions, 2 bits for dense layers, small layers in full")
 @dataclass(frozen=True, kw_only=True)
-class Hylo(Codec):
+class Hylo(Compiled, Codec):
     """A codec for each kind of layer.
 
     Attributes:
@@ -58,7 +59,6 @@ class Hylo(Codec):
     reads_state = True
     feedback: bool = True
     castable = True
-    kernels = ("cpu", "cuda")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a large convolution or matrix."""

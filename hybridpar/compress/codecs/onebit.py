@@ -23,14 +23,14 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, CODECS, Codec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, pack_bits, select, slices, unpack_bits
-from hybridpar.compress.quantised import Meet, QuantisedCoder, Quantiser, put
+from hybridpar.compress.quantised import Compiled, Meet, QuantisedCoder, Quantiser, put
 from hybridpar.compress.received import Messages, Received, Signs
 from hybridpar.spec import AT_LEAST_1
 
 
 @CODECS.register("onebit", "1-bit SGD: signs and two means per group, error feedback, sharded exchange")
 @dataclass(frozen=True, kw_only=True)
-class OneBit(Codec):
+class OneBit(Compiled, Codec):
     """Signs, and two reconstruction values per group: the values of one output unit or convolution filter.
 
     Attributes:
@@ -44,7 +44,6 @@ class OneBit(Codec):
     meet: Meet = "auto"
     at_once = True
     feedback: bool = True
-    kernels = ("cpu", "cuda")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether there are groups, long enough to pay for their levels."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit, RowSigns
 from hybridpar.compress.memory import State
-from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser
+from hybridpar.compress.quantised import Compiled, Plain, QuantisedCoder, Quantiser
 from hybridpar.spec import AT_LEAST_1, AT_MOST_1, BELOW_1
 
 #: What is added to the root of h, against division by zero; far below any gradient, whatever its scale.
@@ -55,7 +55,7 @@ def adagrad_(values: Tensor, squares: State, *, memory: float = 1.0, level: bool
 
 @CODECS.register("onebit_sgd", "1-bit SGD whole: onebit with AdaGrad and momentum at the owners of stripes")
 @dataclass(frozen=True, kw_only=True)
-class OneBitSgd(Codec):
+class OneBitSgd(Compiled, Codec):
     """Signs and two levels per group both ways; between them, AdaGrad and momentum.
 
     Attributes:
@@ -75,7 +75,6 @@ class OneBitSgd(Codec):
     bits: bool = True
     least: Annotated[int, AT_LEAST_1] = 32
     feedback: bool = True
-    kernels = ("cpu", "cuda")
     gives_sums = False
 
     @property

@@ -49,6 +49,15 @@ _FEW = 8
 _DEPENDENT = 1e-5
 
 
+class FactorProduct(Product):
+    """The product of a step's factors."""
+
+    def subtract_from(self, values: Tensor) -> None:
+        matrix = values.view(self.left.shape[1], self.right.shape[1])
+        if not kernels.powersgd_subtract(self.left, self.right, matrix):
+            matrix.addmm_(self.left.t(), self.right, alpha=-1)
+
+
 @CODECS.register("powersgd", "PowerSGD: two factors of low rank, one step of the power method per step")
 @dataclass(frozen=True, kw_only=True)
 class PowerSgd(Codec):
@@ -63,7 +72,6 @@ class PowerSgd(Codec):
     gain: Annotated[float, AT_LEAST_0] = 2.0
     feedback: bool = True
     castable = True
-    kernels = ("cpu",)
     decodes_by_kernels = True
     at_once = True
 
@@ -72,6 +80,10 @@ class PowerSgd(Codec):
         if len(shape) < 2 or math.prod(shape) == 0:
             return False
         return (shape[0] + math.prod(shape[1:])) * self.rank * self.gain < math.prod(shape)
+
+    def prepare(self, device: torch.device) -> bool:
+        """On a CPU."""
+        return device.type == "cpu" and kernels.table(device) is not None
 
     def coder(self, spec: TensorSpec) -> LowRank:
         return LowRank(spec, self.rank)
@@ -148,7 +160,7 @@ class LowRank(Coder):
             if not self._is_orthonormal:  # this coder has written nothing
                 (self._p,) = orthonormal([self._p])
             self._q.next = factor / (self.spec.share * self.spec.workers)
-            self.memory[WORKER].owe(Product(self._p, self._q.next))
+            self.memory[WORKER].owe(FactorProduct(self._p, self._q.next))
             self._matrix = torch.empty(0)  # it may be a copy of the gradient
 
     def finish(self, out: Tensor) -> None:

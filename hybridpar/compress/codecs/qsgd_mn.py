@@ -1,4 +1,5 @@
-"""Codecs `qsgd_mn`, `qsgd_mn_ts`, `qsgd_mn_ms` and `terngrad`: stochastic rounding to grids with a common scale.
+"""Codecs `qsgd_mn`, `qsgd_mn_ts`, `qsgd_mn_ms`, `grandk_mn` and `terngrad`: stochastic rounding to grids with a common
+scale.
 
 All begin with a round in which the largest magnitude w of all workers and elements is reduced by maximum. Then codes
 are whole numbers on one grid, so that they can be added on the way.
@@ -28,6 +29,13 @@ per finer grid; the minimum over the workers is their bitwise and. Whether an el
 rounded: asked after, as the author's code does, elements just above the limit would use the finer grid when they
 happen to be rounded down, which is a bias.
 
+GlobalRandK-MaxNorm (the first of these papers): all elements of a parameter stand in a queue, in an order drawn from a
+seed that workers share. Each step sends the next k of them, rounded to one grid, or to several with `levels=4/8`; when
+the queue is empty it is drawn anew. So each element goes exactly once in ceil(N / k) steps. With error feedback the
+others wait in the residual, and so does what was rounded off. Elements that do not go are 0 on all workers: had each
+its own gradient there instead, as in the author's code, replicas would drift apart. Without error feedback what is sent
+is multiplied with N / k, which makes the result unbiased, and noisy.
+
 TernGrad: Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
 Learning", NeurIPS 2017: t_i = sign(g_i) with probability |g_i| / w, else 0. That is `qsgd_mn:bits=1`. Before it a
 layer's gradient is clipped to `clip` times its root mean square, as in the paper, which makes w smaller and the result
@@ -36,6 +44,7 @@ less noisy, but biased; `clip=0` is not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,12 +55,13 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
-from hybridpar.compress.codecs.qsgd import LevelQuantiser, Noise, RoundingCodec, write_scale
+from hybridpar.compress.codecs.qsgd import LevelQuantiser, RoundingCodec, write_scale
+from hybridpar.compress.codecs.topk import share
 from hybridpar.compress.memory import WORKER
-from hybridpar.compress.packing import Fields, bits_size, pack_bits, slices, unpack_bits
-from hybridpar.compress.quantised import QuantisedCoder
+from hybridpar.compress.packing import Fields, Noise, bits_size, magnitude, pack_bits, slices, unpack_bits
+from hybridpar.compress.quantised import Compiled, QuantisedCoder, cut_stripes
 from hybridpar.errors import check
-from hybridpar.spec import AT_LEAST_0, between
+from hybridpar.spec import AT_LEAST_0, AT_MOST_1, between
 
 #: What bits of grids must be; see `steps_of`.
 BITS = between(1, 16)
@@ -162,7 +172,7 @@ class GridsCoder(Coder):
 
 @CODECS.register("qsgd_mn", "QSGD-MaxNorm: unbiased rounding to 2**bits - 1 levels of one agreed scale")
 @dataclass(frozen=True, kw_only=True)
-class QsgdMaxNorm(RoundingCodec):
+class QsgdMaxNorm(Compiled, RoundingCodec):
     """Stochastic rounding on a grid that all workers share.
 
     Attributes:
@@ -172,7 +182,6 @@ class QsgdMaxNorm(RoundingCodec):
 
     bits: Annotated[int, between(1, 8)] = 4
     meet: Literal["sum", "shard"] = "sum"
-    kernels = ("cpu", "cuda")
 
     def coder(self, spec: TensorSpec) -> Coder:
         steps = 2**self.bits - 1
@@ -183,7 +192,7 @@ class QsgdMaxNorm(RoundingCodec):
 
 @CODECS.register("qsgd_mn_ts", "QSGD-MaxNorm with two scales: a finer grid for what is small on all workers")
 @dataclass(frozen=True, kw_only=True)
-class QsgdTwoScale(LargeTensorCodec):
+class QsgdTwoScale(Compiled, LargeTensorCodec):
     """Stochastic rounding on two grids that all workers share.
 
     Attributes:
@@ -193,7 +202,6 @@ class QsgdTwoScale(LargeTensorCodec):
 
     bits: Annotated[int, BITS] = 4
     high: Annotated[int, BITS] = 8
-    kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
@@ -207,7 +215,7 @@ class QsgdTwoScale(LargeTensorCodec):
     "qsgd_mn_ms", "QSGD-MaxNorm with several scales: the smaller an element everywhere, the finer its grid"
 )
 @dataclass(frozen=True, kw_only=True)
-class QsgdMultiScale(LargeTensorCodec):
+class QsgdMultiScale(Compiled, LargeTensorCodec):
     """Stochastic rounding on several grids that all workers share.
 
     Attributes:
@@ -215,7 +223,6 @@ class QsgdMultiScale(LargeTensorCodec):
     """
 
     levels: tuple[Annotated[int, BITS], ...] = (4, 6, 8)
-    kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
@@ -230,7 +237,7 @@ class QsgdMultiScale(LargeTensorCodec):
     "TernGrad: minus, nothing or plus the agreed largest magnitude, drawn; biased by its clipping unless clip=0",
 )
 @dataclass(frozen=True, kw_only=True)
-class TernGrad(LargeTensorCodec):
+class TernGrad(Compiled, LargeTensorCodec):
     """Three values, drawn.
 
     Attributes:
@@ -238,7 +245,6 @@ class TernGrad(LargeTensorCodec):
     """
 
     clip: Annotated[float, AT_LEAST_0] = 2.5
-    kernels = ("cpu", "cuda")
     takes_feedback = False
 
     def __post_init__(self) -> None:
@@ -274,3 +280,70 @@ class TernaryCoder(GridsCoder):
             square = torch.linalg.vector_norm(self._values, dtype=torch.float64).square() / self.spec.count
             limit = (self._clip * square.sqrt()).to(out.dtype)
             out.copy_(torch.where(out.isfinite(), torch.minimum(out, limit), out))
+
+
+@CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
+@dataclass(frozen=True, kw_only=True)
+class GlobalRandomK(Compiled, LargeTensorCodec):
+    """Elements in turn, on a grid that all workers share.
+
+    Attributes:
+        rate: Share of a parameter's elements that is sent.
+        levels: Bits of the grid, or of several grids as in `qsgd_mn_ms`.
+    """
+
+    rate: Annotated[float, AT_MOST_1] = 0.01
+    levels: tuple[Annotated[int, BITS], ...] = (4,)
+    reads_state = True
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        steps_of(self.name, self.levels)
+
+    def coder(self, spec: TensorSpec) -> QueueCoder:
+        return QueueCoder(spec, self.rate, steps_of(self.name, self.levels))
+
+
+class QueueCoder(GridsCoder):
+    """Sends the next elements of a queue."""
+
+    def __init__(self, spec: TensorSpec, rate: float, steps: Sequence[int]) -> None:
+        turns = math.ceil(spec.count / share(rate, spec.count))
+        self._turns = cut_stripes(spec.count, 1, turns)  # the first ones may be longer by an element
+        super().__init__(spec, steps, count=math.ceil(spec.count / turns))
+        self._queue, self._drawn = torch.empty(0), -1
+        self._picked = torch.zeros(self._count, dtype=torch.float32, device=spec.device)
+        self._all = torch.empty(0)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._all, indices = self._values, self._next()
+        self._values = self._picked.zero_()
+        picked = self._picked[: indices.numel()]
+        torch.index_select(self._all, 0, indices, out=picked)
+        # A number that is not finite is seen by all in the step in which it comes, whoever's turn it is: 0 or NaN.
+        picked.add_(magnitude(self.gradient) * 0)
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        super().write(index, parts)
+        if self.memory[WORKER].keeps and index == len(self.rounds) - 1:
+            indices = self._next()
+            self._all.index_copy_(0, indices, self._picked[: indices.numel()])
+
+    def finish(self, out: Tensor) -> None:
+        super().finish(self._picked)
+        indices = self._next()
+        if not self.memory[WORKER].keeps:
+            self._picked.mul_(len(self._turns))
+        out.zero_()
+        out.index_copy_(0, indices, self._picked[: indices.numel()])
+
+    def _next(self) -> Tensor:
+        """Indices of the elements whose turn it is, equal on all workers."""
+        queue, turn = divmod(self.steps, len(self._turns))
+        if queue != self._drawn:
+            draw = torch.Generator().manual_seed(self.spec.draw_seed("queue", queue))
+            order = torch.randperm(self.spec.count, generator=draw, dtype=torch.int32, device="cpu")
+            self._queue, self._drawn = order.to(self.spec.device), queue
+        start, stop = self._turns[turn]
+        return self._queue[start:stop].to(torch.int64)

@@ -27,7 +27,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, magnitude, pack_bits, slices, unpack_bits
-from hybridpar.compress.quantised import Meet, QuantisedCoder, Quantiser, put
+from hybridpar.compress.quantised import Compiled, Meet, QuantisedCoder, Quantiser, put
 from hybridpar.spec import AT_MOST_1, POSITIVE
 
 #: Bytes before the codes of a stripe: the level.
@@ -36,7 +36,7 @@ _HEAD = 4
 
 @CODECS.register("twobit", "2-bit thresholds as in MXNet, fixed or adapted, error feedback, sharded exchange")
 @dataclass(frozen=True, kw_only=True)
-class TwoBit(LargeTensorCodec):
+class TwoBit(Compiled, LargeTensorCodec):
     """Minus, nothing or plus.
 
     Attributes:
@@ -53,7 +53,6 @@ class TwoBit(LargeTensorCodec):
     meet: Meet = "auto"
     at_once = True
     feedback: bool = True
-    kernels = ("cpu", "cuda")
 
     def coder(self, spec: TensorSpec) -> QuantisedCoder:
         return QuantisedCoder(spec, TernaryQuantiser(self.threshold, self.factor, self.cap), self.meet)

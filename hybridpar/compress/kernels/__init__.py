@@ -30,9 +30,7 @@ from hybridpar.compress.kernels.cuda import CudaKernels
 from hybridpar.compress.memory import Memory, Residual, Scratch
 
 if TYPE_CHECKING:
-    from hybridpar.compress.codec import Codec
-    from hybridpar.compress.codecs.qsgd import Noise
-    from hybridpar.compress.packing import Fields
+    from hybridpar.compress.packing import Fields, Noise
 
 _CPU = torch.device("cpu")
 
@@ -59,7 +57,11 @@ class CpuKernels:
 
 @functools.cache
 def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None:
-    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU."""
+    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU.
+
+    The first time on a machine it takes as long as the compiler takes: TVM for a CPU some seconds, and NVRTC for a
+    GPU. After that a file is read.
+    """
     if device is None:
         functions = load_kernels("codec", _SOURCES)
         return CpuKernels(functions) if functions else None
@@ -69,18 +71,6 @@ def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None
         return None
     launchers = load_cuda_kernels("codec", cuda.SOURCE, cuda.PARAMETERS, device)
     return CudaKernels(launchers) if launchers else None
-
-
-def prepare(codec: Codec, device: torch.device | None = None) -> bool:
-    """Build or load what a codec needs, so that no step waits for it; no collective.
-
-    The first time on a machine it takes as long as the compiler takes: TVM for a CPU some seconds, and NVRTC for a
-    GPU. After that a file is read.
-    """
-    device = device or _CPU
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device.type in codec.kernels and table(device) is not None
 
 
 def onebit_encode(

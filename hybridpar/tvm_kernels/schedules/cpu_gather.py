@@ -26,9 +26,6 @@ from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, KernelKey
 if TYPE_CHECKING:
     from hybridpar.tvm_kernels.machine import Machine
 
-#: No pass that turns schedules into loops is needed.
-WRITTEN_OUT = True
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tile(CpuTile):

@@ -1,4 +1,4 @@
-"""Tests QSGD-MN with one grid, two and several, and TernGrad: no bias, bounded errors, exact sums.
+"""Tests QSGD-MN with one grid, two and several, GRandK-MN and TernGrad: no bias, bounded errors, exact sums.
 
 A single training run shows none of these.
 """
@@ -22,6 +22,8 @@ VARIANTS = (
     "qsgd_mn:rounding=zero,meet=shard,feedback=on",
     "qsgd_mn_ts:bits=2,high=5,least=1",
     "qsgd_mn_ms:levels=2/3/5/9,least=1",
+    "grandk_mn:rate=0.3,levels=4/8,least=1",
+    "grandk_mn:feedback=off",
     "terngrad:clip=0,least=1",
 )
 
@@ -152,3 +154,16 @@ def test_clipping_is_by_the_layer_and_makes_the_scale_smaller() -> None:
     assert out[7] > 0, "what is clipped is sent for certain"
     even = torch.full((2000,), 3.0)
     assert torch.equal(Team("terngrad:clip=2.5", MORE, 2).step([[even], [even]])[0], even)
+
+
+@pytest.mark.parametrize("text", ["grandk_mn:rate=0.15", "grandk_mn:rate=0.15,levels=4/8,feedback=off"])
+def test_each_element_goes_once_in_each_turn_of_the_queue(text: str) -> None:
+    team = Team(text, SHAPES, 2)
+    ones = [[torch.ones(1000)] for _ in range(2)]
+    orders = []
+    for _ in range(2):
+        sent = torch.stack([team.step(ones)[0] != 0 for _ in range(7)])  # 150 of 1000 at a time
+        assert (sent.sum(0) == 1).all()
+        assert set(sent.sum(1).tolist()) == {142, 143}
+        orders.append(sent)
+    assert not torch.equal(*orders), "the queue is drawn anew"
