@@ -257,5 +257,5 @@ def run_export(command: Export, _: Sequence[str]) -> int:
         f"checked   batches of {', '.join(map(str, done.batches))} images: outputs differ by {done.difference:.2g} at "
         f"most, {done.relative:.2g} of the largest"
     )
-    print(f"written   {done.file}, {done.bytes / 1e6:.1f} MB")
+    print(f"written   {command.output}, {command.output.stat().st_size / 1e6:.1f} MB")
     return 0

@@ -14,9 +14,8 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +33,15 @@ TOLERANCE = 1e-5
 FACTS = "hybridpar.json"
 
 
-@dataclass(frozen=True)
-class Export:
-    """A file that was written and checked.
+class Checked(NamedTuple):
+    """What the check of a file came to.
 
     Attributes:
-        file: The file.
-        bytes: Its size.
         batches: Sizes of the batches that it was checked with.
         difference: Largest difference of an output from that of the model.
         relative: The same as a part of the largest absolute output of the model.
     """
 
-    file: Path
-    bytes: int
     batches: tuple[int, ...]
     difference: float
     relative: float
@@ -55,7 +49,7 @@ class Export:
 
 def export_model(
     model: nn.Module, images: Tensor, form: Format, file: Path, *, facts: Mapping[str, Any] | None = None
-) -> Export:
+) -> Checked:
     """Write a model into a file, read it back, and compare what it computes with the model.
 
     The file is there when it has been checked, and not before.
@@ -79,7 +73,6 @@ def export_model(
                         f"It must not differ by more than {TOLERANCE:g} of that.",
                         "Choose another format.",
                     )
-                size = aside.stat().st_size
         except HybridparError:
             raise
         except OSError as error:
@@ -91,7 +84,7 @@ def export_model(
                 "Its forward pass must be traceable, with batches of any size.",
                 "Choose another format; the weights of a run are in its checkpoints, as safetensors.",
             ) from error
-    return Export(file, size, batches, difference, relative)
+    return Checked(batches, difference, relative)
 
 
 class _Scores(nn.Module):

@@ -108,7 +108,7 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
 
 def state_copies(config: OptimizerConfig) -> int:
     """Tensors of a parameter's size that are kept for it, as a step shows; its moving average is one of them."""
-    weight = nn.Parameter(torch.zeros(8, 8))
+    weight = nn.Parameter(torch.zeros(64, 64))
     weight.grad = torch.ones_like(weight)
     with torch.random.fork_rng(devices=[]):
         optimizer = optimizer_by_name([{"params": [weight]}], config)
