@@ -1,4 +1,4 @@
-"""The outer loop against the equations of its papers on small numbers, and when its fragments are exchanged."""
+"""The outer loop against the equations of its papers, on small numbers, and when fragments are exchanged."""
 
 from __future__ import annotations
 
