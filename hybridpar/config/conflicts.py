@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from hybridpar.config.sync import Local
@@ -18,6 +19,7 @@ FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "batch norm sync": ("batch_norm", lambda run: run.batch_norm == "sync"),
     "codec": ("compress", lambda run: run.compress.strip() != "none" and not (run.chooses and run.fidelity == "exact")),
     "codec auto": ("compress", lambda run: run.chooses),
+    "cuda graph": ("cuda_graph", lambda run: run.cuda_graph == "on"),
     "fp16": ("amp", lambda run: run.amp == "fp16"),
     "half": ("sync", lambda run: run.late == "half"),
     "kron": ("optimizer", lambda run: run.optim.name.startswith("timm/kron")),
@@ -40,7 +42,7 @@ FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 #: Features with which every worker of a pipeline holds the whole model.
 NEED_WHOLE_MODEL = (
-    "kernels", "select_batch", "outer", "codec auto", "late", "cuda_graph", "recipe", "placed",
+    "kernels", "select_batch", "outer", "codec auto", "late", "cuda graph", "recipe", "placed",
 )  # fmt: skip
 
 #: Features that need replicas of equal numbers of workers.
@@ -52,7 +54,7 @@ Row = tuple[str, tuple[str, ...], str]
 CONFLICTS: tuple[Row, ...] = (
     (
         "servers",
-        ("placed", "stages", "recompute all", "replicas without stages", "plan file", "select_batch", "cuda_graph"),
+        ("placed", "stages", "recompute all", "replicas without stages", "plan file", "select_batch", "cuda graph"),
         "With parameter servers every worker computes the whole model, at its own pace.",
     ),
     (
@@ -71,12 +73,12 @@ CONFLICTS: tuple[Row, ...] = (
     ("weights", ("resume_from",), "Both say where to start."),
     ("overwrite", ("resume",), "--resume goes on with the run in the run directory; --overwrite deletes that run."),
     ("resume_from", ("resume",), "--resume goes on with the run in the run directory; --resume-from starts a new one."),
-    ("cuda_graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
-    ("cuda_graph", ("shares auto", "timeline"), "A graph is of one size, and runs as a whole."),
+    ("cuda graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
+    ("cuda graph", ("shares auto", "timeline"), "A graph is of one size, and runs as a whole."),
     ("no share", ("batch norm sync",), "Every replica must have samples to normalise."),
     (
         "shard_optimizer",
-        ("outer", "servers", "recipe", "late", "cuda_graph"),
+        ("outer", "servers", "recipe", "late", "cuda graph"),
         "In every step each replica updates its part of the parameters, from gradients of that step, and sends it.",
     ),
     ("shard_optimizer", ("kron",), "It draws random numbers for one parameter after the other."),
@@ -88,7 +90,7 @@ GRADIENT_CONFLICTS: tuple[Row, ...] = (
     ("recipe", ("nesterov", "not sgd"), "The recipe is one of SGD with plain momentum."),
     ("compile", ("batch norm sync",), "A compiled pass cannot wait for other workers in its middle."),
     (
-        "cuda_graph",
+        "cuda graph",
         ("late", "outer", "model_ema", "fp16", "select_batch"),
         "A captured step is replayed as it is: of one size, with its own gradients, and the same in every step.",
     ),
@@ -119,6 +121,13 @@ def first_of(run: Any, names: Iterable[str]) -> str | None:
     """The option that gives a run the first of some features that it has; None where it has none of them."""
     features = features_of(run)
     return next((features[name] for name in names if name in features), None)
+
+
+def contradicts(run: Any, name: str) -> str | None:
+    """The option of a run that contradicts a feature; None where none does."""
+    rows = CONFLICTS + GRADIENT_CONFLICTS
+    others = [others if first == name else (first,) * (name in others) for first, others, _ in rows]
+    return first_of(run, chain.from_iterable(others))
 
 
 def refuse_conflicts(run: Any, rows: Iterable[Row]) -> None:

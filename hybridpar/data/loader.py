@@ -2,7 +2,7 @@
 
 The shares follow from numbers alone (`hybridpar.data.sampling`), so a loader holds no state: an epoch can be started at
 any step, again and again. Images in memory are gathered on the calling thread; image files are decoded ahead of time by
-torch's loader processes, and then copied to a GPU on a lane of their own, beside the step that runs there.
+torch's loader processes. Both go to a GPU as bytes, on a lane of their own, beside the step that runs there.
 """
 
 from __future__ import annotations
@@ -99,17 +99,16 @@ class _Batches:
     def _read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
         ahead = self._loader_workers > 0 and len(jobs) > 0
         lanes, lane = self._lanes_of_this_thread()
-        lane = lane if ahead else lanes.caller
+        lanes.forgive()  # an epoch before may have ended by an error
         lane.wait(lanes.caller.record())  # for the mean and the deviation
-        for loaded in self._load_ahead(jobs, key) if ahead else self._load(jobs, key):
-            self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
-            if len(loaded.indices) == 0:
-                continue
-            results: list[Tensor] = []
-            lane.submit(partial(self._move, loaded, results), uses=[loaded.images])
+        for job in self._load_ahead(jobs, key) if ahead else jobs:
+            results: list[Any] = []
+            lane.submit(partial(self._move, job, key, results), uses=[job.images] if isinstance(job, Loaded) else ())
             lanes.caller.wait(lane.record())
-            images, labels = results
-            yield images, labels
+            loaded, *batch = results
+            self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
+            if batch:
+                yield tuple(batch)
 
     @contextmanager
     def _lent(self, *parts: LabelledImages) -> Iterator[None]:
@@ -124,14 +123,18 @@ class _Batches:
             lanes.caller.keep(*(tensor for part in parts for tensor in part))
 
     def _lanes_of_this_thread(self) -> tuple[Lanes, Lane]:
-        """Lanes, and the one on which batches of loader processes are copied and made floats."""
+        """Lanes, and the one on which batches are copied to a GPU, as bytes, and made floats there."""
         if self._lanes is None or not self._lanes[0].is_issuer():
             lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
             self._lanes = lanes, lanes.open("data") if self._device.type == "cuda" else lanes.caller
         return self._lanes
 
-    def _move(self, loaded: Loaded, results: list[Tensor]) -> None:
-        """Put images, as floats, and labels on the device."""
+    def _move(self, job: IntArray | Loaded, key: AugmentKey | None, results: list[Any]) -> None:
+        """Load images, unless a process has, and put them, as floats, and labels on the device."""
+        loaded = job if isinstance(job, Loaded) else self._source.load(job, key, self._device)
+        results.append(loaded)
+        if len(loaded.indices) == 0:
+            return
         images = loaded.images.to(self._device, non_blocking=True)
         labels = self._source.labels[torch.from_numpy(loaded.indices % COPY)]
         if images.dtype == torch.uint8:
@@ -147,10 +150,6 @@ class _Batches:
             count = len(self._damaged)
             if count <= _NAMED or count & (count - 1) == 0:
                 _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
-
-    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
-        for indices in jobs:
-            yield self._source.load(indices, key, self._device)
 
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         if self._loader is None:

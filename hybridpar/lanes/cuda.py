@@ -41,6 +41,7 @@ class CudaEvent(Event):
 
     def _block(self) -> None:
         self.cuda_event.synchronize()
+        self.is_over = self.failure is None
 
 
 class CudaLane(Lane):

@@ -204,10 +204,11 @@ class Rates:
         self._groups = optimizer.param_groups
         self._given = [dict(group) for group in self._groups]
         self._peaks = [float(group["lr"]) for group in self._groups]
-        self._on_device = device is not None
-        if device is not None:
+        #: Where fused kernels read them.
+        self._on_device = device is not None and all(group.get("fused") for group in self._groups)
+        if self._on_device:
             for group, peak in zip(self._groups, self._peaks, strict=True):
-                group["lr"] = torch.tensor(peak, dtype=torch.float32, device=device)  # what fused kernels read
+                group["lr"] = torch.tensor(peak, dtype=torch.float32, device=device)
 
     @property
     def added(self) -> list[dict[str, Any]]:

@@ -95,7 +95,10 @@ def fixed_by(
     return Fixed(
         workers=workers,
         codecs=codecs,
-        every_step="sync" in decided or codecs is not None or config.cuda_graph or config.shares.strip() != "equal",
+        every_step="sync" in decided
+        or codecs is not None
+        or config.cuda_graph == "on"
+        or config.shares.strip() != "equal",
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
         equal=not config.may_be_unequal,
@@ -109,7 +112,7 @@ def not_modelled(config: TrainConfig) -> str:
     reasons = {
         "--recompute": bool(config.recompute),
         "--offload": bool(config.offload),
-        "--cuda-graph": config.cuda_graph,
+        "--cuda-graph on": config.cuda_graph == "on",
         f"--placement {config.placement}": config.layout is not None,
         "--batch-norm sync": config.batch_norm == "sync",
         f"--sync {config.sync}": type(config.sync_mode) is not AllReduce or config.late != "off",

@@ -112,7 +112,7 @@ def test_a_device_that_decides_leaves_the_tensors_in_their_places(commit):
         module.centre = module.centre + 1
         module.older, module.newer = module.newer, module.older
         module.newer.fill_(3)
-    rollback.restore(unless=torch.tensor(float(commit)))
+    rollback.restore(unless=torch.tensor(commit))
     assert all(net.get_buffer(name) is tensor for name, tensor in tensors.items())
     assert_same(
         dict(net.named_buffers()),
@@ -128,7 +128,7 @@ def test_a_device_decides_about_buffers_of_another_shape_too(commit):
     before = state_of(net)
     net(batch(1)[0])
     after = state_of(net)
-    rollback.restore(unless=torch.tensor(float(commit)))
+    rollback.restore(unless=torch.tensor(commit))
     assert_same(state_of(net), after if commit else before)
 
 
@@ -146,9 +146,9 @@ def test_a_device_decides_about_a_buffer_that_was_none():
     module.register_buffer("first", None)
     rollback = BufferRollback(module)
     module.first = torch.ones(2)
-    rollback.restore(unless=torch.tensor(1.0))
+    rollback.restore(unless=torch.tensor(True))
     assert module.first is not None
     rollback.keep()
     module.first = torch.zeros(2)
-    rollback.restore(unless=torch.tensor(0.0))
+    rollback.restore(unless=torch.tensor(False))
     assert module.first.tolist() == [1, 1]
