@@ -400,12 +400,12 @@ def test_images_go_to_a_gpu_as_bytes_on_a_stream_of_their_own(data, monkeypatch)
         moved.append((lane_cuda.cuda.current_stream().name, tensor.dtype))
         return moves(tensor, device)
 
+    expected = next(train_batches(data, micro_batches=1, batch_size=8).epoch(0)).micro_batches[0]
     with pretend_cuda(monkeypatch):
         monkeypatch.setattr("hybridpar.data.images.to_device", to_device)
         monkeypatch.setattr("hybridpar.data.loader.to_device", to_device)
         batches = train_batches(data, micro_batches=1, batch_size=8, device="cuda")
         batch = next(batches.epoch(0)).micro_batches[0]
-    expected = next(train_batches(data, micro_batches=1, batch_size=8).epoch(0)).micro_batches[0]
     assert same([batch], [expected])
     assert {stream for stream, _ in moved} == {"stream 1"}
     assert torch.uint8 in {dtype for _, dtype in moved}
