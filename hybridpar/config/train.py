@@ -128,9 +128,9 @@ class KernelConfig(Options):
         kernels: Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto`, which times
             what this machine has no record of, once, or a file of `hybridpar tune`.
         compile: Compile the model, or every stage of it, with torch.compile.
-        cuda_graph: Capture the training step as one CUDA graph and replay it, for small kernels or fast GPUs. auto:
-            where that is possible, and the first replay does what the step before it did; on: refuse to begin where it
-            is not possible.
+        cuda_graph: Capture the training step as one CUDA graph and replay it, for small kernels or fast GPUs. auto: on
+            a worker alone, where it is possible and the first replay does what the step before it did; on: refuse to
+            begin where it is not possible.
     """
 
     amp: Literal["none", "bf16", "fp16"] = "none"

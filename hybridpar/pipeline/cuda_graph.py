@@ -5,9 +5,9 @@ differs between steps is read from memory that is filled before: images and targ
 or save. What the host may know is copied out of it afterwards. Steps of other shapes, such as the last of an epoch, run
 without the graph, and so do all steps if the capture fails; results are the same either way.
 
-A graph is believed once its first replay did what the step that was just issued has done, on the same batch from the
-same state, and that step left nothing changed that a replay would not change: Python's, NumPy's and torch's random
-numbers of the host, and plain attributes of modules.
+A graph is believed if the step before it left nothing changed that a replay would not change: Python's, NumPy's and
+torch's random numbers of the host, and plain attributes of modules. A worker alone also replays that step, on the same
+batch from the same state, and goes on without the graph where it does otherwise.
 
 The rules of a capture (CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture"; PyTorch's notes on CUDA
 graphs): it begins on a stream that is not the default one; every lane joins it by waiting for an event of that stream,
@@ -71,7 +71,7 @@ class StepGraph:
         lanes: Lanes,
         optimizers: Sequence[torch.optim.Optimizer],
         modules: Sequence[nn.Module],
-        warm_ups: int = WARM_UPS,
+        alone: bool = True,
     ) -> None:
         self._executor = executor
         self._set_rates = set_rates
@@ -80,7 +80,8 @@ class StepGraph:
         self._stages = modules
         self._modules = list(dict.fromkeys(part for module in modules for part in module.modules()))
         self._parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
-        self._warm_ups = warm_ups
+        self._alone = alone
+        self._warm_ups = WARM_UPS if alone else WARM_UPS_WITH_PEERS
         self._stream = cuda.Stream(lanes.device)
         self._flags = torch.zeros(2, dtype=torch.float64, device=lanes.device)
         self._requested = (False, False)
@@ -88,7 +89,7 @@ class StepGraph:
         self._shape: list[Any] = []
         self._facts: list[Any] = []
         self._request: StepRequest | None = None
-        self._left = warm_ups
+        self._left = self._warm_ups
         self._graph: Any = None
         self._issued: StepState | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -134,7 +135,7 @@ class StepGraph:
     def _known_facts(self) -> list[Any]:
         """What a captured step holds as numbers: where tensors lie, modes, and the options of optimizers."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        options = [value for group in groups for name, value in group.items() if name not in ("params", "lr")]
+        options = [value for group in groups for value in group.values() if isinstance(value, int | float | tuple)]
         parameters = [(parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters]
         return [parameters, [module.training for module in self._modules], options]
 
@@ -182,7 +183,7 @@ class StepGraph:
     # ---------------------------------------------------- until there is a graph
 
     def _warm_up(self) -> StepState:
-        """Run the step on the streams on which it is going to be captured; the last one is then replayed for a test."""
+        """Run the step on the streams on which it is going to be captured; after the last one it is."""
         self._left -= 1
         is_last = self._left == 0
         before, of_host = (_copied(self._state()), self._of_host()) if is_last else ({}, b"")
@@ -194,7 +195,7 @@ class StepGraph:
         current.wait_stream(self._stream)
         if is_last and of_host != self._of_host():
             self._stop_trying("it draws random numbers on the host, or counts in attributes of a module")
-        if is_last and self.reason is None and self._capture():
+        if is_last and self.reason is None and self._capture() and self._alone:  # peers would be sent to once more
             self._compare(before, draws, issued)
         return issued
 

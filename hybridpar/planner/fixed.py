@@ -86,7 +86,7 @@ def fixed_by(
     """What options leave to the search, and what not."""
     shape = ("stages", "replicas", "micro_batches", "schedule", "placement")
     chosen = {option: getattr(config, option) for option in shape if option in decided}
-    codecs = None
+    codecs, is_captured = None, config.cuda_graph == "on"
     if "compress" in decided and not config.chooses:
         policy = read_policy(config.compress)
         codecs = {name: text for name in names if (text := policy.text_of(name)) != "none"}
@@ -95,10 +95,7 @@ def fixed_by(
     return Fixed(
         workers=workers,
         codecs=codecs,
-        every_step="sync" in decided
-        or codecs is not None
-        or config.cuda_graph == "on"
-        or config.shares.strip() != "equal",
+        every_step="sync" in decided or codecs is not None or is_captured or config.shares.strip() != "equal",
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
         equal=not config.may_be_unequal,

@@ -317,9 +317,7 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _forms(tensors: Sequence[Any]) -> list[Any]:
     """Shapes, dtypes, devices, and last where they lie."""
-    return [
-        None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()) for tensor in tensors
-    ]
+    return [None if one is None else (one.shape, one.dtype, one.device, one.data_ptr()) for one in tensors]
 
 
 class ReplicaBuffers:

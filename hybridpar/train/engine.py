@@ -191,6 +191,7 @@ class Engine:
         plan, kinds = parts.plan, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         hooks = [module for module in parts.model.modules() for kind in kinds if getattr(module, kind)]
         ruled_out = {
+            "several workers, where the first replay is not compared": self._world.size > 1,
             f"--compress {plan.sync.codec}": plan.sync.codec != "none",
             "--shard-optimizer": plan.sync.shard_optimizer,
             "--offload": plan.pipeline.offload,
@@ -206,7 +207,7 @@ class Engine:
         return False
 
     def _make_graph(self) -> StepGraph | None:
-        from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph, why_not_captured
+        from hybridpar.pipeline.cuda_graph import StepGraph, why_not_captured
 
         reason = why_not_captured(
             self._world.device,
@@ -222,8 +223,8 @@ class Engine:
             self._captures = self._without_graph(reason[0])
             return None
         modules = [stage.module for stage in self.pipeline.stages.values()]
-        warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
-        return StepGraph(self.pipeline.executor, self.set_rates, self._lanes, self.optimizers, modules, warm_ups)
+        alone = self._world.size == 1
+        return StepGraph(self.pipeline.executor, self.set_rates, self._lanes, self.optimizers, modules, alone)
 
     def _step_of(self, module: nn.Module) -> OptimizerStep:
         """What steps the parameters of a stage or of the model."""
