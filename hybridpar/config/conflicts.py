@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 from hybridpar.config.sync import Local
@@ -121,13 +120,6 @@ def first_of(run: Any, names: Iterable[str]) -> str | None:
     """The option that gives a run the first of some features that it has; None where it has none of them."""
     features = features_of(run)
     return next((features[name] for name in names if name in features), None)
-
-
-def contradicts(run: Any, name: str) -> str | None:
-    """The option of a run that contradicts a feature; None where none does."""
-    rows = CONFLICTS + GRADIENT_CONFLICTS
-    others = [others if first == name else (first,) * (name in others) for first, others, _ in rows]
-    return first_of(run, chain.from_iterable(others))
 
 
 def refuse_conflicts(run: Any, rows: Iterable[Row]) -> None:

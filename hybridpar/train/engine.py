@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import check_compression
-from hybridpar.config import TrainConfig, conflicts
+from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, refuse, shortened
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.models import autocast
@@ -197,8 +197,13 @@ class Engine:
             "--offload": plan.pipeline.offload,
             "a hook of a module, which a replay would not call": hooks,
         }
-        option = conflicts.contradicts(parts.config, "cuda graph")
-        reason = option or next(filter(ruled_out.get, ruled_out), None)
+        reason = next(filter(ruled_out.get, ruled_out), None)
+        try:
+            asked = replace(parts.config, cuda_graph="on")
+            asked.check_conflicts()
+            asked.check_gradients()
+        except UsageError as error:
+            reason = error.what
         return reason is None or self._without_graph(reason)
 
     def _without_graph(self, reason: str) -> Literal[False]:
