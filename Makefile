@@ -17,6 +17,7 @@ DATA_ROOT ?= data
 SYNC_ARGS ?=
 PLANNER_ARGS ?=
 THESIS_ARGS ?=
+PACK ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
@@ -62,8 +63,8 @@ bench-planner: $(READY) ## The planner's predictions and choices against clocks,
 bench-thesis: $(READY) ## ResNets on CIFAR and Caltech-101 against all peers; DATA_ROOT=DIR, GPUs, hours
 	$(BIN)/python -m benchmarks.thesis --data-root '$(DATA_ROOT)' $(THESIS_ARGS)
 
-gpu-check: $(READY) ## Test, compare with the CPU, and time on this machine's GPU
-	$(BIN)/python scripts/gpu_check.py
+gpu-check: $(READY) ## Test and time on this machine's GPU; PACK=steps chooses: checks, steps, kernels, thesis, codecs
+	$(BIN)/python scripts/gpu_check.py $(PACK)
 
 $(DOCS_READY): $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt

@@ -184,7 +184,7 @@ class Compute(_Section):
     kernels: str = Field("off", description="`off`, `auto`, or the file of a database of tuned kernels")
     amp: Literal["none", "bf16", "fp16"] = "none"
     compile: bool = False
-    cuda_graph: bool = False
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
     threads: int | None = Field(None, ge=1, description="of a worker on a CPU; without it as many as it was given")
 
     @property

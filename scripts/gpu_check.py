@@ -1,18 +1,22 @@
-"""Runs every check and timing that needs a GPU.
+"""Runs every check and timing that needs a GPU, in packs of some minutes each.
 
-    make gpu-check
+    make gpu-check                                             # all packs, one after the other
+    make gpu-check PACK=steps                                  # one of them
+    python scripts/gpu_check.py steps --only resnet18-32       # some of its settings
+    python scripts/gpu_check.py --dry-run                      # tiny settings on a CPU, and no table
 
-1. runs the tests marked `gpu`;
-2. trains the same model on the same batches on the CPU and on one GPU, option by option, and compares them;
-3. compares ways to run a pipeline (`scripts/gpu_pipeline.py`): stages on streams, CUDA graphs, NCCL;
-4. compares the codecs' kernels with torch (`scripts/gpu_kernels.py`), and the depthwise convolutions' with float64
-   (`scripts/gpu_convolutions.py`), compiled on the spot or, with `--prebuilt DIR`, elsewhere;
-5. runs `hybridpar train` on all GPUs and looks at the accuracy;
-6. times whole steps (`scripts/gpu_steps.py`), kernels against torch and a copy on the device, and convolutions against
-   torch with and without cuDNN in both layouts, in interleaved rounds.
+checks      tests marked `gpu`; training compared with the CPU, option by option; pipelines, CUDA graphs and NCCL
+            (`gpu_pipeline.py`); the command
+steps       whole steps against a plain loop and torch.compile (`gpu_steps.py`)
+kernels     depthwise convolutions against float64 and torch, the fastest of some candidates (`gpu_convolutions.py`),
+            and what virtual threads and phases are worth (`gpu_tiling.py`)
+thesis      time to a loss, for streams, micro-batches and graphs (`gpu_thesis.py`)
+codecs      the codecs' kernels against torch (`gpu_codecs.py`)
 
-Results are added to `checks.csv`, `steps.csv`, `kernels.csv` and `convolutions.csv` in `benchmarks/gpu/results/`. Exit
-codes: 0 everything passed; 1 something did not; 3 there is no GPU, so nothing was checked.
+A pack begins nothing more once its time is over (`--seconds`), and says what it left out. None needs a network or, with
+`--prebuilt`, TVM: `--prebuild DIR --gpu h200`, anywhere with TVM, compiles what `kernels` runs. Rows with versions,
+device and commit are added to the tables in `benchmarks/gpu/results/`. Exit codes: 0 everything passed; 1 something did
+not; 3 there is no GPU, so nothing was checked.
 """
 
 from __future__ import annotations
@@ -23,25 +27,22 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for benchmarks.rig, which is not installed
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.rig.records import append_dicts  # noqa: E402
-from benchmarks.rig.rows import commit, now, write_rows  # noqa: E402
-from hybridpar import TrainConfig, Trainer  # noqa: E402
-from hybridpar.comm.world import World  # noqa: E402
-from hybridpar.models import build_model  # noqa: E402
-from hybridpar.run.worker import device_name  # noqa: E402
-from hybridpar.tvm_kernels.machine import gpu_at  # noqa: E402
-from scripts import gpu_convolutions, gpu_kernels, gpu_pipeline, gpu_steps  # noqa: E402
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.models import build_model
+from hybridpar.tvm_kernels.machine import KNOWN, gpu_at
+from scripts import gpu_codecs, gpu_convolutions, gpu_pipeline, gpu_steps, gpu_thesis, gpu_tiling
+from scripts.gpu_common import ROOT, Pack, Result, run_each
 
-RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 NO_GPU = 3
 
 #: Largest relative difference between CPU and GPU. Additions have another order there, so results differ by rounding,
@@ -64,16 +65,6 @@ EQUAL = {
     "adamw": TrainConfig(lr=1e-4, optimizer="adamw"),
     "channels-last": TrainConfig(lr=1e-3, memory_format="channels_last"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One thing that was checked."""
-
-    name: str
-    value: float | str
-    limit: float | str
-    passed: bool
 
 
 def make_batches(steps: int, samples: int, size: int) -> list[Batch]:
@@ -108,88 +99,130 @@ def _state_vector(model: nn.Module) -> Tensor:
     return torch.cat([tensor.detach().cpu().double().flatten() for tensor in tensors])
 
 
-def compare(name: str, config: TrainConfig, devices: tuple[torch.device, torch.device]) -> list[Check]:
+def compare(name: str, config: TrainConfig, devices: tuple[torch.device, torch.device]) -> list[Result]:
     """Train on two devices and compare losses and final weights."""
     batches = make_batches(STEPS, samples=16, size=16)
     (reference, moved), (losses, moved_there) = (train(device, config, batches) for device in devices)
     loss = float(((losses - reference) / reference).abs().max())
     update = float((moved_there - moved).norm() / moved.norm())
     return [
-        Check(f"equal to CPU, {name}: losses", loss, LOSS_LIMIT, loss <= LOSS_LIMIT),
-        Check(f"equal to CPU, {name}: updates", update, UPDATE_LIMIT, update <= UPDATE_LIMIT),
+        Result(f"equal to CPU, {name}: {what}", value, limit, "ok" if value <= limit else "FAILED")
+        for what, value, limit in (("losses", loss, LOSS_LIMIT), ("updates", update, UPDATE_LIMIT))
     ]
 
 
-def run_tests() -> Check:
+def run_tests(pack: Pack) -> Result:
     """Run the tests that are skipped without a GPU."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], cwd=ROOT, capture_output=True, text=True)
+    what = ["-m", "gpu"] if not pack.dry else ["-m", "gpu", "tests/lanes/test_cuda.py"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *what], cwd=ROOT, capture_output=True, text=True)
+    if "No module named pytest" in done.stderr:
+        return Result("tests marked gpu", "pytest is not installed", "", "skipped")
     if done.returncode != 0:
         print(done.stdout, done.stderr, sep="\n")
     lines = done.stdout.strip().splitlines()
-    return Check("tests marked gpu", lines[-1] if lines else "no output", "all pass", done.returncode == 0)
+    last = lines[-1].strip("= ") if lines else "no output"
+    return Result("tests marked gpu", last, "all pass", "ok" if done.returncode == 0 else "FAILED")
 
 
-def run_command(arguments: Sequence[str]) -> Check:
+def run_command(arguments: Sequence[str], least: float) -> Result:
     """Run `hybridpar train` and look at its summary."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "hybridpar", "train", *arguments, "--run-dir", directory]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
             print(done.stdout, done.stderr, sep="\n")
-            return Check("hybridpar train", f"exit code {done.returncode}", LEAST_ACCURACY, False)
+            return Result("hybridpar train", f"exit code {done.returncode}", least, "FAILED")
         summary = json.loads((Path(directory) / "summary.json").read_text())
     accuracy = summary["test_accuracy"]
     name = f"hybridpar train, {summary['workers']} on {summary['device']}: accuracy"
-    return Check(name, accuracy, LEAST_ACCURACY, accuracy >= LEAST_ACCURACY)
+    return Result(name, accuracy, least, "ok" if accuracy >= least else "FAILED")
 
 
-def write_checks(checks: Sequence[Check], path: Path, device: str) -> None:
-    """Add checks to a table."""
-    common = {"date": now(), "commit": commit(), "device": device, "torch": torch.__version__}
-    rows = []
-    for check in checks:
-        value = f"{check.value:.3g}" if isinstance(check.value, float) else check.value
-        rows.append(common | {"check": check.name, "value": value, "limit": check.limit, "passed": check.passed})
-    append_dicts(path, rows)
+def run_checks(pack: Pack) -> bool:
+    """The pack `checks`; whether none failed."""
+    # Otherwise convolutions round their inputs to 10 bits, which drowns what is to be compared.
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    pipelines = gpu_pipeline.all_checks(pack.device)
+    equal, command = EQUAL, ["resnet18", "--data", "synthetic", "--model-arg", "stem=cifar", "--epochs", "3"]
+    if pack.dry:
+        pipelines = dict(list(pipelines.items())[:1])
+        equal, command = {"sgd": EQUAL["sgd"]}, ["tests.small_nets:SmallNet", "--data", "synthetic:samples=40"]
+        command += ["--image-size", "8", "--epochs", "1", "--batch-size", "8", "--nproc", "1", "--plan", "none"]
+    try:
+        results = [run_tests(pack)]
+        for name, config in equal.items():
+            if pack.has_time_for(name):
+                results += compare(name, config, (torch.device("cpu"), pack.device))
+        results += [
+            dataclasses.replace(result, name=f"pipeline, {result.name}")
+            for name, check in pipelines.items()
+            if pack.has_time_for(name)
+            for result in run_each({name: check})
+        ]
+        results.append(run_command(command, 0.0 if pack.dry else LEAST_ACCURACY))
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    return pack.write_checks(results)
 
 
-def main() -> int:
+def run_kernels(pack: Pack) -> bool:
+    """The pack `kernels`; whether no check failed."""
+    if pack.dry and pack.prebuilt is None:
+        print("kernels: there are none for a CPU, and the suite runs their source")
+        return True
+    index = pack.device.index or 0
+    kernels = gpu_convolutions.Kernels(KNOWN["h200"] if pack.dry else gpu_at(index), index, pack.prebuilt)
+    passed = pack.write_checks(list(gpu_convolutions.run_checks(pack.device, kernels)))
+    if pack.prebuilt is not None and (pack.prebuilt / gpu_tiling.LIST).exists():
+        passed = gpu_tiling.measure(pack, pack.prebuilt) and passed
+    gpu_convolutions.time_convolutions(pack, kernels)
+    return passed
+
+
+PACKS: dict[str, Callable[[Pack], bool]] = {
+    "checks": run_checks,
+    "steps": gpu_steps.run,
+    "kernels": run_kernels,
+    "thesis": gpu_thesis.run,
+    "codecs": gpu_codecs.run,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Check this machine's GPU; see the module header for the exit codes."""
     parser = argparse.ArgumentParser(description="Test, compare and time hybridpar on this machine's GPU.")
-    parser.add_argument("--no-timing", action="store_true", help="leave out the timing of steps")
-    parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="machine code of convolutions, compiled elsewhere")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
+    parser.add_argument("packs", nargs="*", metavar="PACK", help=f"{', '.join(PACKS)}; default: all")
+    parser.add_argument("--only", default="", metavar="NAME", help="settings whose name begins so, of steps and thesis")
+    parser.add_argument("--seconds", type=float, default=Pack.seconds, help="after which a pack begins nothing more")
+    parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="machine code of kernels, compiled elsewhere")
+    parser.add_argument("--prebuild", type=Path, metavar="DIR", help="compile that into DIR, and do nothing else")
+    parser.add_argument("--gpu", choices=sorted(KNOWN), default="h200", help="what --prebuild compiles for")
+    parser.add_argument("--out", type=Path, default=Pack.out, metavar="DIR", help="folder of the tables")
+    parser.add_argument("--dry-run", action="store_true", help="tiny settings on a CPU, which write no table")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.packs) - set(PACKS):
+        parser.error(f"no pack is called {', '.join(sorted(unknown))}; there are {', '.join(PACKS)}")
+    if options.prebuild is not None:
+        gpu_convolutions.prebuild(options.prebuild, KNOWN[options.gpu])
+        gpu_tiling.prebuild(options.prebuild, KNOWN[options.gpu].architecture)
+        return 0
+    if not options.dry_run and not torch.cuda.is_available():
         print("torch sees no GPU here: nothing was checked")
         return NO_GPU
-    # Otherwise convolutions round their inputs to 10 bits, which drowns what is to be compared.
-    torch.backends.cudnn.allow_tf32 = False
-    devices = torch.device("cpu"), torch.device("cuda", 0)
-    checks = [run_tests()]
-    for name, config in EQUAL.items():
-        checks += compare(name, config, devices)
-    convolutions = gpu_convolutions.Kernels(gpu_at(0), 0, options.prebuilt)
-    for part, results in (
-        ("pipeline", gpu_pipeline.run_checks(devices[1])),
-        ("kernels", gpu_kernels.run_checks(devices[1])),
-        ("convolutions", gpu_convolutions.run_checks(devices[1], convolutions)),
-    ):
-        checks += [
-            Check(f"{part}, {result.name}", result.value, result.limit, result.verdict != "FAILED")
-            for result in results
-        ]
-    checks.append(run_command(["resnet18", "--data", "synthetic", "--model-arg", "stem=cifar", "--epochs", "3"]))
-    for check in checks:
-        print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.value} (limit {check.limit})")
-    gpu = devices[1]
-    write_checks(checks, RESULTS / "checks.csv", device_name(gpu))
-    torch.backends.cudnn.allow_tf32 = True
-    if not options.no_timing:
-        gpu_steps.time_steps(gpu_steps.SETTINGS, gpu, RESULTS / "steps.csv", compiled=True)
-        for rows in gpu_kernels.time_kernels(gpu, device_name(gpu)):
-            write_rows(list(rows), RESULTS / "kernels.csv")
-        gpu_convolutions.time_convolutions(gpu, convolutions)
-    return 0 if all(check.passed for check in checks) else 1
+    passed = True
+    with tempfile.TemporaryDirectory() as thrown_away:
+        for name in options.packs or PACKS:
+            pack = Pack(
+                torch.device("cpu") if options.dry_run else torch.device("cuda", 0),
+                out=Path(thrown_away) if options.dry_run else options.out,
+                dry=options.dry_run,
+                only=options.only,
+                prebuilt=options.prebuilt,
+                seconds=options.seconds,
+            )
+            passed = PACKS[name](pack) and passed
+            print(f"{name}: {pack.seconds - pack.left:.0f} s", flush=True)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

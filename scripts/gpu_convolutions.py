@@ -1,18 +1,13 @@
-"""Checks the depthwise kernels on a GPU and times them against torch.
-
-    python scripts/gpu_convolutions.py --prebuild DIR [--gpu h200]   # anywhere: compile what a GPU is to run
-    python scripts/gpu_convolutions.py [--prebuilt DIR]              # with a GPU; also a part of `make gpu-check`
+"""Checks the depthwise kernels and times them against torch: a part of the pack `kernels` of `scripts/gpu_check.py`.
 
 Every direction, layout and dtype is compared with float64 on some shapes, then timed against torch, as it is and with
 its own kernels in place of cuDNN's, in both layouts. Candidates are those that were the best of a shape before, by the
-rows of `convolutions.csv`, then those that are like them. With `--prebuilt` machine code comes from that directory, so
-neither TVM nor a compiler is needed. A check that fails or cannot run says so, and the next one follows. Rows of times
-are added to `convolutions.csv`. Exit codes: 0 nothing failed, 1 something did, 3 there is no GPU.
+rows of `convolutions.csv`, then those that are like them. With machine code that was compiled elsewhere (`--prebuild
+DIR`, then `--prebuilt DIR`) a machine needs neither TVM nor a compiler.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import itertools
@@ -23,29 +18,24 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+from benchmarks.kernels.common import gpu_floor_ms
+from benchmarks.rig.records import append_dicts, read_dicts
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder
+from hybridpar.tvm_kernels import cuda_kernel
+from hybridpar.tvm_kernels.conv_bench import ConvBench
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, load_cubin
+from hybridpar.tvm_kernels.database import most_error
+from hybridpar.tvm_kernels.machine import Gpu
+from hybridpar.tvm_kernels.measure import time_pairs
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
+from hybridpar.tvm_kernels.space import candidates, default, nearest
+from scripts.gpu_common import RESULTS, Outcome, Pack, Result, SkippedCheck, run_each
 
-from benchmarks.kernels.common import gpu_floor_ms  # noqa: E402
-from benchmarks.rig.records import append_dicts, read_dicts  # noqa: E402
-from benchmarks.rig.rows import commit, now  # noqa: E402
-from hybridpar.codegen.cache import KernelsUnavailable  # noqa: E402
-from hybridpar.codegen.compile_pool import Builder  # noqa: E402
-from hybridpar.tvm_kernels import cuda_kernel  # noqa: E402
-from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
-from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, load_cubin  # noqa: E402
-from hybridpar.tvm_kernels.database import most_error  # noqa: E402
-from hybridpar.tvm_kernels.machine import KNOWN, Gpu, gpu_at  # noqa: E402
-from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout  # noqa: E402
-from hybridpar.tvm_kernels.space import candidates, default, nearest  # noqa: E402
-from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "gpu" / "results" / "convolutions.csv"
+#: The table of times.
+TABLE = "convolutions.csv"
 #: What `prebuild` writes beside machine code: a line of JSON for each candidate.
 LIST = "candidates.jsonl"
-NO_GPU = 3
 
 #: Sizes that nothing divides, one channel, borders wider than the image, dilation.
 CHECKED = (
@@ -71,7 +61,7 @@ TIMED = (
 DTYPES_CHECKED, DTYPES_TIMED = ("float32", "bfloat16", "float16"), ("float32", "bfloat16")
 
 #: Candidates of each case that are timed.
-KEPT = 3
+KEPT = 6
 #: Seconds to time a candidate for, and its rival.
 SECONDS = 0.05
 
@@ -128,7 +118,7 @@ def compiled_candidates(key: KernelKey, builder: Builder, count: int) -> Iterato
 
 def best_before(key: KernelKey) -> list[dict[str, int]]:
     """What was the fastest of a case, by the rows of the table, the newest first."""
-    rows = [row for row in read_dicts(RESULTS) if row["method"] == "kernel" and _row_case(row) == _name(key)]
+    rows = [row for row in read_dicts(RESULTS / TABLE) if row["method"] == "kernel" and _row_case(row) == _name(key)]
     texts = dict.fromkeys(row["parameters"] for row in reversed(rows))
     return [{name: int(value) for name, _, value in (word.partition("=") for word in text.split())} for text in texts]
 
@@ -231,26 +221,28 @@ def time_case(kernels: Kernels, key: KernelKey, device: torch.device) -> Timed |
     return Timed(key, ms, ways, error, dict(kernel.variant.parameters))
 
 
-def time_convolutions(device: torch.device, kernels: Kernels, path: Path = RESULTS) -> None:
+def time_convolutions(pack: Pack, kernels: Kernels) -> None:
     """Time all cases, and add rows to a table as they come."""
     for key in cases(kernels.gpu, TIMED, DTYPES_TIMED):
+        if not pack.has_time_for(_name(key)):
+            continue
         try:
-            timed = time_case(kernels, key, device)
+            timed = time_case(kernels, key, pack.device)
         except (SkippedCheck, KernelsUnavailable, RuntimeError) as error:
             print(f"{_name(key)}: {error}", file=sys.stderr)
             continue
         if timed is not None:
-            write_rows(timed, kernels.gpu, path)
+            append_dicts(pack.out / TABLE, rows_of(timed, kernels.gpu, pack))
             fastest, ms = min(timed.ways.items(), key=lambda way: way[1])
-            print(f"{_name(key)}: {timed.ms:.4f} ms, {fastest} {ms:.4f} ms, {ms / timed.ms:.2f}x")
+            print(f"{_name(key)}: {timed.ms:.4f} ms, {fastest} {ms:.4f} ms, {ms / timed.ms:.2f}x", flush=True)
 
 
-def write_rows(timed: Timed, gpu: Gpu, path: Path) -> None:
-    """Add a row for the kernel and one for each of torch's ways."""
+def rows_of(timed: Timed, gpu: Gpu, pack: Pack) -> list[dict[str, str]]:
+    """A row for the kernel and one for each of torch's ways."""
     key = timed.key
     floor_ms = gpu_floor_ms(gpu.name, key.shape, 4 if key.dtype == "float32" else 2)
-    common = {"date": now(), "commit": commit(), "device": gpu.name, "torch": torch.__version__}
-    common |= {"shape": key.shape.text, "direction": str(key.direction), "layout": str(key.layout), "dtype": key.dtype}
+    common = pack.facts() | {"device": gpu.name, "shape": key.shape.text}
+    common |= {"direction": str(key.direction), "layout": str(key.layout), "dtype": key.dtype}
     parameters = " ".join(f"{name}={value}" for name, value in timed.parameters.items())
     rows = []
     for name, ms in {"kernel": timed.ms, **timed.ways}.items():
@@ -260,30 +252,4 @@ def write_rows(timed: Timed, gpu: Gpu, path: Path) -> None:
         rows.append(
             row | {"error": f"{timed.error:.2e}" if is_kernel else "", "parameters": parameters if is_kernel else ""}
         )
-    append_dicts(path, rows)
-
-
-def main() -> int:
-    """See the module header."""
-    parser = argparse.ArgumentParser(description="Compare the depthwise kernels for a GPU with float64 and torch.")
-    parser.add_argument("--prebuild", type=Path, metavar="DIR", help="compile into DIR, and do nothing else")
-    parser.add_argument("--gpu", choices=sorted(KNOWN), default="h100", help="what --prebuild compiles for")
-    parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="use machine code from DIR")
-    parser.add_argument("--no-timing", action="store_true", help="check only")
-    options = parser.parse_args()
-    if options.prebuild is not None:
-        prebuild(options.prebuild, KNOWN[options.gpu])
-        return 0
-    if not torch.cuda.is_available():
-        print("torch sees no GPU here: nothing was checked")
-        return NO_GPU
-    device = torch.device("cuda", torch.cuda.current_device())
-    kernels = Kernels(gpu_at(device.index), device.index, options.prebuilt)
-    results = list(run_checks(device, kernels))
-    if not options.no_timing:
-        time_convolutions(device, kernels)
-    return 1 if any(result.verdict == "FAILED" for result in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

@@ -1,59 +1,31 @@
-"""Checks the pipeline on GPUs: streams, CUDA graphs, NCCL.
-
-    python scripts/gpu_pipeline.py                 # also a part of `make gpu-check`
-    python scripts/gpu_pipeline.py --device cpu    # the same comparisons on lanes of a CPU; the rest is skipped
+"""Checks of pipelines on a GPU: streams, CUDA graphs, NCCL; a part of the pack `checks` of `scripts/gpu_check.py`.
 
 Every check trains one small model twice on the same batches, in two ways that must give the same, and compares losses
-and by how much all weights moved. A check that fails or cannot run says so, and the next one follows. Exit codes: 0
-nothing failed, 1 something did.
+and by how much all weights moved.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from hybridpar import TrainConfig, Trainer  # noqa: E402
-from hybridpar.comm.world import World  # noqa: E402
-from hybridpar.compress import TorchGroup  # noqa: E402
-from hybridpar.errors import HybridparError  # noqa: E402
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.compress import TorchGroup
+from hybridpar.errors import HybridparError
+from scripts.gpu_common import Outcome, SkippedCheck
 
 #: More than the steps before a capture, so that some are replayed.
 STEPS, SAMPLES = 8, 16
 
 #: Largest relative differences. The kernels are the same, but some add in an order of their own; bf16 rounds more.
 LIMITS = {"none": (1e-4, 1e-3), "bf16": (2e-2, 1e-1)}
-
-
-#: What a check finds: a value, its limit, and whether it holds.
-Outcome = tuple[float, float, bool]
-
-
-class SkippedCheck(Exception):
-    """This machine or this version of PyTorch has not what the check is about."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What became of a check: its value, the limit, and `ok`, `FAILED` or `skipped`."""
-
-    name: str
-    value: float | str
-    limit: float | str
-    verdict: str
 
 
 class Net(nn.Module):
@@ -122,7 +94,7 @@ def strict_streams() -> Iterator[None]:
                 turn(False)
 
 
-BASE = TrainConfig(lr=0.01, micro_batches=4)
+BASE = TrainConfig(lr=0.01, micro_batches=4, cuda_graph="off")
 PLAIN: dict[str, object] = {}
 
 
@@ -137,7 +109,7 @@ def same(
 ) -> Outcome:
     """Train in two ways and compare; value, limit and whether it holds, of whichever is the nearer to its limit."""
     configs = [dataclasses.replace(BASE, amp=amp, **changes) for changes in (first, second)]  # type: ignore[arg-type]
-    if any(config.cuda_graph for config in configs):
+    if any(config.cuda_graph == "on" for config in configs):
         if device.type != "cuda":
             raise SkippedCheck("needs a GPU")
         if configs[1].stages > 1 and torch.cuda.device_count() > 1:
@@ -146,7 +118,7 @@ def same(
         (losses, moved, _), (losses_there, moved_there, said) = (
             train(device, config, dropout, uneven=uneven) for config in configs
         )
-    if configs[1].cuda_graph and said != "captured":
+    if configs[1].cuda_graph == "on" and said != "captured":
         raise HybridparError(f"no step was captured: {said}")
     loss_limit, update_limit = LIMITS[amp]
     loss = float(((losses_there - losses) / losses).abs().max())
@@ -205,43 +177,10 @@ def all_checks(device: torch.device) -> dict[str, Callable[[], Outcome]]:
     add("bf16", PLAIN, two, amp="bf16")
     add("clipping", {"clip_grad": 0.5}, {**two, "clip_grad": 0.5})
     for name, way in {"plain step": PLAIN, "2 stages": two, "4 stages": four}.items():
-        add(f"CUDA graph, {name}", way, {**way, "cuda_graph": True})
-        add(f"CUDA graph, {name}, a smaller step between", way, {**way, "cuda_graph": True}, uneven=True)
-    add("CUDA graph, bf16", two, {**two, "cuda_graph": True}, amp="bf16")
+        add(f"CUDA graph, {name}", way, {**way, "cuda_graph": "on"})
+        add(f"CUDA graph, {name}, a smaller step between", way, {**way, "cuda_graph": "on"}, uneven=True)
+    add("CUDA graph, bf16", two, {**two, "cuda_graph": "on"}, amp="bf16")
     adamw: dict[str, object] = {**two, "optimizer": "adamw", "lr": 1e-3, "clip_grad": 0.5}
-    add("CUDA graph, AdamW, clipping", adamw, {**adamw, "cuda_graph": True})
+    add("CUDA graph, AdamW, clipping", adamw, {**adamw, "cuda_graph": "on"})
     checks["NCCL, one worker"] = lambda: sum_over_one(device)
     return checks
-
-
-def run_checks(device: torch.device) -> Iterator[Result]:
-    """Run all checks, printing each."""
-    torch.backends.cudnn.allow_tf32 = False
-    return run_each(all_checks(device))
-
-
-def run_each(checks: Mapping[str, Callable[[], Outcome]]) -> Iterator[Result]:
-    """Run checks, printing each."""
-    for name, check in checks.items():
-        try:
-            value, limit, passed = check()
-            result = Result(name, value, limit, "ok" if passed else "FAILED")
-        except SkippedCheck as reason:
-            result = Result(name, str(reason), "", "skipped")
-        except Exception as error:  # one that fails must not hide the others
-            result = Result(name, f"{type(error).__name__}: {error}".replace("\n", " ")[:300], "", "FAILED")
-        print(f"{result.verdict:8}{name}: {result.value} (limit {result.limit})", flush=True)
-        yield result
-
-
-def main() -> int:
-    """See the module header."""
-    parser = argparse.ArgumentParser(description="Compare ways to train one model that must give the same.")
-    parser.add_argument("--device", default="cuda:0", help="device to train on, such as cuda:0 or cpu")
-    device = torch.device(parser.parse_args().device)
-    results = list(run_checks(device))
-    return 1 if any(result.verdict == "FAILED" for result in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,45 +1,37 @@
-"""Times whole training steps on a GPU against the loop that people write and against torch.compile.
-
-    python scripts/gpu_steps.py                      # all settings; a part of `make gpu-check`
-    python scripts/gpu_steps.py --only resnet18-32   # those whose name begins so
-    python scripts/gpu_steps.py --device cpu         # a dry run with tiny settings and without graphs
+"""Times whole training steps against the loop that people write and torch.compile: the pack `steps` of
+`scripts/gpu_check.py`.
 
 All methods of a setting train the same model from the same weights on the same batch, in interleaved rounds. Where the
 batch is repeated that often, the loss after the last round says whether they trained alike. Compiling takes longer than
-timing, so all settings are compiled first, side by side, into the compiler's cache.
+timing, so all settings are compiled first, side by side, into the compiler's cache; a setting whose code is not there
+when half of the pack's time is over is timed without.
 """
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import itertools
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+from benchmarks.rig.paired import paired
+from benchmarks.rig.rows import Row, row, write_rows
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.data import Batch, TrainBatches, load_dataset
+from hybridpar.models import build_model
+from hybridpar.optim.build import build_optimizer
+from hybridpar.run.worker import device_name
+from scripts.gpu_common import Pack, versions
 
-from benchmarks.rig.paired import paired  # noqa: E402
-from benchmarks.rig.rows import Row, row, write_rows  # noqa: E402
-from hybridpar import TrainConfig, Trainer  # noqa: E402
-from hybridpar.comm.world import World  # noqa: E402
-from hybridpar.models import build_model  # noqa: E402
-from hybridpar.optim.build import build_optimizer  # noqa: E402
-from hybridpar.run.worker import device_name  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "gpu" / "results" / "steps.csv"
-NO_GPU = 3
 #: Rounds before the clock runs: by then steps have been captured, and libraries have chosen their kernels.
 WARM_UP = 3
 #: Steps of a round. Nobody waits for the device after each step, so a method may issue the next while one runs.
@@ -49,14 +41,13 @@ CLASSES = 10
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A model and a batch. `graphs`: the methods with CUDA graphs, which need memory of their own, are timed too."""
+    """A model and a batch."""
 
     model: str
     size: int
     samples: int
-    amp: str
-    memory_format: str
-    graphs: bool = True
+    amp: str = "none"
+    memory_format: str = "contiguous"
 
     @property
     def name(self) -> str:
@@ -93,18 +84,20 @@ class Setting:
         return torch.channels_last if self.memory_format == "channels_last" else torch.contiguous_format
 
 
+#: What is timed, what matters most first.
 SETTINGS = (
-    Setting("resnet18", 32, 256, "none", "contiguous"),
-    Setting("resnet34", 32, 256, "none", "contiguous"),
-    Setting("resnet50", 32, 256, "none", "contiguous"),
-    Setting("resnet18", 32, 128, "none", "contiguous"),
-    Setting("resnet18", 32, 256, "bf16", "channels_last"),
+    *(Setting(model, 32, 256) for model in ("resnet18", "resnet34", "resnet50")),
+    *(Setting(model, 32, 128) for model in ("resnet18", "resnet34", "resnet50")),
     Setting("resnet50", 224, 256, "bf16", "channels_last"),
     Setting("mobilenet_v2", 224, 128, "bf16", "channels_last"),
     Setting("convnext_tiny", 224, 64, "bf16", "channels_last"),
+    Setting("resnet18", 32, 256, "bf16", "channels_last"),
+    Setting("resnet50", 224, 64, "none", "channels_last"),
+    Setting("mobilenet_v2", 224, 64, "none", "channels_last"),
+    Setting("convnext_tiny", 224, 64, "none", "channels_last"),
 )
 #: What a dry run times.
-TINY = (Setting("resnet18", 32, 4, "none", "contiguous", graphs=False),)
+TINY = (Setting("resnet18", 32, 4),)
 
 #: Issues a step and returns its loss, which may not be known yet.
 Step = Callable[[], Callable[[], float]]
@@ -154,27 +147,52 @@ def rivals(setting: Setting, device: torch.device, *, compiled: bool) -> dict[st
     return steps
 
 
+def loaded_batches(setting: Setting, device: torch.device) -> Iterator[Batch]:
+    """Batches without end of images in the host's memory, as the package's own loader puts them on a device."""
+    data = load_dataset(TrainConfig(data=f"synthetic:samples={8 * setting.samples}"))
+    batches = TrainBatches(
+        data=data, batch_size=setting.samples, rank=0, workers=1, seed=0, micro_batches=1, device=device
+    )
+    for epoch in itertools.count():
+        yield from batches.epoch(epoch)
+
+
+def loader_step(trainer: Trainer, batches: Iterator[Batch]) -> Callable[[], float]:
+    """A step of hybridpar on the loader's next batch."""
+    result = trainer.step(next(batches))
+    return lambda: result.loss
+
+
 def time_setting(setting: Setting, device: torch.device, *, compiled: bool) -> list[Row]:
     """The rows of a setting: each method against the plain loop of the same rounds."""
-    configs = {"hybridpar": setting.config}
-    if setting.graphs:
-        configs["hybridpar, CUDA graph"] = dataclasses.replace(setting.config, cuda_graph=True)
+    configs = {"hybridpar": setting.config, "hybridpar, --cuda-graph off": setting.config}
+    configs["hybridpar, --cuda-graph off"] = dataclasses.replace(setting.config, cuda_graph="off")
+    from_loader = "hybridpar, from its loader"
+    if setting.size == 32 and setting.memory_format == "contiguous":
+        configs[from_loader] = setting.config
     with contextlib.ExitStack() as stack:
         steps = rivals(setting, device, compiled=compiled)
-        for name, config in configs.items():
-            trainer = stack.enter_context(Trainer(setting.build(), config=config, world=World(device=device)))
+        trainers = {
+            name: stack.enter_context(Trainer(setting.build(), config=config, world=World(device=device)))
+            for name, config in configs.items()
+        }
+        for name, trainer in trainers.items():
             steps[name] = partial(trainer_step, trainer, setting.batch(device))
-        rows = rows_of(setting, steps, device)
-    del steps
+        if from_loader in trainers:
+            steps[from_loader] = partial(loader_step, trainers[from_loader], loaded_batches(setting, device))
+        rows = rows_of(setting, steps, device, trainers)
+    del steps, trainers
     forget(device)
-    if compiled and setting.graphs:  # apart, so that no two kinds of graphs share a process's memory
+    if compiled and device.type == "cuda":  # apart, so that no two kinds of graphs share a process's memory
         reduced = loop(setting, device, layout=setting.layout, mode="reduce-overhead")
         plain = loop(setting, device, layout=setting.layout)
         rows += rows_of(setting, {"plain loop": plain, "torch.compile, reduce-overhead": reduced}, device)[1:]
     return rows
 
 
-def rows_of(setting: Setting, steps: dict[str, Step], device: torch.device) -> list[Row]:
+def rows_of(
+    setting: Setting, steps: dict[str, Step], device: torch.device, trainers: dict[str, Trainer] | None = None
+) -> list[Row]:
     """Time methods in interleaved rounds, each against the plain loop."""
     losses: dict[str, float] = {}
 
@@ -195,10 +213,18 @@ def rows_of(setting: Setting, steps: dict[str, Step], device: torch.device) -> l
             extra={
                 "images_per_second": round(1e3 * setting.samples / result.median_ms(name), 1),
                 "loss": round(losses[name], 5),
+                **({"graph": graph_of(trainers[name])} if trainers and name in trainers else {}),
+                **versions(),
             },
         )
         for name in steps
     ]
+
+
+def graph_of(trainer: Trainer) -> str:
+    """What became of the CUDA graph of a trainer's steps."""
+    graph = trainer.engine.graph
+    return "none" if graph is None else graph.reason or ("captured" if graph.captured else "not captured")
 
 
 def forget(device: torch.device) -> None:
@@ -209,52 +235,44 @@ def forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def compile_first(setting: Setting) -> str:
+def compile_first(setting: Setting) -> None:
     """Fill the compiler's cache for a setting; in a process of its own."""
     began = time.perf_counter()
-    device = torch.device("cuda", 0)
-    loop(setting, device, layout=setting.layout, mode="default")()()
-    return f"{setting.name}: compiled in {time.perf_counter() - began:.0f} s"
+    loop(setting, torch.device("cuda", 0), layout=setting.layout, mode="default")()()
+    print(f"{setting.name}: compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def time_steps(settings: Iterable[Setting], device: torch.device, path: Path, *, compiled: bool) -> None:
+def compile_all(settings: Sequence[Setting], seconds: float) -> set[Setting]:
+    """The settings whose code was compiled in so many seconds, side by side."""
+    context = multiprocessing.get_context("spawn")
+    processes = {setting: context.Process(target=compile_first, args=(setting,)) for setting in settings}
+    for process in processes.values():
+        process.start()
+    ends = time.monotonic() + seconds
+    for process in processes.values():
+        process.join(max(0.0, ends - time.monotonic()))
+    done = {setting for setting, process in processes.items() if process.exitcode == 0}
+    for process in processes.values():
+        process.kill()
+        process.join()
+    return done
+
+
+def run(pack: Pack) -> bool:
     """Time settings one after the other, and add rows to a table as they come."""
-    chosen = list(settings)
-    if compiled:
-        with concurrent.futures.ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
-            for line in pool.map(compile_first, chosen):
-                print(line, flush=True)
-    for setting in chosen:
+    settings = [setting for setting in (TINY if pack.dry else SETTINGS) if setting.name.startswith(pack.only)]
+    compiled = set() if pack.dry else compile_all(settings, pack.left / 2)
+    for setting in settings:
+        if not pack.has_time_for(setting.name):
+            continue
         began = time.perf_counter()
         try:
-            rows = time_setting(setting, device, compiled=compiled)
+            rows = time_setting(setting, pack.device, compiled=setting in compiled)
         except torch.OutOfMemoryError as error:
             print(f"{setting.name}: {str(error).partition('.')[0]}", file=sys.stderr)
             continue
         finally:
-            forget(device)
-        write_rows(rows, path)
+            forget(pack.device)
+        write_rows(rows, pack.out / "steps.csv")
         print(f"{setting.name}: {time.perf_counter() - began:.0f} s", flush=True)
-
-
-def main() -> int:
-    """See the module header."""
-    parser = argparse.ArgumentParser(description="Time training steps against a plain loop and torch.compile.")
-    parser.add_argument("--only", default="", metavar="NAME", help="settings whose name begins so, such as resnet18-32")
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a dry run")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="the table that rows are added to")
-    options = parser.parse_args()
-    if options.device == "cpu":
-        time_steps(TINY, torch.device("cpu"), options.out, compiled=False)
-        return 0
-    if not torch.cuda.is_available():
-        print("torch sees no GPU here: nothing was timed")
-        return NO_GPU
-    chosen = [setting for setting in SETTINGS if setting.name.startswith(options.only)]
-    time_steps(chosen, torch.device("cuda", 0), options.out, compiled=not options.no_compile)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return True

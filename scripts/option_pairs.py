@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = re.split(
     r",\s+",
     """\
-compile, cuda-graph, deterministic, no-guard, profile, shard-optimizer, amp bf16, amp fp16,
+compile, cuda-graph on, deterministic, no-guard, profile, shard-optimizer, amp bf16, amp fp16,
 augment ra:n=2,m=9, augment erase=0.5, augment color_jitter=0.4, augment repeats=2,
 batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5,
 checkpoints 1, clip-grad 1, clip-grad 1,mode=agc, compress auto,

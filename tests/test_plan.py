@@ -209,7 +209,7 @@ def test_passes_that_can_be_run_are_those_that_run():
     assert [[str(action) for action in row] for row in order.rows][1] == ["1F0", "1B0", "1F1", "1B1"]
 
 
-@pytest.mark.parametrize("change", [{"amp": "bf16"}, {"threads": 1}, {"cuda_graph": True}, {"compile": True}])
+@pytest.mark.parametrize("change", [{"amp": "bf16"}, {"threads": 1}, {"cuda_graph": "on"}, {"compile": True}])
 def test_how_steps_are_computed_belongs_to_what_a_plan_does(change):
     plan = pipelined(WHOLE)
     other = plan.model_copy(update={"compute": Compute(**change)})

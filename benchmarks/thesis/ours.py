@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -39,10 +39,10 @@ class StageLayout:
     stages: int
     replicas: int
     micro_batches: int
-    cuda_graph: bool = False
+    cuda_graph: Literal["on", "off"] = "off"
 
     def __str__(self) -> str:
-        graph = ", CUDA graphs" if self.cuda_graph else ""
+        graph = ", CUDA graphs" if self.cuda_graph == "on" else ""
         return f"{self.stages} stages x {self.replicas} replicas, {self.micro_batches} micro-batches{graph}"
 
 
@@ -55,7 +55,7 @@ def layouts(workers: int, batch: int, *, graphs: bool, most_stages: int) -> Iter
         for count in [count for count in MICRO_BATCHES if count >= stages] if stages > 1 else [1]:
             # Every micro-batch needs two samples, for BatchNorm.
             if batch // (replicas * count) >= 2 and replicas * count <= MOST_PARTS:
-                for graph in (False, True) if graphs else (False,):
+                for graph in ("off", "on") if graphs else ("off",):
                     yield StageLayout(stages=stages, replicas=replicas, micro_batches=count, cuda_graph=graph)
 
 
@@ -167,11 +167,11 @@ def _probe(task: Task, world: World, layout: StageLayout) -> tuple[float, Resolv
     """Median milliseconds per step of the slowest worker, and the stages."""
     ours = Ours(task, world, layout)
     try:
-        left = PROBE_WARMUP_GRAPH if layout.cuda_graph else PROBE_WARMUP
+        left = PROBE_WARMUP_GRAPH if layout.cuda_graph == "on" else PROBE_WARMUP
         while left > 0:
             ours.epoch(0, left)
             left -= task.steps
-        if layout.cuda_graph and not ours.captured:
+        if layout.cuda_graph == "on" and not ours.captured:
             raise TrainingError("the step was not captured as a CUDA graph")
         steps, blocks = min(PROBE_STEPS, task.steps), []
         for block in range(PROBE_BLOCKS):

@@ -18,6 +18,7 @@ FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "batch norm sync": ("batch_norm", lambda run: run.batch_norm == "sync"),
     "codec": ("compress", lambda run: run.compress.strip() != "none" and not (run.chooses and run.fidelity == "exact")),
     "codec auto": ("compress", lambda run: run.chooses),
+    "cuda graph": ("cuda_graph", lambda run: run.cuda_graph == "on"),
     "fp16": ("amp", lambda run: run.amp == "fp16"),
     "half": ("sync", lambda run: run.late == "half"),
     "kron": ("optimizer", lambda run: run.optim.name.startswith("timm/kron")),
@@ -40,7 +41,7 @@ FEATURES: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 #: Features with which every worker of a pipeline holds the whole model.
 NEED_WHOLE_MODEL = (
-    "kernels", "select_batch", "outer", "codec auto", "late", "cuda_graph", "recipe", "placed",
+    "kernels", "select_batch", "outer", "codec auto", "late", "cuda graph", "recipe", "placed",
 )  # fmt: skip
 
 #: Features that need replicas of equal numbers of workers.
@@ -50,7 +51,7 @@ NEED_EQUAL_REPLICAS = ("batch norm sync", "codec auto", "late", "outer", "timeli
 CONFLICTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "servers",
-        ("placed", "stages", "recompute all", "replicas without stages", "plan file", "select_batch", "cuda_graph"),
+        ("placed", "stages", "recompute all", "replicas without stages", "plan file", "select_batch", "cuda graph"),
         "With parameter servers every worker computes the whole model, at its own pace.",
     ),
     (
@@ -68,15 +69,15 @@ CONFLICTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("resume_from", ("resume",), "--resume goes on with the run in the run directory; --resume-from starts a new one."),
     (
         "shard_optimizer",
-        ("outer", "servers", "recipe", "late", "cuda_graph"),
+        ("outer", "servers", "recipe", "late", "cuda graph"),
         "In every step each replica updates its part of the parameters, from gradients of that step, and sends it.",
     ),
     ("recipe", ("another codec",), "The recipe says what gradients travel as."),
     ("recipe", ("nesterov", "not sgd"), "The recipe is one of SGD with plain momentum."),
     ("compile", ("batch norm sync",), "A compiled pass cannot wait for other workers in its middle."),
-    ("cuda_graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
+    ("cuda graph", ("recipe", "codec"), "What a codec keeps is put back by the host where a step does not count."),
     (
-        "cuda_graph",
+        "cuda graph",
         ("late", "outer", "model_ema", "fp16", "select_batch", "shares auto", "timeline"),
         "A captured step is replayed as a whole: of one size, with its own gradients, and the same in every step.",
     ),

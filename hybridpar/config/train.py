@@ -128,14 +128,16 @@ class KernelConfig(Options):
         kernels: Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto`, which times
             what this machine has no record of, once, or a file of `hybridpar tune`.
         compile: Compile the model, or every stage of it, with torch.compile.
-        cuda_graph: Capture the training step as one CUDA graph and replay it; for small kernels on a GPU.
+        cuda_graph: Capture the training step as one CUDA graph and replay it, for small kernels or fast GPUs. auto: on
+            a worker alone, where it is possible and the first replay does what the step before it did; on: refuse to
+            begin where it is not possible.
     """
 
     amp: Literal["none", "bf16", "fp16"] = "none"
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     kernels: str = "off"
     compile: bool = False
-    cuda_graph: bool = False
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
 
     @property
     def uses_kernels(self) -> bool:
@@ -362,7 +364,7 @@ class TrainConfig(
     @property
     def may_be_unequal(self) -> bool:
         """Whether replicas of a plan may differ in their parts of a batch, and in their numbers of workers."""
-        return not conflicts.first_of(self, (*conflicts.NEED_EQUAL_REPLICAS, "shares", "cuda_graph", "select_batch"))
+        return not conflicts.first_of(self, (*conflicts.NEED_EQUAL_REPLICAS, "shares", "cuda graph", "select_batch"))
 
 
 #: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.

@@ -2,7 +2,7 @@
 
 The shares follow from numbers alone (`hybridpar.data.sampling`), so a loader holds no state: an epoch can be started at
 any step, again and again. Images in memory are gathered on the calling thread; image files are decoded ahead of time by
-torch's loader processes, and then copied to a GPU on a lane of their own, beside the step that runs there.
+torch's loader processes. Both go to a GPU as bytes, on a lane of their own, beside the step that runs there.
 """
 
 from __future__ import annotations
@@ -95,25 +95,33 @@ class _Batches:
         if self._lanes is None or not self._lanes.is_issuer():
             self._lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
             self._lane = self._lanes.open("data") if self._device.type == "cuda" else self._lanes.caller
-        caller, ahead = self._lanes.caller, self._loader_workers > 0 and len(jobs) > 0
-        lane = self._lane if ahead and self._lane is not None else caller
+        caller, lane = self._lanes.caller, self._lane
+        assert lane is not None
+        self._lanes.forgive()  # an epoch before may have ended by an error
         lane.wait(caller.record())  # for the mean and the deviation
-        loaded = self._load_ahead(jobs) if ahead else (self._source.load(*job, self._device) for job in jobs)
+        loaded = self._load_ahead(jobs) if self._loader_workers > 0 and jobs else iter(jobs)
         for parts in steps:
             read: list[LabelledImages] = []
             for part in islice(loaded, len(parts)):
-                self._warn_of(part.damaged, "is left out" if key is None else "is replaced by another image")
-                if len(part.indices) > 0:
-                    lane.submit(partial(self._move, part, read), uses=[part.images])
-                    caller.wait(lane.record())
+                damaged: list[str] = []
+                uses = [part.images] if isinstance(part, Loaded) else []
+                lane.submit(partial(self._move, part, read, damaged), uses=uses)
+                caller.wait(lane.record())
+                self._warn_of(damaged, "is left out" if key is None else "is replaced by another image")
             try:
                 yield tuple(read)
             finally:
                 # Their memory belongs to another lane, which may use it again once this one has passed the computation.
                 caller.keep(*(tensor for part in read for tensor in part))
 
-    def _move(self, loaded: Loaded, read: list[LabelledImages]) -> None:
-        """Put images, as floats, and labels on the device."""
+    def _move(
+        self, job: tuple[IntArray, AugmentKey | None] | Loaded, read: list[LabelledImages], damaged: list[str]
+    ) -> None:
+        """Load images, unless a process has, and put them, as floats, and labels on the device."""
+        loaded = job if isinstance(job, Loaded) else self._source.load(*job, self._device)
+        damaged += loaded.damaged
+        if len(loaded.indices) == 0:
+            return
         images = loaded.images.to(self._device, non_blocking=True)
         labels = self._source.labels[torch.from_numpy(loaded.indices)]
         if images.dtype == torch.uint8:

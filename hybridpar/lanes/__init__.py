@@ -54,9 +54,9 @@ class Lanes(Family):
         if device.type not in ("cpu", "cuda"):
             raise LaneError(f"there are no lanes on device {str(device)!r}", "A lane is a CUDA stream or a CPU thread.")
         if device.type == "cuda" and device.index is None:
-            from hybridpar.lanes.cuda import current_device  # a run on a CPU needs none of it
+            from hybridpar.lanes import cuda  # a run on a CPU needs none of it
 
-            device = current_device()
+            device = torch.device("cuda", cuda.cuda.current_device())
         super().__init__(device)
         self._workers: list[Worker] = []
         # For a family that is forgotten, or still open when the interpreter exits.
@@ -93,10 +93,9 @@ class Lanes(Family):
         return lane
 
     def _stream(self, name: str, priority: int | None = None) -> Lane:
-        """A lane that is a CUDA stream: the one that is current at each call, or a new one of that priority."""
-        from hybridpar.lanes.cuda import CudaLane, open_stream
+        from hybridpar.lanes.cuda import CudaLane
 
-        return CudaLane(self, name, None if priority is None else open_stream(self.device, priority))
+        return CudaLane(self, name, priority)
 
     def forgive(self) -> None:
         """Let lanes that a failure has stopped go on; threads must have skipped what was queued."""

@@ -21,17 +21,6 @@ from hybridpar.lanes.base import Event, Failure, Family, Lane, Work
 cuda: Any = torch.cuda
 
 
-def current_device() -> torch.device:
-    """The device that "cuda" without an index stands for."""
-    return torch.device("cuda", cuda.current_device())
-
-
-def open_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """A new stream; a lower priority number runs first."""
-    stream: torch.cuda.Stream = cuda.Stream(device, priority=priority)
-    return stream
-
-
 class CudaEvent(Event):
     """A CUDA event without timing."""
 
@@ -41,16 +30,19 @@ class CudaEvent(Event):
 
     def _block(self) -> None:
         self.cuda_event.synchronize()
+        self.is_over = self.failure is None
 
 
 class CudaLane(Lane):
-    """A CUDA stream."""
+    """A CUDA stream: a new one of a priority, of which a lower number runs first, or what is current at each call."""
 
     new_event = CudaEvent
 
-    def __init__(self, family: Family, name: str, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, family: Family, name: str, priority: int | None = None) -> None:
         super().__init__(family, name)
-        self._own = stream
+        self._own: torch.cuda.Stream | None = (
+            None if priority is None else cuda.Stream(family.device, priority=priority)
+        )
         self._held: list[torch.Tensor] | None = None  # by the work that is running
         # What to keep until when. None stands for the end of a graph capture: events recorded in one cannot be asked.
         self._kept: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()

@@ -194,8 +194,8 @@ class Rates:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
         self._groups = optimizer.param_groups
         self._given = [{**group, "lr": float(group["lr"])} for group in self._groups]
-        if device is not None:  # what fused kernels read
-            for group, given in zip(self._groups, self._given, strict=True):
+        if device is not None and all(group.get("fused") for group in self._groups):
+            for group, given in zip(self._groups, self._given, strict=True):  # where fused kernels read them
                 group["lr"] = torch.tensor(given["lr"], dtype=torch.float32, device=device)
 
     def set(self, factor: float) -> None:

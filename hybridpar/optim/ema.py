@@ -51,23 +51,32 @@ class ModelAverage:
 
         Args:
             step: Number of the step that was just made, from 1.
-            commit: 0-d tensor on the device; where it is 0, the step was rolled back and the average stays.
+            commit: 0-d tensor on the device; where it is false, the step was rolled back and the average stays.
         """
         number, left = divmod(step, self.every)
         if left:
             return
         decay = min(1.0 - math.pow(max(1, number), -2 / 3), self.decay) if self.warmup else self.decay
-        weight: Any = 1.0 if number <= 1 else 1.0 - decay
-        if commit is not None:
-            weight = commit.to(torch.float32) * weight
-        for name, value in self.module.state_dict().items():
+        weight = 1.0 if number <= 1 else 1.0 - decay
+        moved: tuple[list[Tensor], list[Tensor]] = [], []
+        copied: tuple[list[Tensor], list[Tensor]] = [], []
+        for name, value in self.module.state_dict(keep_vars=True).items():
             average = self._average.get(name)
             if average is None or is_extra(name) or _kind(average) != _kind(value):
                 self._average[name] = _averaged(name, value)  # or a buffer that forward has assigned
-            elif _has_mean(value) and name not in self._copied:
-                average.lerp_(value.to(average.dtype), weight if commit is None else weight.to(average.dtype))
             else:
-                average.copy_(value)
+                averages, values = moved if _has_mean(value) and name not in self._copied and weight < 1.0 else copied
+                averages.append(average)
+                values.append(value.to(average.dtype))
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        if moved[0] and commit is None:
+            torch._foreach_lerp_(*moved, weight)
+        elif moved[0] and commit is not None:
+            # By few kernels: to launch one for each tensor would take the host longer than they run.
+            moves = torch._foreach_sub(moved[1], moved[0])
+            torch._foreach_mul_(moves, commit * weight)
+            torch._foreach_add_(moved[0], moves)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The average under the names of the module's own state dict, which can be loaded into the module.

@@ -23,8 +23,9 @@ class LossScale:
 
     def __init__(self, device: torch.device, *, initial: float = 2.0**16, interval: int = 2000) -> None:
         self.value = torch.full((), initial, device=device)
-        self._inverse = 1.0 / self.value
-        self._steps = torch.zeros((), device=device)  # since the scale last changed
+        #: What gradients are multiplied with.
+        self.inverse = 1.0 / self.value
+        self._steps = torch.zeros((), dtype=torch.int32, device=device)  # since the scale last changed
         self._interval = interval
         self._handles: list[RemovableHandle] = []
 
@@ -33,7 +34,7 @@ class LossScale:
 
         Frozen parameters are included, since they may be thawed between steps.
         """
-        divide = partial(torch.mul, self._inverse)
+        divide = partial(torch.mul, self.inverse)
         for parameter in module.parameters():
             if not parameter.is_floating_point():
                 continue
@@ -49,13 +50,9 @@ class LossScale:
 
     def update(self, commit: bool | Tensor) -> None:
         """Follow a step."""
-        good = torch.as_tensor(commit, device=self.value.device).bool()
-        self._steps.add_(1.0).mul_(good)
-        rises = self._steps >= self._interval
-        risen = torch.where(rises & (2.0 * self.value).isfinite(), 2.0 * self.value, self.value)
-        self.value.copy_(torch.where(good, risen, 0.5 * self.value))
-        self._steps.mul_(~rises)
-        self._inverse.copy_(1.0 / self.value)
+        bad = torch.logical_not(torch.as_tensor(commit, device=self.value.device)).float()
+        torch._amp_update_scale_(self.value, self._steps, bad, 2.0, 0.5, self._interval)
+        torch.reciprocal(self.value, out=self.inverse)
 
     def state_dict(self) -> dict[str, float]:
         """Scale and number of steps since it last changed."""
@@ -64,5 +61,5 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Put saved values back."""
         self.value.fill_(state["scale"])
-        self._steps.fill_(state["steps"])
-        self._inverse.copy_(1.0 / self.value)
+        self._steps.fill_(int(state["steps"]))
+        torch.reciprocal(self.value, out=self.inverse)

@@ -5,31 +5,35 @@ differs between steps is read from memory that is filled before: images and targ
 or save. What the host may know is copied out of it afterwards. Steps of other shapes, such as the last of an epoch, run
 without the graph, and so do all steps if the capture fails; results are the same either way.
 
+A graph is believed if the step before it left nothing changed that a replay would not change: Python's, NumPy's and
+torch's random numbers of the host, and plain attributes of modules. A worker alone also replays that step, on the same
+batch from the same state, and goes on without the graph where it does otherwise.
+
 The rules of a capture (CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture"; PyTorch's notes on CUDA
 graphs): it begins on a stream that is not the default one; every lane joins it by waiting for an event of that stream,
 and is joined to it again before the end; the host reads nothing; memory comes from a pool of the graph's own.
 Gradients are made anew in every step, so those of a captured step lie in that pool. The default generator of a GPU is
 registered with every graph, so that random operations draw new numbers in each replay.
-
-Also checks, before training, that a step can be captured as a CUDA graph; each error says what to change.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
+import pickle
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.step import StepRequest, StepState
@@ -43,16 +47,14 @@ cuda: Any = torch.cuda
 #: cut anew after the first; where workers exchange gradients, PyTorch asks for 11.
 WARM_UPS, WARM_UPS_WITH_PEERS = 3, 11
 
+#: By how much a replay may differ from the step that was issued, as a part of what the step changed, and of what there
+#: is: the kernels are the same, but some add in an order of their own.
+CLOSE, ROUNDING = 0.05, 1e-6
+
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
-
-@dataclass(frozen=True)
-class _Shape:
-    """What is equal in all steps that one graph can stand for."""
-
-    tensors: list[Any]
-    samples: int
-    global_samples: float
+#: What a step writes, by what messages call it.
+State = dict[str, list[Tensor]]
 
 
 class StepGraph:
@@ -69,22 +71,25 @@ class StepGraph:
         lanes: Lanes,
         optimizers: Sequence[torch.optim.Optimizer],
         modules: Sequence[nn.Module],
-        warm_ups: int = WARM_UPS,
+        alone: bool = True,
     ) -> None:
         self._executor = executor
         self._set_rates = set_rates
         self._lanes = lanes
         self._optimizers = optimizers
+        self._stages = modules
         self._modules = list(dict.fromkeys(part for module in modules for part in module.modules()))
         self._parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
-        self._warm_ups = warm_ups
+        self._alone = alone
+        self._warm_ups = WARM_UPS if alone else WARM_UPS_WITH_PEERS
         self._stream = cuda.Stream(lanes.device)
         self._flags = torch.zeros(2, dtype=torch.float64, device=lanes.device)
         self._requested = (False, False)
-        self._shape: _Shape | None = None
-        self._flags_of_model: list[bool] = []
-        self._static: list[tuple[Tensor, Tensor]] = []
-        self._left = warm_ups
+        #: What is equal in all steps that one graph can stand for, and a request of static memory for them.
+        self._shape: list[Any] = []
+        self._facts: list[Any] = []
+        self._request: StepRequest | None = None
+        self._left = self._warm_ups
         self._graph: Any = None
         self._issued: StepState | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -104,16 +109,13 @@ class StepGraph:
         if self.reason is not None or global_samples is None:
             return None
         tensors = [(tensor.shape, tensor.stride(), tensor.dtype) for pair in micro_batches for tensor in pair]
-        shape = _Shape(tensors, request.samples, global_samples)
-        flags_of_model = [parameter.requires_grad for parameter in self._parameters]
-        flags_of_model += [module.training for module in self._modules]
+        shape = [global_samples, request.samples, *tensors]
+        facts = self._known_facts()
         # The largest step is the usual one. All workers see the same sizes, so all begin anew in the same step.
-        if self._shape is None or flags_of_model != self._flags_of_model or global_samples > self._shape.global_samples:
-            self._begin(shape, flags_of_model, micro_batches)
+        if facts != self._facts or self._shape < shape[:1]:
+            self._begin(shape, facts, micro_batches)
         if shape != self._shape:
             self._away = True
-            return None
-        if self._graph is None and self._left == 0 and not self._capture():
             return None
         self._fill(micro_batches, request.rate_factor, (request.stop, request.save))
         if self._graph is None:
@@ -126,20 +128,29 @@ class StepGraph:
         if self._graph is not None:
             cuda.synchronize(self._lanes.device)
         self._graph, self._issued, self._gradients = None, None, []
-        self._shape, self._static, self._left = None, [], self._warm_ups
+        self._shape, self._left = [], self._warm_ups
 
     # ------------------------------------------------------------- every step
 
-    def _begin(self, shape: _Shape, flags_of_model: list[bool], micro_batches: MicroBatches) -> None:
+    def _known_facts(self) -> list[Any]:
+        """What a captured step holds as numbers: where tensors lie, modes, and the options of optimizers."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        options = [value for group in groups for value in group.values() if isinstance(value, int | float | tuple)]
+        parameters = [(parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters]
+        return [parameters, [module.training for module in self._modules], options]
+
+    def _begin(self, shape: list[Any], facts: list[Any], micro_batches: MicroBatches) -> None:
         self.forget()
-        self._shape, self._flags_of_model = shape, flags_of_model
-        self._static = [(torch.empty_like(inputs), torch.empty_like(targets)) for inputs, targets in micro_batches]
+        self._shape, self._facts = shape, facts
+        static = [(torch.empty_like(inputs), torch.empty_like(targets)) for inputs, targets in micro_batches]
+        self._request = StepRequest(static, shape[1], shape[0], flags=self._flags)
 
     def _fill(self, micro_batches: MicroBatches, rate_factor: float, requested: tuple[bool, bool]) -> None:
         """Put what is new in this step where the captured step reads it."""
         if self._away:
             self._return()
-        for static, given in zip(self._static, micro_batches, strict=True):
+        assert self._request is not None
+        for static, given in zip(self._request.micro_batches, micro_batches, strict=True):
             for target, source in zip(static, given, strict=True):
                 target.copy_(source, non_blocking=True)
         self._set_rates(rate_factor)
@@ -157,12 +168,11 @@ class StepGraph:
 
     def _issue(self) -> StepState:
         """Issue the step on all lanes, from the current stream and back to it."""
-        assert self._shape is not None
+        assert self._request is not None
         start = self._lanes.caller.record()
         for lane in self._lanes.others:
             lane.wait(start)
-        request = StepRequest(self._static, self._shape.samples, flags=self._flags)
-        issued = self._executor.issue(request, self._shape.global_samples)
+        issued = self._executor.issue(self._request, self._shape[0])
         self._join()
         return issued
 
@@ -173,14 +183,57 @@ class StepGraph:
     # ---------------------------------------------------- until there is a graph
 
     def _warm_up(self) -> StepState:
-        """Run the step on the streams on which it is going to be captured."""
+        """Run the step on the streams on which it is going to be captured; after the last one it is."""
         self._left -= 1
+        is_last = self._left == 0
+        before, of_host = (_copied(self._state()), self._of_host()) if is_last else ({}, b"")
+        draws = cuda.get_rng_state(self._lanes.device) if is_last else None
         current = cuda.current_stream(self._lanes.device)
         self._stream.wait_stream(current)
-        with cuda.stream(self._stream), self._rehearsal() if self._left == 0 else nullcontext():
+        with cuda.stream(self._stream), self._rehearsal() if is_last else nullcontext():
             issued = self._issue()
         current.wait_stream(self._stream)
+        if is_last and of_host != self._of_host():
+            self._stop_trying("it draws random numbers on the host, or counts in attributes of a module")
+        if is_last and self.reason is None and self._capture() and self._alone:  # peers would be sent to once more
+            self._compare(before, draws, issued)
         return issued
+
+    def _state(self) -> State:
+        """All that outlives a step, but for what it makes anew."""
+        buffers = {f"buffer {name}": [value] for stage in self._stages for name, value in stage.named_buffers()}
+        states = [values for optimizer in self._optimizers for values in optimizer.state.values()]
+        moments = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+        return {"weights": [*self._parameters], "the optimizer's state": moments, **buffers}
+
+    def _of_host(self) -> bytes:
+        """What a step may change on the host, which a replay would not."""
+        held = [item for module in self._modules for item in vars(module).items()]
+        plain = [(name, value) for name, value in held if isinstance(value, bool | int | float | str)]
+        return pickle.dumps((plain, random.getstate(), numpy.random.get_state(), torch.get_rng_state().numpy()))
+
+    @torch.no_grad()
+    def _compare(self, before: State, draws: Any, issued: StepState) -> None:
+        """Replay the step that was just issued from the state before it, and give the graph up if it does otherwise."""
+        assert self._issued is not None and self._issued.values is not None and issued.values is not None  # noqa: PT018
+        made = _copied(self._state())
+        loss = issued.values[:1].clone()
+        if not bool(loss.isfinite()):  # this step shows nothing: the next one is tried
+            self._graph, self._left = None, 1
+            return
+        made["loss"], before["loss"] = [loss], [torch.zeros_like(loss)]
+        after_draws = cuda.get_rng_state(self._lanes.device)
+        _put(before, self._state())
+        cuda.set_rng_state(draws, self._lanes.device)
+        self._graph.replay()
+        for name, replayed in {**self._state(), "loss": [self._issued.values[:1]]}.items():
+            wrong, size = _distance(replayed, made[name]), _distance(made[name])
+            if not wrong <= CLOSE * _distance(made[name], before[name]) + ROUNDING * size:
+                _put(made, self._state())
+                cuda.set_rng_state(after_draws, self._lanes.device)
+                self._graph = None
+                self._stop_trying(f"the first replay left other values in {name} than the step that it repeats")
+                return
 
     @contextmanager
     def _rehearsal(self) -> Iterator[None]:
@@ -240,6 +293,25 @@ class StepGraph:
             _log.warning("no CUDA graph of the training step: %s; training goes on without", reason)
 
 
+def _copied(state: State) -> State:
+    return {name: [tensor.detach().clone() for tensor in tensors] for name, tensors in state.items()}
+
+
+def _put(values: State, state: State) -> None:
+    """Write what was copied to where it was."""
+    for name, tensors in state.items():
+        for tensor, value in zip(tensors, values[name], strict=True):
+            tensor.copy_(value)
+
+
+def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> float:
+    """The norm of tensors, or of how they differ from others; not finite where one is not."""
+    if others is not None:
+        tensors = [tensor.double() - other.double() for tensor, other in zip(tensors, others, strict=True)]
+    squares = [tensor.double().square().sum() for tensor in tensors]
+    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+
+
 def _free_workspaces() -> None:
     """Free the memory that cuBLAS works in. PyTorch has no public name for it, and without CUDA none at all."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
@@ -266,7 +338,7 @@ def _text_of(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def check_capturable(
+def why_not_captured(
     device: torch.device,
     world: World,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -274,46 +346,28 @@ def check_capturable(
     positions: int = 1,
     random_stages: Sequence[int] = (),
     compiled: bool = False,
-) -> None:
-    """Refuse what no step can be captured of."""
+) -> tuple[str, str] | None:
+    """What rules out that a step is captured, and the rule; None where nothing does."""
     if device.type != "cuda":
-        raise UsageError(
-            f"--cuda-graph on device {str(device)!r}",
-            "A CUDA graph is a step as one launch, on a GPU.",
-            "Leave out --cuda-graph, or train on a machine with a GPU.",
-        )
+        return f"device {str(device)!r}", "A CUDA graph is a step as one launch, on a GPU."
     if positions > 1:
-        raise UsageError(
-            f"--cuda-graph with the stages of a replica on {positions} workers",
-            "A graph is of one GPU; transfers between workers are issued by the host.",
-            "Leave out --cuda-graph, or have all stages on one worker per replica: --replicas and --nproc equal.",
-        )
+        what = f"the stages of a replica on {positions} workers"
+        return what, "A graph is of one GPU, which has all stages of a replica where --replicas and --nproc are equal."
     if world.size > 1 and "cuda:nccl" not in (backend := str(dist.get_backend_config(world.control))):
-        raise UsageError(
-            f"--cuda-graph with {world.size} workers over {backend!r}",
-            "Only NCCL adds gradients on the GPU itself, where it can be captured.",
-            "Leave out --cuda-graph, or initialise the job with NCCL for CUDA tensors.",
-        )
+        what = f"{world.size} workers over {backend!r}"
+        return what, "Only NCCL adds gradients on the GPU itself, where it can be captured."
     for optimizer in optimizers:
         fused = all(group.get("fused") for group in optimizer.param_groups)
         if not (fused and getattr(optimizer, "_step_supports_amp_scaling", False)):
-            raise UsageError(
-                f"--cuda-graph with {type(optimizer).__name__}, not fused",
-                "In a graph only a fused optimizer reads its rate, and whether the step counts, from the device.",
-                "Make it with fused=True (SGD, Adam and AdamW have that), or leave out --cuda-graph.",
-            )
+            what = f"{type(optimizer).__name__}, not fused"
+            return what, "Only a fused optimizer (fused=True, of SGD, Adam and AdamW) reads its rate from the device."
     if random_stages:
-        raise UsageError(
-            f"--cuda-graph with random operations, such as dropout, in stage {random_stages[0]}",
-            "In a pipeline the host seeds them in every step; a graph would repeat the masks of one step for ever.",
-            "Leave out --cuda-graph, or --stages.",
-        )
+        what = f"random operations, such as dropout, in stage {random_stages[0]}"
+        return what, "With --stages the host seeds them in every step; a graph would repeat the masks of one step."
     if compiled:
         from torch._inductor import config
 
         if config.triton.cudagraphs:
-            raise UsageError(
-                "--cuda-graph with --compile, which was told to make CUDA graphs of its own",
-                "A graph cannot be replayed while another one is captured.",
-                "Set torch._inductor.config.triton.cudagraphs = False, or leave out --cuda-graph.",
-            )
+            what = "--compile, which was told to make CUDA graphs of its own"
+            return what, "One would be captured in the other, unless torch._inductor.config.triton.cudagraphs is False."
+    return None

@@ -168,6 +168,11 @@ class Executor:
         self._ends = [lane.record() for lane in self._last_lanes]
         # A send whose bytes have left may still be at work when the step that it belongs to is decided.
         step.ends = self._ends + [lane.record() for _, lane in self._senders.values()]
+        if self._lanes.device.type == "cuda":  # the host then waits once, and not for the decision and for every lane
+            for end in step.ends:
+                self._agreement.lane.wait(end)
+            step.ends = [self._agreement.lane.record()]
+            step.decided = step.decided and step.ends[0]
         return step
 
     def _begin(self, step: StepState, part: _Part) -> None:

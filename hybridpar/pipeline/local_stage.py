@@ -14,7 +14,7 @@ read the same sum, so all decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -44,7 +44,7 @@ OptimizerStep: TypeAlias = "Callable[[float | None, Tensor | None, Gradients | N
 #: Makes what is done with the gradients of a stage without replicas, from what `StageGradients` is made from.
 MakeGradients = Callable[..., StageGradients]
 
-#: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
+#: Told the number of a step that counts, or may, and a 0-d tensor that is false where it does not.
 AfterStep = Callable[[int, bool | Tensor], None]
 
 
@@ -152,10 +152,10 @@ class LocalStage:
         users, costs = step.users.get(index), step.flights[index].costs
         decided = step.values if self.measured else None
         values = None if decided is None else decided.to(self.lane.device, non_blocking=True)
-        # A 0-d tensor, 1 or 0, where the host does not read it.
+        # A 0-d tensor where the host does not read it.
         commit: bool | Tensor = True
         if values is not None and self.guarded:
-            commit = values[COMMIT] if on_device else bool(values[COMMIT])
+            commit = values[COMMIT] > 0 if on_device else bool(values[COMMIT])
         unused = self.gradients.finish(users, step.used[index])
         unwritten, squares = self._clip(values)
         if self.replica_buffers.shared:
@@ -178,7 +178,7 @@ class LocalStage:
             if self._rollback is not None and where is not None:
                 self._rollback.restore(unless=where)
             if self.batch_norm is not None:
-                sums = self.batch_norm.sums if users is None else step.reports[index][HEAD:]
+                sums = self.batch_norm.sums if users is None else step.reports[index][0][HEAD:]
                 self.batch_norm.commit(sums, where=where)
         compression = self.gradients.compression
         if users is not None and compression is not None:
@@ -191,7 +191,7 @@ class LocalStage:
         self.gradients.close_step()
         self.is_open = self.is_stepping = False
         # Only now, as the optimizer's pass writes to the decision as well.
-        used = (decided, users, step.reports.get(index))
+        used = (decided, users, *step.reports.get(index, ()))
         self.lane.keep(*[tensor for tensor in used if tensor is not None])
 
     def _clip(self, values: Tensor | None) -> tuple[Gradients | None, Tensor | None]:
@@ -279,20 +279,20 @@ class Agreement:
             loss, samples = torch.zeros((), dtype=torch.float64, device=stage.lane.device), 0
         if flags is not None:
             stage.lane.keep(flags)
-        step.reports[index] = forward_report(
-            loss,
-            samples,
-            (request.stop, request.save) if flags is None else flags,
-            layout=stage.gradients.layout,
-            batch_norm=stage.batch_norm.sums if stage.batch_norm is not None else None,
-            constants=stage.constants,
+        report = forward_report(
+            loss, samples, (request.stop, request.save) if flags is None else flags, constants=stage.constants
         )
+        if stage.replicas.size > 1:
+            layout, batch_norm = stage.gradients.layout, stage.batch_norm
+            report.append(stage.constants.of(layout, layout * layout))
+            report = [torch.cat(report if batch_norm is None else [*report, batch_norm.sums])]
+        step.reports[index] = report
         if stage.replica_buffers.shared:
             stage.replica_buffers.look()
 
     def sum_forward(self, index: int, step: StepState) -> None:
         """Sum the forward report of a stage over its replicas, and give them the buffers of the first."""
-        stage, message = self._stages[index], step.reports[index]
+        stage, (message,) = self._stages[index], step.reports[index]
         self.lane.keep(message)
         self._sum(message, f"exchanging statistics of stage {index}", stage.replicas, step)
         if self._device.type == "cpu":  # on a GPU it would stall the lane
@@ -315,18 +315,24 @@ class Agreement:
 
     def decide(self, step: StepState) -> None:
         """Add up what the stages know of the step, and decide."""
-        total = torch.zeros(SAVE + 2, dtype=torch.float64, device=self._device)
+        known: list[list[Tensor]] = []
         for index, stage in self._stages.items():
             if self._is_cut and stage.replicas.rank:  # replicas know the same: the first of them says it
                 continue
             flight, report, squares = step.flights[index], step.reports[index], step.squares.get(index)
-            self.lane.keep(report, flight.squares)
+            self.lane.keep(*report, flight.squares)
             if squares is None:
                 squares = stage.gradients.squares(flight)
-            total += torch.cat((report[: SAVE + 1], squares.reshape(1))).to(total.device, non_blocking=True)
-        if self._is_cut:
-            self._sum(total, "agreeing on the step", self._world, step)
-        step.values = decide(total, total[SAVE + 1], guard=self._guarded, measured=self._measured)
+            head = report if stage.replicas.size == 1 else [report[0][: SAVE + 1]]
+            known.append([*head, squares.reshape(1)])
+        if self._is_cut or len(known) > 1:
+            parts = list(map(torch.cat, known)) or [torch.zeros(SAVE + 2, dtype=torch.float64, device=self._device)]
+            total = sum(parts[1:], start=parts[0])
+            if self._is_cut:
+                self._sum(total, "agreeing on the step", self._world, step)
+            known = [[total[: SAVE + 1], total[SAVE + 1 :]]]
+        *head, norm = known[0]
+        step.values = decide(head, norm, guard=self._guarded, measured=self._measured)
         if step.request.flags is None:
             step.host_values = start_copy(step.values)
 
@@ -344,21 +350,16 @@ class RefusedStepError(UsageError):
 
 
 def forward_report(
-    loss: Tensor,
-    samples: int,
-    flags: tuple[bool, bool] | Tensor = (False, False),
-    *,
-    layout: int,
-    batch_norm: Tensor | None,
-    constants: Constants,
-) -> Tensor:
-    """The message of a stage after its last forward pass, 1-D float64: `HEAD` numbers, then BatchNorm sums."""
+    loss: Tensor, samples: int, flags: tuple[bool, bool] | Tensor = (False, False), *, constants: Constants
+) -> list[Tensor]:
+    """The first numbers of a stage's message after its last forward pass, up to `SAVE`, in parts that are 1-D float64.
+
+    Behind them replicas have two of their layout, and BatchNorm sums.
+    """
     loss = loss.double().reshape(1)
     if isinstance(flags, Tensor):
-        head = [loss, constants.of(samples), flags, constants.of(layout, layout * layout)]
-    else:
-        head = [loss, constants.of(samples, *flags, layout, layout * layout)]
-    return torch.cat(head if batch_norm is None else [*head, batch_norm])
+        return [loss, constants.of(samples), flags]
+    return [loss, constants.of(samples, *flags)]
 
 
 def check_layout(layouts: Tensor, workers: int) -> None:
@@ -375,8 +376,7 @@ def check_layout(layouts: Tensor, workers: int) -> None:
         )
 
 
-def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> Tensor:
-    """The values of a `StepOutcome`, from the summed reports."""
-    commit = torch.isfinite(squares).double() if guard else torch.ones_like(squares)
-    known = squares if measured else torch.full_like(squares, -1.0)
-    return torch.cat((report[: SAVE + 1], torch.stack((commit, known))))
+def decide(report: Sequence[Tensor], squares: Tensor, *, guard: bool, measured: bool) -> Tensor:
+    """The values of a `StepOutcome`, from the summed reports up to `SAVE`, in parts, and the squared norm, all 1-D."""
+    commit = torch.lt(squares, torch.inf, out=torch.empty_like(squares)) if guard else torch.ones_like(squares)
+    return torch.cat((*report, commit, squares if measured else torch.full_like(squares, -1.0)))

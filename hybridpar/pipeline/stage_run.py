@@ -113,7 +113,7 @@ def enter_random(name: str) -> None:
         return
     device, text, separate = key
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return  # only dropout of rate 0 is captured, see `check_capturable`
+        return  # only dropout of rate 0 is captured, see `why_not_captured`
     seed = zlib.crc32(f"{text}:{name}".encode())
     if separate:
         mode = _OwnGenerator(seed)
@@ -373,7 +373,8 @@ class StageRun:
                 result = self._call(*flight.leaves.values())
             loss = self._loss(result, flight.target) if self._loss is not None else None
         if loss is not None:
-            flight.loss = (loss if self.loss_scale is None else loss.float()) * flight.share()
+            loss, share = loss if self.loss_scale is None else loss.float(), flight.share()
+            flight.loss = loss if share == 1.0 else loss * share
         else:
             flight.outputs = dict(zip(self._output_names, result, strict=True))
 

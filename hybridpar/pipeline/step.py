@@ -145,7 +145,7 @@ class StepState:
         spans: Records when actions ran.
         flights: Of the gradients of each stage.
         events: Passed when an action is done.
-        reports: Of the forward passes, by stage, summed over the replicas.
+        reports: Of the forward passes, by stage, in parts; where there are replicas one part, summed over them.
         used: For each parameter of a stage whether this worker used it.
         squares: Of the gradients of each stage, summed over the replicas.
         users: `used`, summed over the replicas.
@@ -168,7 +168,7 @@ class StepState:
     waited_ms: float | None
     flights: dict[int, StepGradients] = field(default_factory=dict)
     events: dict[Action, Event] = field(default_factory=dict)
-    reports: dict[int, Tensor] = field(default_factory=dict)
+    reports: dict[int, list[Tensor]] = field(default_factory=dict)
     used: dict[int, list[bool]] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
     users: dict[int, Tensor] = field(default_factory=dict)

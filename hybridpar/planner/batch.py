@@ -210,7 +210,7 @@ def measure_batch(
 ) -> BatchChoice:
     """Choose the batch for a model and a training set of so many samples; a collective."""
     # Compiling for each size takes minutes, and a captured step is as fast as its kernels.
-    options = replace(config, batch_size=FIRST, compile=False, cuda_graph=False)
+    options = replace(config, batch_size=FIRST, compile=False, cuda_graph="off")
     parts = options.parts_per_step(options.micro_batches)
     names = [name for name, _ in model.named_parameters()]
     fixed = fixed_by(options, decided_options(config), world.size, names)

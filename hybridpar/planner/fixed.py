@@ -87,7 +87,7 @@ def fixed_by(
     """What options leave to the search, and what not."""
     shape = ("stages", "replicas", "micro_batches", "schedule", "placement")
     chosen = {option: getattr(config, option) for option in shape if option in decided}
-    codecs = None
+    codecs, is_captured = None, config.cuda_graph == "on"
     if "compress" in decided and not config.chooses:
         policy = read_policy(config.compress)
         codecs = {name: text for name in names if (text := policy.text_of(name)) != "none"}
@@ -96,7 +96,7 @@ def fixed_by(
     return Fixed(
         workers=workers,
         codecs=codecs,
-        every_step="sync" in decided or codecs is not None or config.cuda_graph or config.shares.strip() != "equal",
+        every_step="sync" in decided or codecs is not None or is_captured or config.shares.strip() != "equal",
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
         equal=not config.may_be_unequal,
@@ -110,7 +110,7 @@ def not_modelled(config: TrainConfig) -> str:
     reasons = {
         "--recompute": bool(config.recompute),
         "--offload": bool(config.offload),
-        "--cuda-graph": config.cuda_graph,
+        "--cuda-graph on": config.cuda_graph == "on",
         f"--placement {config.placement}": config.layout is not None,
         "--batch-norm sync": config.batch_norm == "sync",
         f"--sync {config.sync}": type(config.sync_mode) is not AllReduce or config.late != "off",

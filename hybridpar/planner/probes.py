@@ -120,7 +120,7 @@ def measure_inputs(
     fixed = asked.fixed
     if fixed.codecs is not None:
         fixed = replace(fixed, codecs={name: text for name, text in fixed.codecs.items() if text in rates})
-    if way is not None and way.options.get("cuda_graph"):  # what a graph cannot hold is not searched for
+    if way is not None and way.options.get("cuda_graph") == "on":  # what a graph cannot hold is not searched for
         fixed = replace(fixed, stages=1, every_step=True, codecs=fixed.codecs or {}, shard_optimizer=False)
     named = replace(profile, info=profile.info.model_copy(update={"name": asked.name}))
     inputs = replace(

@@ -95,8 +95,8 @@ def resolve(
                 )
     if both := sorted(set(pipeline.recompute) & set(pipeline.offload)):
         raise refuse(f"--recompute {both[0]}", f"--offload {both[0]}", "What is computed again need not wait.")
-    if pipeline.offload and config.cuda_graph:
-        raise refuse("--cuda-graph", "--offload", "Memory of the host is not allocated within a graph.")
+    if pipeline.offload and config.cuda_graph == "on":
+        raise refuse("--cuda-graph on", "--offload", "Memory of the host is not allocated within a graph.")
     measured = plan.measured if plan is not None else None
     compute = compute_of(config, None if plan is None or plan.compute is None else plan.compute.threads)
     facts = {"memory_format": compute.memory_format, "dtype": DTYPES[config.amp], "seed": config.seed}

@@ -26,7 +26,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.models.state import twin_of
 from hybridpar.partition.profile import intra_op_threads
-from hybridpar.pipeline.cuda_graph import check_capturable
+from hybridpar.pipeline.cuda_graph import why_not_captured
 from hybridpar.plan import Compute
 from hybridpar.planner.resolve import compute_of
 from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, StepValues, Trial, as_problem, timed
@@ -135,7 +135,7 @@ def open_changes(
         half = torch.get_num_threads() // 2
         changes.append(Change(f"{half} thread{'s' if half > 1 else ''}", {}, half))
     if on_gpu and "cuda_graph" in open_:
-        changes.append(Change("CUDA graph", {"cuda_graph": True}))
+        changes.append(Change("CUDA graph", {"cuda_graph": "on"}))
     if "compile" in open_ and can_compile(device) and compiling_pays(seconds):
         changes.append(Change(COMPILED, {"compile": True}))
     return [change for change in changes if not _is_refused(replace(config, **change.options))]
@@ -152,11 +152,7 @@ def _is_refused(config: TrainConfig) -> bool:
 
 def _can_capture(world: World, device: torch.device, config: TrainConfig) -> bool:
     """Whether steps of these workers can be captured, which each alone does not show."""
-    try:
-        check_capturable(device, world, (), compiled=config.compile)
-    except UsageError:
-        return False
-    return True
+    return why_not_captured(device, world, (), compiled=config.compile) is None
 
 
 def cpu_has_bf16() -> bool:
@@ -201,7 +197,10 @@ def choose_way(
         worths = tuple(worth for change in changes if (worth := contest.try_change(change)) is not None)
     finally:
         contest.close()
-    return Way(contest.options, contest.threads, contest.times, contest.eager_ms, contest.plain_ms, worths)
+    options = dict(contest.options)
+    if any("cuda_graph" in change.options for change in changes):
+        options.setdefault("cuda_graph", "off")  # it was tried, and lost
+    return Way(options, contest.threads, contest.times, contest.eager_ms, contest.plain_ms, worths)
 
 
 class _Contest:
@@ -254,7 +253,7 @@ class _Contest:
                 if self._compared is not self._trained:
                     values = self._values(options)
                 opened.append(self._open(self._trained, options))
-                for _ in range(CAPTURED_AFTER if options.get("cuda_graph") else 0):
+                for _ in range(CAPTURED_AFTER if options.get("cuda_graph") == "on" else 0):
                     opened[0].step()
                 if self._compared is self._trained:
                     values = opened[0].values()
@@ -332,7 +331,7 @@ class _Contest:
         """What a step of the model to compare by computes."""
         trial = self._open(self._compared, options)
         try:
-            for _ in range(CAPTURED_AFTER if options.get("cuda_graph") else 0):
+            for _ in range(CAPTURED_AFTER if options.get("cuda_graph") == "on" else 0):
                 trial.step()
             return trial.values()
         finally:

@@ -31,6 +31,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,9 +64,10 @@ class BatchNormPool:
         channels = self._channels = sum(self._widths)
         layer_of_channel = [index for index, width in enumerate(self._widths) for _ in range(width)]
         self._layer_of_channel = torch.tensor(layer_of_channel, dtype=torch.int64, device=device)
-        #: Per channel: sum and squared sum; then per layer the number of values behind them.
-        self.sums = torch.zeros(2 * channels + len(self.layers), dtype=torch.float64, device=device)
-        self._unmoved = [layer.running_mean.new_zeros(2, layer.num_features) for layer in self.layers]
+        self._nothing = torch.zeros(2 * channels + len(self.layers), dtype=torch.float64, device=device)
+        self._folded: list[tuple[Tensor, tuple[int, ...]]] = []
+        #: By layer: where its kernel writes mean and variance, over what a pass before has left.
+        self.rooms = [layer.running_mean.new_zeros(2, layer.num_features) for layer in self.layers]
         #: Inside `paused` training forwards leave no trace.
         self.is_paused = False
         self._clear()
@@ -75,16 +77,24 @@ class BatchNormPool:
             layer._pool = self, index
 
     def fold(self) -> None:
-        """Add the moments of the micro-batch whose forward pass has just ended to the sums of the step."""
-        if not self.layers:
-            return
-        counts = self._constants.of(*self.counts)
-        values = counts[self._layer_of_channel]
-        mean, variance = torch.cat(self.moments, 1).double()
-        # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
-        squares = (values - 1).clamp_(min=0) * variance + values * mean * mean
-        self.sums += torch.cat((values * mean, squares, counts))
+        """Add the moments of the micro-batch whose forward pass has just ended to those of the step."""
+        if self.layers:
+            self._folded.append((torch.cat(self.moments, 1), tuple(self.counts)))
         self._clear()
+
+    @property
+    def sums(self) -> Tensor:
+        """Of the step so far, per channel: sum and squared sum; then per layer the number of values behind them."""
+        if not self._folded:
+            return self._nothing
+        moments, counts = zip(*self._folded, strict=True)
+        each = self._constants.of(*chain.from_iterable(counts)).view(len(counts), -1)
+        values = each[:, self._layer_of_channel]
+        mean, variance = torch.stack(moments, 1).double()
+        total = values * mean
+        # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
+        squares = (values - 1).clamp_(min=0) * variance + total * mean
+        return torch.cat((total, squares, each), 1).sum(0)
 
     def commit(self, sums: Tensor, where: Tensor | None = None) -> None:
         """Move the running statistics by the pooled moments, once.
@@ -97,8 +107,8 @@ class BatchNormPool:
         total, squares, counts = torch.split(sums, [self._channels, self._channels, len(self.layers)])
         values = counts[self._layer_of_channel]
         mean = total / values.clamp(min=1)
-        variance = (squares - values * mean * mean).clamp_(min=0) / (values - 1).clamp(min=1)
-        ran = counts > 0 if where is None else (counts > 0) & (where > 0)
+        variance = (squares - total * mean).clamp_(min=0) / (values - 1).clamp(min=1)
+        ran = counts > 0 if where is None else (counts > 0) & where
         steps = [layer.num_batches_tracked for layer in self.layers]
         torch._foreach_add_(steps, list(ran.to(torch.int64).unbind()))
         momenta = [layer.momentum for layer in self.layers]
@@ -107,22 +117,24 @@ class BatchNormPool:
             averages = self._constants.of(*[float(momentum is None) for momentum in momenta]) > 0
             factors = torch.where(averages, 1.0 / torch.stack(steps).clamp(min=1).double(), factors)
         factors, moves = factors[self._layer_of_channel], ran[self._layer_of_channel]
-        for kind, pooled in (("running_mean", mean), ("running_var", variance)):
-            buffers: list[Tensor] = [getattr(layer, kind) for layer in self.layers]
-            old = torch.cat(buffers).double()
-            # `where` and not a product: a rolled-back step may have left an inf in the pooled moments.
-            new = torch.where(moves, old + factors * (pooled - old), old)
-            torch._foreach_copy_(buffers, list(torch.split(new, self._widths)))
+        buffers: list[Tensor] = [layer.running_mean for layer in self.layers]
+        buffers += [layer.running_var for layer in self.layers]
+        old = torch.cat(buffers).double().view(2, -1)
+        # `where` and not a product: a rolled-back step may have left an inf in the pooled moments.
+        new = torch.where(moves, old.lerp(torch.stack((mean, variance)), factors.expand_as(old)), old)
+        torch._foreach_copy_(buffers, torch.split(new.view(-1), 2 * self._widths))
         self.discard()
 
     def discard(self) -> None:
         """Forget the sums of this step: it was rolled back, or they were committed."""
-        self.sums.zero_()
+        if self._folded or any(self.counts):
+            torch._foreach_zero_(self.rooms)  # what is not finite would stay
+        self._folded.clear()
         self._clear()
 
     def _clear(self) -> None:
         #: By layer, of the micro-batch under way: mean and variance of each channel, and how many values they are of.
-        self.moments, self.counts = list(self._unmoved), [0] * len(self.layers)
+        self.moments, self.counts = list(self.rooms), [0] * len(self.layers)
 
     @contextmanager
     def paused(self, *, alone: bool = False) -> Iterator[None]:
@@ -168,7 +180,7 @@ class _Pooled:
             output = self.activate(output) if hasattr(self, "activate") else output
             moments = torch.stack(each).to(self.running_mean.dtype)
         else:
-            moments = mean, variance = self.running_mean.new_zeros(2, self.num_features)
+            moments = mean, variance = pool.rooms[index]
             if hasattr(self, "normalise"):
                 output = self.normalise(input, mean, variance, True, 1.0)
             else:
@@ -237,14 +249,14 @@ class BufferRollback:
             kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
             for index, buffer in enumerate(present):
                 if buffer is not None:
-                    kinds[buffer.device, buffer.dtype].append(index)
+                    kinds[buffer.device, _plain(buffer).dtype].append(index)
             self._copies = [_Copies(indices, present) for indices in kinds.values()]
         for copies in self._copies:
-            torch._foreach_copy_(copies.parts, copies.buffers)
+            torch._foreach_copy_(copies.parts, copies.plain)
 
     @torch.no_grad()
     def restore(self, unless: Tensor | None = None) -> None:
-        """Put back what `keep` saw, the tensors and their values; where `unless` is not 0, the tensors only."""
+        """Put back what `keep` saw, the tensors and their values; where `unless` is true, the tensors only."""
         present, before = self._present(), self._before
         assigned = [index for index, buffer in enumerate(present) if buffer is not before[index]]
         resized = [index for index, form in enumerate(_forms(before)) if form != self._forms[index]]
@@ -254,16 +266,17 @@ class BufferRollback:
                 return
             unless = None
         for index in resized:
-            shape, dtype, device = self._forms[index]
+            shape, dtype, device, _ = self._forms[index]
             before[index].data = torch.empty(shape, dtype=dtype, device=device)
         for copies in self._copies:
             parts = copies.parts
+            plain = [_plain(before[index]) for index in copies.indices] if resized else copies.plain
             if unless is not None:
                 # A few kernels for all buffers: to launch some for each takes a GPU's host longer than they run.
-                now = torch.cat([present[index].flatten() for index in copies.indices])
-                parts = _parts(torch.where(unless != 0, now, copies.saved), copies.buffers)
-            # `.data`: another stage may have saved a constant of both for a backward pass of the next step.
-            torch._foreach_copy_([buffer.data for buffer in copies.buffers], parts)
+                now = [_plain(present[index]) for index in copies.indices] if assigned else plain
+                flat = torch.cat([tensor.flatten() for tensor in now])
+                parts = _parts(torch.where(unless, flat, copies.saved), plain)
+            torch._foreach_copy_(plain, parts)
         if assigned or made:
             for held in self._held:
                 held.clear()
@@ -276,18 +289,29 @@ class BufferRollback:
     def _can_choose(self, present: Sequence[Any], assigned: Sequence[int]) -> bool:
         """Whether what was assigned can be written into the tensors from before."""
         names = Counter(map(id, self._before))  # a tensor with two names may now be two tensors
-        forms = _forms(present)
-        return all(forms[index] == self._forms[index] and names[id(self._before[index])] == 1 for index in assigned)
+        forms = _forms([present[index] for index in assigned])
+        before = [self._forms[index] for index in assigned]
+        alike = [a and b and a[:-1] == b[:-1] for a, b in zip(forms, before, strict=True)]
+        return all(alike) and all(names[id(self._before[index])] == 1 for index in assigned)
 
 
 class _Copies:
-    """Buffers of one device and dtype, with copies of them in one piece of memory."""
+    """Buffers of one device and kind, with copies of them in one piece of memory."""
 
     def __init__(self, indices: Sequence[int], present: Sequence[Any]) -> None:
         self.indices = indices
-        self.buffers: list[Tensor] = [present[index] for index in indices]
-        self.saved = torch.cat([buffer.flatten() for buffer in self.buffers])
-        self.parts = _parts(self.saved, self.buffers)
+        self.plain = [_plain(present[index]) for index in indices]
+        self.saved = torch.cat([tensor.flatten() for tensor in self.plain])
+        self.parts = _parts(self.saved, self.plain)
+
+
+def _plain(buffer: Tensor) -> Tensor:
+    """The memory of a buffer, as words of 32 bits where it is of such: so that statistics and counters are one kind.
+
+    Another stage may have saved a constant of both for a backward pass of the next step, hence `.data`.
+    """
+    data = buffer.data
+    return data.view(-1).view(torch.int32) if data.is_contiguous() and data.itemsize % 4 == 0 else data
 
 
 def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -297,7 +321,8 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _forms(tensors: Sequence[Any]) -> list[Any]:
-    return [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    """Shapes, dtypes, devices, and last where they lie."""
+    return [None if one is None else (one.shape, one.dtype, one.device, one.data_ptr()) for one in tensors]
 
 
 class ReplicaBuffers:

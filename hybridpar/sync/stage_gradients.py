@@ -128,14 +128,16 @@ class StageGradients:
         self._steps = 0
         self._step: StepGradients | None = None
         self.buckets: list[Bucket] = []
+        #: What gradients are multiplied with before they are measured, 0-d.
+        self.unscale: Tensor | None = None
         #: After `finish`: the gradients, where they are not in `.grad`.
         self.unwritten: Gradients | None = None
 
     def new_step(self) -> StepGradients:
         """What will be known about the gradients of the next step."""
         self._steps += 1
-        squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=self._compute.device)
-        return StepGradients(self._steps, squares)
+        make = torch.zeros if self.buckets else torch.empty  # where there are none, nothing need be launched
+        return StepGradients(self._steps, make(len(self.buckets), dtype=torch.float64, device=self._compute.device))
 
     def start(self, step: StepGradients) -> None:
         """Forget the gradients of the step before."""
@@ -164,20 +166,23 @@ class StageGradients:
     def measure(self, step: StepGradients) -> None:
         """On the stage's lane, after `flush`: take the norm of gradients that no bucket measures.
 
-        It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
+        It is not finite exactly where an element is not: GPUs take it in float64, CPUs where float32 overflows.
         """
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if not self._measure or not gradients:
             return
+        if self.unscale is not None:
+            torch._foreach_mul_(gradients, self.unscale)
         if self._complex:
             gradients = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in gradients]
-        step.squares = _sum_of_all_squares(gradients, None, self._compute.device)
-        if step.squares.device.type == "cpu" and not bool(torch.isfinite(step.squares)):
-            step.squares = _sum_of_all_squares(gradients, torch.float64, self._compute.device)
+        on_cpu = self._compute.device.type == "cpu"
+        step.squares = _sum_of_all_squares(gradients, None if on_cpu else torch.float64)
+        if on_cpu and not bool(torch.isfinite(step.squares)):
+            step.squares = _sum_of_all_squares(gradients, torch.float64)
 
     def squares(self, step: StepGradients) -> Tensor:
         """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there."""
-        return step.squares.sum()
+        return step.squares.sum() if step.squares.ndim else step.squares
 
     def finish(self, users: Tensor | None, used: Sequence[bool] | None) -> list[str]:
         """When a step has been decided: leave out parameters used on no worker, which are named."""
@@ -204,9 +209,9 @@ class StageGradients:
         """Remove all hooks. Gradients stay as they are."""
 
 
-def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    norms = [norm.to(device) for norm in torch._foreach_norm(gradients, 2, dtype)]
-    return torch.stack(norms).double().square().sum()
+def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None) -> Tensor:
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype)).double()
+    return torch.dot(norms, norms)
 
 
 #: Norm that a unit's weights are taken to have at least (Brock et al. 2021, equation 3).

@@ -13,10 +13,11 @@ optimizer step or rollback. A model that is not cut is a pipeline of one stage, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from hybridpar.sync.compression import Compression
     from hybridpar.sync.figures import WireFormat
     from hybridpar.sync.pieces import Gradients
+
+_log = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -97,6 +100,7 @@ class Engine:
         self.averages: list[ModelAverage] = []
         self.loss_scales: list[LossScale] = []
         self._rates: list[Rates] = []
+        self._captures = config.cuda_graph == "on" or (config.cuda_graph == "auto" and self._may_capture(parts))
         self.pipeline = self._open_pipeline(parts)
         self._shares_first = self.pipeline.replicas > 1
         # The host cannot do a first forward pass meanwhile where that needs others, who may have refused the step.
@@ -105,17 +109,21 @@ class Engine:
         if self.loss_scales:
             for stage, scale in zip(self.pipeline.stages.values(), self.loss_scales, strict=True):
                 stage.run.loss_scale = scale.value
+                if stage.reducer is None:
+                    stage.gradients.unscale = scale.inverse  # all at once, when they are measured
+                else:
+                    scale.attach(stage.module)
         policy, parameters = self.pipeline.options.sync.policy, dict(model.named_parameters())
         try:  # once all workers know that they were given the same policy
             check_compression(policy, parameters, self.pipeline.replicas, self.optimizers, tell=world.is_main)
-            self.graph = self._make_graph() if config.cuda_graph else None
+            self.graph = self._make_graph() if self._captures else None
         except BaseException:
             self.pipeline.close()
             raise
         # Without the guard every step counts, so the host need not wait for a GPU's decision.
         fused = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
         on_gpu = world.device.type == "cuda" and (fused or not config.guard)
-        self.late = plan.is_staged or config.cuda_graph or on_gpu
+        self.late = plan.is_staged or self._captures or on_gpu
 
     def _open_pipeline(self, parts: EngineParts) -> PipelineEngine:
         config, plan, world = parts.config, parts.plan, parts.world
@@ -125,7 +133,7 @@ class Engine:
         stages: Sequence[StageModule] = [WholeModel(parts.model)] if parts.stages is None else parts.stages
         common: dict[str, Any] = {
             "compile": config.compile,
-            "capture": config.cuda_graph,
+            "capture": self._captures,
             "record": config.timeline is not None or config.shares.strip() == "auto",
             "sync": self._sync_options(),
             "seed": config.seed,
@@ -168,10 +176,35 @@ class Engine:
             shard_optimizer=sync.shard_optimizer,
         )
 
-    def _make_graph(self) -> StepGraph:
-        from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph, check_capturable
+    def _may_capture(self, parts: EngineParts) -> bool:
+        """Whether steps may be captured, as far as it is known before the model is cut; says why not."""
+        if self._world.device.type != "cuda":
+            return False
+        plan, kinds = parts.plan, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        hooks = [module for module in parts.model.modules() for kind in kinds if getattr(module, kind)]
+        ruled_out = {
+            "several workers, where the first replay is not compared": self._world.size > 1,
+            f"--compress {plan.sync.codec}": plan.sync.codec != "none",
+            "--shard-optimizer": plan.sync.shard_optimizer,
+            "--offload": plan.pipeline.offload,
+            "a hook of a module, which a replay would not call": hooks,
+        }
+        reason = next(filter(ruled_out.get, ruled_out), None)
+        try:
+            replace(parts.config, cuda_graph="on").check_conflicts()
+        except UsageError as error:
+            reason = error.what
+        return reason is None or self._without_graph(reason)
 
-        check_capturable(
+    def _without_graph(self, reason: str) -> Literal[False]:
+        if self._world.is_main:
+            _log.warning("no CUDA graph of the training step: %s; its kernels are launched one by one", reason)
+        return False
+
+    def _make_graph(self) -> StepGraph | None:
+        from hybridpar.pipeline.cuda_graph import StepGraph, why_not_captured
+
+        reason = why_not_captured(
             self._world.device,
             self._world,
             self.optimizers,
@@ -179,14 +212,19 @@ class Engine:
             random_stages=list(self.pipeline.random_stages),
             compiled=self._config.compile,
         )
+        if reason is not None and self._config.cuda_graph == "on":
+            raise refuse("--cuda-graph on", *reason)
+        if reason is not None:
+            self._captures = self._without_graph(reason[0])
+            return None
         modules = [stage.module for stage in self.pipeline.stages.values()]
-        warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
-        return StepGraph(self.pipeline.executor, self.set_rates, self._lanes, self.optimizers, modules, warm_ups)
+        alone = self._world.size == 1
+        return StepGraph(self.pipeline.executor, self.set_rates, self._lanes, self.optimizers, modules, alone)
 
     def _step_of(self, module: nn.Module) -> OptimizerStep:
         """What steps the parameters of a stage or of the model."""
         optimizer = self._make_optimizer(module)
-        rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
+        rates = Rates(optimizer, self._world.device if self._captures else None)
         self._rates.append(rates)
         if not optimizer.param_groups:
             return lambda factor, commit, unwritten: None if unwritten is None else unwritten.materialise()
@@ -205,7 +243,8 @@ class Engine:
             fill_momentum(optimizer)
             if commit is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                 fused: Any = optimizer  # it reads on the device whether to step
-                fused.found_inf, fused.grad_scale, commit = (1.0 - commit).float(), None, None
+                stays = torch.empty((), dtype=torch.float32, device=commit.device)
+                fused.found_inf, fused.grad_scale, commit = torch.logical_not(commit, out=stays), None, None
             if commit is None or bool(commit):  # waits for the device: another optimizer has to be told
                 optimizer.step()
             return squares
@@ -251,7 +290,6 @@ class Engine:
 
             scale = LossScale(next((param.device for param in module.parameters()), self._world.device))
             self.loss_scales.append(scale)
-            scale.attach(module)
 
         def follow(step: int, commit: bool | Tensor) -> None:
             if average is not None and commit is not False:

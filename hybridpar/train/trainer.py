@@ -218,11 +218,12 @@ class Trainer:
                 return made
             return build_optimizer(model, options)
 
-        if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
-            from hybridpar.pipeline.cuda_graph import check_capturable
+        if asked.cuda_graph == "on":  # before the model is measured and cut; the engines look at the rest
+            from hybridpar.pipeline.cuda_graph import why_not_captured
 
             positions = plan.layout.positions
-            check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
+            if reason := why_not_captured(device, self.world, (), positions=positions, compiled=asked.compile):
+                raise refuse("--cuda-graph on", *reason)
         parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
         kind: Callable[[EngineParts], Engine] = Engine
         if options.outer is not None:

@@ -56,6 +56,8 @@ class Trial:
                 f"Start {workers} workers.",
             )
         plain = {name: getattr(_PLAIN, name) for name in _LEFT_OUT}
+        if config.cuda_graph == "auto":  # whoever compares two ways says which has a graph
+            config = replace(config, cuda_graph="off")
         config = replace(config, batch_size=len(example), **plain)
         run = resolve(config, workers, plan, (), device=world.device.type)
         #: Steps from one exchange of an outer loop to the next.

@@ -95,6 +95,16 @@ def test_qsgd_rounds_and_adds_like_torch_to_the_last_bit(
     assert same_bits(*totals)
 
 
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_qsgd_of_every_width_is_left_to_kernels(bits: int, found: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in ("pack", "unpack"):
+        monkeypatch.setattr(Fields, way, lambda *_: pytest.fail("by torch"))
+    quantiser, values, out = levels_of(bits, 1001), torch.randn(1001), torch.empty(1001)
+    message = message_of(quantiser, values, Memory())
+    quantiser.read(message, out, SCRATCH, 1, add=False)
+    assert (out - values).abs().max() <= values.abs().max() / (2**bits - 1)
+
+
 def test_noise_of_several_chunks_and_launches(
     found: CudaKernels, by_torch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "codec": {"compress": "onebit"},
     "codec auto": {"compress": "auto"},
     "compile": {"compile": True},
-    "cuda_graph": {"cuda_graph": True},
+    "cuda graph": {"cuda_graph": "on"},
     "model_ema": {"model_ema": 0.9},
     "fp16": {"amp": "fp16"},
     "half": {"sync": "allreduce:late=half"},

@@ -12,11 +12,14 @@ from PIL import Image
 
 from hybridpar.config import DataConfig
 from hybridpar.data import ImageData, ImageFiles, MemoryImages, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import images as image_sources
 from hybridpar.data.images import ImageSource
 from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError, LaneError, LaunchError
+from hybridpar.lanes import cuda as lane_cuda
 from hybridpar.machine.launch import record_failure
 from tests.lanes.checked import Checker, Lanes
+from tests.pipeline.device_calls import pretend_cuda
 
 SAMPLES, TESTED = 29, 11
 CPU = torch.device("cpu")
@@ -359,6 +362,25 @@ def test_batches_are_kept_until_they_were_used(file_data, seed):
     lanes.caller.keep = lambda *_: None
     with pytest.raises(LaneError, match="lane 'data'"), checker, lanes:
         train_on(batches.epoch(0))
+
+
+def test_images_go_to_a_gpu_as_bytes_on_a_stream_of_their_own(data, monkeypatch):
+    moved, moves = [], image_sources.to_device
+
+    def to_device(tensor, device):
+        moved.append((lane_cuda.cuda.current_stream().name, tensor.dtype))
+        return moves(tensor, device)
+
+    expected = next(train_batches(data, micro_batches=1, batch_size=8).epoch(0)).micro_batches[0]
+    with pretend_cuda(monkeypatch):
+        monkeypatch.setattr("hybridpar.data.images.to_device", to_device)
+        monkeypatch.setattr("hybridpar.data.loader.to_device", to_device)
+        batches = train_batches(data, micro_batches=1, batch_size=8, device="cuda")
+        batch = next(batches.epoch(0)).micro_batches[0]
+    assert same([batch], [expected])
+    assert {stream for stream, _ in moved} == {"stream 1"}
+    assert torch.uint8 in {dtype for _, dtype in moved}
+    assert not any(dtype.is_floating_point for _, dtype in moved)
 
 
 @pytest.mark.gpu

@@ -63,10 +63,10 @@ def test_a_decision_on_the_device_is_obeyed() -> None:
     for step in range(1, 6):
         train_some(model)
         on_host.update(step)
-        on_device.update(step, torch.tensor(1.0, dtype=torch.float64))
+        on_device.update(step, torch.tensor(True))
         before = copy.deepcopy(on_device.state_dict())
         assert_close(before, on_host.state_dict(), exact=False)
-        on_device.update(step, torch.tensor(0.0, dtype=torch.float64))
+        on_device.update(step, torch.tensor(False))
         assert all(torch.equal(before[name], one) for name, one in on_device.state_dict().items())
 
 

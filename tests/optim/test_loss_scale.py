@@ -33,7 +33,7 @@ def test_the_scale_is_that_of_torchs_grad_scaler_step_by_step(as_tensor):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        scale.update(torch.tensor(float(good), dtype=torch.float64) if as_tensor else good)
+        scale.update(torch.tensor(good) if as_tensor else good)
         assert float(scale.value) == scaler.get_scale()
         seen.add(scaler.get_scale())
     assert min(seen) < 1024 < max(seen)

@@ -90,6 +90,7 @@ class StandInCuda:
         self.first: StandInStream | None = None
         self.problems: list[str] = []
         self.sync_debug_mode = 0
+        self.draws = torch.Generator()
         self._streams = 0
         self.current = StandInStream(self, "default")
 
@@ -129,6 +130,12 @@ class StandInCuda:
 
     def empty_cache(self) -> None:
         assert self.first is None, NOT_PERMITTED
+
+    def get_rng_state(self, device: object = None) -> Tensor:
+        return self.draws.get_state()
+
+    def set_rng_state(self, state: Tensor, device: object = None) -> None:
+        self.draws.set_state(state)
 
     def get_sync_debug_mode(self) -> int:
         return self.sync_debug_mode
@@ -252,5 +259,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandInCuda:
     cuda = StandInCuda()
     for module in (lane_cuda, cuda_graph):
         monkeypatch.setattr(module, "cuda", cuda)
-    monkeypatch.setattr(cuda_graph, "check_capturable", lambda *args, **kwargs: None)
+    monkeypatch.setattr(cuda_graph, "why_not_captured", lambda *args, **kwargs: None)
     return cuda

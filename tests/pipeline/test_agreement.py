@@ -16,6 +16,7 @@ from hybridpar.lanes.base import Constants
 from hybridpar.pipeline.local_stage import (
     HEAD,
     LAYOUT,
+    SAVE,
     Agreement,
     check_layout,
     decide,
@@ -30,7 +31,8 @@ from tests.threads import on_threads
 def report(loss=1.0, samples=4, stop=False, save=False, layout=7, batch_norm=None):
     known = Constants(torch.device("cpu"))
     losses = torch.tensor(loss, dtype=torch.float64)
-    return forward_report(losses, samples, (stop, save), layout=layout, batch_norm=batch_norm, constants=known)
+    head = forward_report(losses, samples, (stop, save), constants=known)
+    return torch.cat([*head, known.of(layout, layout * layout), *([] if batch_norm is None else [batch_norm])])
 
 
 class Known(StepOutcome):
@@ -47,7 +49,8 @@ class Known(StepOutcome):
 
 
 def outcome(reports, squares=4.0, *, guard=True, measured=True):
-    return Known(decide(sum(reports), torch.tensor(squares, dtype=torch.float64), guard=guard, measured=measured))
+    head = sum(reports)[: SAVE + 1]
+    return Known(decide([head], torch.tensor([squares], dtype=torch.float64), guard=guard, measured=measured))
 
 
 def test_summed_reports_are_the_step_of_all_workers():

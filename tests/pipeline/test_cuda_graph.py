@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.lanes.base import Constants
-from hybridpar.pipeline.cuda_graph import StepGraph, check_capturable
+from hybridpar.pipeline.cuda_graph import StepGraph, why_not_captured
 from hybridpar.pipeline.local_stage import forward_report
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
 from tests.small_nets import SmallNet
@@ -28,7 +30,7 @@ from tests.small_nets import SmallNet
 SAMPLES = 8
 #: Rates that float32 holds exactly, as those of a run without graphs are Python's own numbers.
 PLAIN = TrainConfig(lr=0.125, lr_schedule="constant:warmup=4", micro_batches=2)
-GRAPH = replace(PLAIN, cuda_graph=True)
+GRAPH = replace(PLAIN, cuda_graph="on")
 STEPS = 7
 
 
@@ -119,7 +121,7 @@ class TestReplay:
             for batch in batches([SAMPLES] * STEPS):
                 assert type(plain.step(batch).outcome) is type(graphed.step(batch).outcome)
             assert graphed.graph.reason is None
-            assert sum(line.startswith("replay") for line in cuda.log) == STEPS - 3
+            assert sum(line.startswith("replay") for line in cuda.log) == STEPS - 3 + 1  # one is a test
             assert_same(graphed, plain)
 
     @pytest.mark.parametrize("stages", [1, 2])
@@ -175,8 +177,7 @@ class TestSequence:
             "synchronize",
             "capture, thread_local",
             f"captured {lanes} other streams",
-            "replay on default",
-            "replay on default",
+            *["replay on default"] * 3,  # the first does what the warm-up before has done
         ]
 
     @pytest.mark.parametrize("stages", [1, 2])
@@ -187,7 +188,7 @@ class TestSequence:
                 plain.step(batch)
                 graphed.step(batch)
             assert cuda.log.count("capture, thread_local") == 1
-            assert sum(line.startswith("replay") for line in cuda.log) == 4
+            assert sum(line.startswith("replay") for line in cuda.log) == 4 + 1
             assert_same(graphed, plain)
 
     def test_gradients_are_those_of_the_last_step_also_after_another_shape(self, cuda: StandInCuda) -> None:
@@ -251,6 +252,54 @@ class TestFailure:
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "a made-up reason" in caplog.text
 
+    @pytest.mark.parametrize("spoilt", ["weights", "buffer body.1.running_mean", "the optimizer's state", "loss"])
+    def test_a_replay_that_does_otherwise_is_taken_back(
+        self, cuda: StandInCuda, spoilt: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def replay_otherwise(tape: Tape) -> None:
+            replay(tape)
+            graph = graphed.graph
+            spoil = [graph._issued.values[:1]] if spoilt == "loss" else graph._state()[spoilt]  # type: ignore[union-attr, index]
+            spoil[0].mul_(1.5)
+
+        replay = Tape.replay
+        monkeypatch.setattr(Tape, "replay", replay_otherwise)
+        with Run(PLAIN) as plain, Run(GRAPH, cuda) as graphed:
+            for batch in batches([SAMPLES] * STEPS):
+                plain.step(batch)
+                graphed.step(batch)
+            assert_same(graphed, plain)
+            assert not graphed.graph.captured
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert f"left other values in {spoilt} than" in caplog.text
+
+    @pytest.mark.parametrize("source", ["random", "numpy", "torch", "counter"])
+    def test_what_a_replay_would_not_change_on_the_host_is_found(
+        self, cuda: StandInCuda, source: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        draw: dict[str, Callable[[nn.Module], object]] = {
+            "random": lambda _: random.random(),
+            "numpy": lambda _: numpy.random.rand(),
+            "torch": lambda _: torch.rand(1),
+            "counter": lambda layer: setattr(layer, "calls", getattr(layer, "calls", 0) + 1),
+        }
+        with Run(GRAPH, cuda) as run:
+            run.model.body[3].register_forward_hook(lambda layer, *_: draw[source](layer) and None)  # type: ignore[index, union-attr]
+            for batch in batches([SAMPLES] * STEPS):
+                run.step(batch)
+            assert not run.graph.captured
+        assert "capture, thread_local" not in cuda.log
+        assert "random numbers on the host" in caplog.text
+
+    def test_a_step_that_is_not_finite_shows_nothing_and_the_next_is_tried(self, cuda: StandInCuda) -> None:
+        given = batches([SAMPLES] * STEPS)
+        given[2][0][0, 0, 0, 0] = torch.nan
+        with Run(GRAPH, cuda) as run:
+            for batch in given:
+                run.step(batch)
+            assert run.graph.captured
+            assert cuda.log.count("capture, thread_local") == 2
+
     @pytest.mark.parametrize("stages", [1, 2])
     def test_an_error_in_the_middle_is_told_and_stops_no_lane(
         self, cuda: StandInCuda, stages: int, caplog: pytest.LogCaptureFixture
@@ -300,39 +349,41 @@ def sgd(**changes: Any) -> torch.optim.Optimizer:
 
 class TestRefusals:
     def test_what_can_be_captured_is_not_refused(self) -> None:
-        check_capturable(CUDA, ONE, [sgd()])
+        assert why_not_captured(CUDA, ONE, [sgd()]) is None
 
     @pytest.mark.parametrize(
         ("device", "optimizer", "facts", "said"),
         [
-            (torch.device("cpu"), sgd(), {}, ["device 'cpu'", "Leave out --cuda-graph"]),
+            (torch.device("cpu"), sgd(), {}, ["device 'cpu'", "on a GPU"]),
             (CUDA, sgd(), {"positions": 2}, ["2 workers", "--replicas"]),
             (CUDA, sgd(fused=False), {}, ["SGD, not fused", "fused=True"]),
             (CUDA, sgd(), {"random_stages": [1]}, ["stage 1", "masks of one step", "--stages"]),
         ],
         ids=["device", "positions", "optimizer", "random"],
     )
-    def test_one_error_says_what_why_and_what_to_do(
+    def test_a_reason_says_what_and_why(
         self, device: torch.device, optimizer: Any, facts: dict[str, Any], said: list[str]
     ) -> None:
-        with pytest.raises(UsageError) as caught:
-            check_capturable(device, ONE, [optimizer], **facts)
+        reason = why_not_captured(device, ONE, [optimizer], **facts)
+        assert reason is not None
         for part in said:
-            assert part in str(caught.value)
+            assert part in ": ".join(reason)
 
     def test_another_backend_than_nccl(self, monkeypatch: pytest.MonkeyPatch) -> None:
         two = World(0, 2, CUDA)
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
-        with pytest.raises(UsageError, match="2 workers over 'cpu:gloo,cuda:gloo'"):
-            check_capturable(CUDA, two, [sgd()])
+        reason = why_not_captured(CUDA, two, [sgd()])
+        assert reason is not None
+        assert "2 workers over 'cpu:gloo,cuda:gloo'" in reason[0]
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-        check_capturable(CUDA, two, [sgd()])
+        assert why_not_captured(CUDA, two, [sgd()]) is None
 
     def test_a_compiler_that_makes_graphs(self) -> None:
         with inductor_config.patch({"triton.cudagraphs": True}):
-            with pytest.raises(UsageError, match="graphs of its own"):
-                check_capturable(CUDA, ONE, [sgd()], compiled=True)
-            check_capturable(CUDA, ONE, [sgd()])
+            reason = why_not_captured(CUDA, ONE, [sgd()], compiled=True)
+            assert reason is not None
+            assert "graphs of its own" in reason[0]
+            assert why_not_captured(CUDA, ONE, [sgd()]) is None
 
     def test_the_trainer_refuses_before_it_cuts_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("hybridpar.train.trainer.cut_model", lambda *_, **__: pytest.fail("cut"))
@@ -341,7 +392,7 @@ class TestRefusals:
 
     def test_dropout_in_a_stage_is_found(self, cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[Any] = []
-        monkeypatch.setattr("hybridpar.pipeline.cuda_graph.check_capturable", lambda *_, **facts: given.append(facts))
+        monkeypatch.setattr("hybridpar.pipeline.cuda_graph.why_not_captured", lambda *_, **facts: given.append(facts))
         config = replace(GRAPH, stages=2)
         with (
             StreamLanes() as lanes,
@@ -391,5 +442,5 @@ def test_steady_steps_copy_nothing_to_the_device(cuda: StandInCuda, copies: Copi
 def test_the_report_of_a_replica_copies_nothing_either(copies: Copies) -> None:
     known = Constants(torch.device("cpu"))
     for _ in range(2):
-        forward_report(torch.ones(()), 4, layout=3, batch_norm=None, constants=known)
+        forward_report(torch.ones(()), 4, constants=known)
     assert copies.count == 1  # what is known of the step before its passes

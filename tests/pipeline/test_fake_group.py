@@ -226,13 +226,13 @@ def test_a_captured_step_of_a_replica_forks_and_joins_its_sync_lanes(monkeypatch
     states = []
     for config in (
         TrainConfig(lr=0.125, sync="allreduce:bucket=0.001"),
-        TrainConfig(lr=0.125, sync="allreduce:bucket=0.001", cuda_graph=True),
+        TrainConfig(lr=0.125, sync="allreduce:bucket=0.001", cuda_graph="on"),
     ):
         with worker(0, 2) as calls:
             torch.manual_seed(0)
             model = SmallNet()
             world = World.join(device=torch.device("cpu"), lanes=2, shared_memory=False)
-            lanes = StreamLanes() if config.cuda_graph else None
+            lanes = StreamLanes() if config.cuda_graph == "on" else None
             with Trainer(model, config=config, world=world, lanes=lanes) as trainer:
                 for _ in range(15):
                     trainer.step(batch)

@@ -117,7 +117,7 @@ def test_a_profile_has_the_rest_of_a_step_and_is_as_fast_as_the_way_that_was_cho
     slower = with_rest(profile, Way({}, None, (3 * units, 4 * units), 4 * units, 4 * units))
     assert slower.step_ms == pytest.approx(units)
     assert slower.update_ms == pytest.approx(2 * units)
-    captured = with_rest(profile, Way({"cuda_graph": True}, None, (units,), 2 * units, 2 * units))
+    captured = with_rest(profile, Way({"cuda_graph": "on"}, None, (units,), 2 * units, 2 * units))
     assert captured.step_ms + captured.update_ms == pytest.approx(units)
     compiled = with_rest(profile, Way({}, None, (units / 2,), units / 2, units / 2))
     assert (compiled.step_ms, compiled.update_ms) == (pytest.approx(units / 2), 0)

@@ -81,12 +81,12 @@ def test_a_step_rolled_back_leaves_no_trace():
     pool = BatchNormPool(layer)
     layer(make_input() * math.inf)
     pool.fold()
-    pool.commit(pool.sums.clone(), where=torch.tensor(0.0))
+    pool.commit(pool.sums.clone(), where=torch.tensor(False))
     assert_statistics(layer, expected)
     batch = make_input(seed=2)
     layer(batch)
     pool.fold()
-    pool.commit(pool.sums.clone(), where=torch.tensor(1.0))
+    pool.commit(pool.sums.clone(), where=torch.tensor(True))
     expected(batch)
     assert_statistics(layer, expected)
 
@@ -226,7 +226,27 @@ def test_statistics_have_the_dtype_of_their_layer():
         assert_statistics(mine.layer, wanted.layer, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("unless", [None, 0.0, 1.0])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_float64_model_trains_as_in_a_plain_loop(stages):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5)).double()
+    plain = copy.deepcopy(net)
+    x, y = torch.randn(8, 12, dtype=torch.float64), torch.arange(8) % 5
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    config = TrainConfig(plan="none", stages=stages, micro_batches=2)
+    with Trainer(net, lambda part: torch.optim.SGD(part.parameters(), lr=0.1), config=config, example=x[:4]) as trainer:
+        for _ in range(3):
+            trainer.step((x, y))
+            optimizer.zero_grad()
+            for images, labels in zip(x.chunk(2), y.chunk(2), strict=True):
+                (nn.functional.cross_entropy(plain(images), labels) / 2).backward()
+            optimizer.step()
+        trainer.wait()
+    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("unless", [None, False, True])
 def test_buffers_of_every_dtype_go_back_or_stay(unless):
     model = nn.Sequential(make_layer(), nn.BatchNorm2d(5).double())
     model[1].register_buffer("table", torch.arange(6.0).view(2, 3).t())
@@ -245,7 +265,7 @@ def test_buffers_of_every_dtype_go_back_or_stay(unless):
             assert torch.equal(buffer.nan_to_num(9.0), wanted[name].nan_to_num(9.0)), name
 
 
-@pytest.mark.parametrize("unless", [None, torch.zeros(()), torch.ones(())], ids=str)
+@pytest.mark.parametrize("unless", [None, torch.tensor(False), torch.tensor(True)], ids=str)
 def test_a_rollback_leaves_alone_what_another_stage_has_saved_of_a_constant(unless):
     model, x = nn.Module(), torch.ones(2, requires_grad=True)
     model.scale = nn.Buffer(torch.full((2,), 3.0))

@@ -112,7 +112,7 @@ def test_a_device_that_decides_leaves_the_tensors_in_their_places(commit):
         module.centre = module.centre + 1
         module.older, module.newer = module.newer, module.older
         module.newer.fill_(3)
-    rollback.restore(unless=torch.tensor(float(commit)))
+    rollback.restore(unless=torch.tensor(commit))
     assert all(net.get_buffer(name) is tensor for name, tensor in tensors.items())
     assert_same(
         dict(net.named_buffers()),
@@ -128,5 +128,27 @@ def test_a_device_decides_about_buffers_of_another_shape_too(commit):
     before = state_of(net)
     net(batch(1)[0])
     after = state_of(net)
-    rollback.restore(unless=torch.tensor(float(commit)))
+    rollback.restore(unless=torch.tensor(commit))
     assert_same(state_of(net), after if commit else before)
+
+
+def test_tensors_of_the_step_before_need_no_new_memory():
+    net = nn.BatchNorm1d(12)
+    rollback = BufferRollback(net)
+    memory = [copies.saved for copies in rollback._copies]
+    net(batch(0)[0])
+    rollback.keep()
+    assert all(copies.saved is saved for copies, saved in zip(rollback._copies, memory, strict=True))
+
+
+def test_a_device_decides_about_a_buffer_that_was_none():
+    module = nn.Module()
+    module.register_buffer("first", None)
+    rollback = BufferRollback(module)
+    module.first = torch.ones(2)
+    rollback.restore(unless=torch.tensor(True))
+    assert module.first is not None
+    rollback.keep()
+    module.first = torch.zeros(2)
+    rollback.restore(unless=torch.tensor(False))
+    assert module.first.tolist() == [1, 1]

@@ -1,42 +1,32 @@
-"""Checks and times the codecs' kernels on a GPU.
-
-    python scripts/gpu_kernels.py                 # also a part of `make gpu-check`
-    python scripts/gpu_kernels.py --device cpu    # the same comparisons with the kernels of this CPU
+"""Checks and times the codecs' kernels: the pack `codecs` of `scripts/gpu_check.py`.
 
 Messages are compared with those that torch makes, and what kernels decode with what torch decodes from the same bytes
-on a CPU, bit for bit. A check that fails or cannot run says so, and the next one follows. Exit codes: 0 nothing failed,
-1 something did.
+on a CPU, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.rig.paired import paired  # noqa: E402
-from benchmarks.rig.rows import Row, row  # noqa: E402
-from hybridpar.compress import kernels  # noqa: E402
-from hybridpar.compress.codec import TensorSpec  # noqa: E402
-from hybridpar.compress.codecs.onebit import RowSigns  # noqa: E402
-from hybridpar.compress.codecs.qsgd import LevelQuantiser  # noqa: E402
-from hybridpar.compress.codecs.twobit import TernaryQuantiser  # noqa: E402
-from hybridpar.compress.memory import Memory, Residual, Scratch  # noqa: E402
-from hybridpar.compress.packing import Noise  # noqa: E402
-from hybridpar.compress.quantised import Quantiser  # noqa: E402
-from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
+from benchmarks.rig.paired import paired
+from benchmarks.rig.rows import Row, row, write_rows
+from hybridpar.compress import kernels
+from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.codecs.onebit import RowSigns
+from hybridpar.compress.codecs.qsgd import LevelQuantiser
+from hybridpar.compress.codecs.twobit import TernaryQuantiser
+from hybridpar.compress.memory import Memory, Residual, Scratch
+from hybridpar.compress.packing import Noise
+from hybridpar.compress.quantised import Quantiser
+from hybridpar.run.worker import device_name
+from scripts.gpu_common import Outcome, Pack, Result, SkippedCheck, run_each, versions
 
 CPU = torch.device("cpu")
 
@@ -210,29 +200,34 @@ def run_checks(device: torch.device) -> Iterator[Result]:
     yield from run_each(checks)
 
 
-def time_kernels(device: torch.device, name: str) -> Iterator[Sequence[Row]]:
-    """Time kernels against torch and against a copy of the gradient on the device; rows of each codec and way.
-
-    Args:
-        device: A GPU.
-        name: What to call it in rows.
-    """
-    for shape in TIMED:
-        values, unsent, left, out = torch.randn(4, math.prod(shape), device=device)
-        for codec, (of, _) in CODECS.items():
-            quantiser, scratch = of(shape, device), Scratch(device)
-            residual = Memory() if isinstance(quantiser, LevelQuantiser) else Residual(unsent, left)
-            message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
-            ways: dict[str, Callable[[], object]] = {
-                "encode": lambda: quantiser.encode(quantiser.view(values), residual, message, scratch),  # noqa: B023
-                "decode": lambda: quantiser.read(message, quantiser.view(out), scratch, 1, add=False),  # noqa: B023
-                "add": lambda: quantiser.read(message, quantiser.view(out), scratch, 1, add=True),  # noqa: B023
-            }
-            for way, step in ways.items():
-                yield _rows(f"{codec}, {way}, {shape[0]} x {shape[1]}", step, values, out, name)
+def run(pack: Pack) -> bool:
+    """Check all codecs, then time them; whether no check failed."""
+    passed = pack.write_checks(list(run_checks(pack.device)))
+    for shape in SHAPES[:2] if pack.dry else TIMED:
+        for codec in CODECS:
+            if pack.has_time_for(f"{codec}, {shape[0]} x {shape[1]}"):
+                for rows in time_codec(codec, shape, pack.device):
+                    write_rows(rows, pack.out / "kernels.csv")
+    return passed
 
 
-def _rows(setting: str, step: Callable[[], object], values: Tensor, out: Tensor, name: str) -> list[Row]:
+def time_codec(codec: str, shape: tuple[int, int], device: torch.device) -> Iterator[Sequence[Row]]:
+    """Time a codec's kernels against torch and against a copy of the gradient on the device; rows of each way."""
+    values, unsent, left, out = torch.randn(4, math.prod(shape), device=device)
+    of, _ = CODECS[codec]
+    quantiser, scratch = of(shape, device), Scratch(device)
+    residual = Memory() if isinstance(quantiser, LevelQuantiser) else Residual(unsent, left)
+    message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
+    ways: dict[str, Callable[[], object]] = {
+        "encode": lambda: quantiser.encode(quantiser.view(values), residual, message, scratch),
+        "decode": lambda: quantiser.read(message, quantiser.view(out), scratch, 1, add=False),
+        "add": lambda: quantiser.read(message, quantiser.view(out), scratch, 1, add=True),
+    }
+    for way, step in ways.items():
+        yield _rows(f"{codec}, {way}, {shape[0]} x {shape[1]}", step, values, out)
+
+
+def _rows(setting: str, step: Callable[[], object], values: Tensor, out: Tensor) -> list[Row]:
     def slow() -> None:
         with by_torch():
             step()
@@ -247,8 +242,8 @@ def _rows(setting: str, step: Callable[[], object], values: Tensor, out: Tensor,
             "torch",
             claim="gpu",
             setting=setting,
-            device=name,
-            extra={"gradient_gb_per_second": round(4e-6 * values.numel() / result.median_ms(method), 2)},
+            device=device_name(values.device),
+            extra={"gradient_gb_per_second": round(4e-6 * values.numel() / result.median_ms(method), 2), **versions()},
         )
         for method in methods
     ]
@@ -257,19 +252,7 @@ def _rows(setting: str, step: Callable[[], object], values: Tensor, out: Tensor,
 def _finished(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     def timed() -> None:
         step()
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return timed
-
-
-def main() -> int:
-    """See the module header."""
-    parser = argparse.ArgumentParser(description="Compare the codecs' kernels with torch.")
-    parser.add_argument("--device", default="cuda:0", help="device whose kernels to check, such as cuda:0 or cpu")
-    device = torch.device(parser.parse_args().device)
-    results = list(run_checks(device))
-    return 1 if any(result.verdict == "FAILED" for result in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
