@@ -58,6 +58,10 @@ class Batch:
     global_samples: int
 
 
+#: Numbers of images, and what they are augmented by.
+_Job = tuple[IntArray, AugmentKey | None]
+
+
 @dataclass(eq=False)
 class _Batches:
     """Reads a worker's lists of samples, in order, as normalised images on the device."""
@@ -86,7 +90,7 @@ class _Batches:
         self._lanes: Lanes | None = None
         #: Torch's processes, which are kept from epoch to epoch, and what they are to load.
         self._loader: DataLoader[Any] | None = None
-        self._jobs: list[tuple[IntArray, AugmentKey | None]] = []
+        self._jobs: list[_Job] = []
         self._reading: object = None
 
     def _read(self, steps: Sequence[list[IntArray]], key: AugmentKey | None) -> Iterator[tuple[LabelledImages, ...]]:
@@ -99,7 +103,8 @@ class _Batches:
         assert lane is not None
         self._lanes.forgive()  # an epoch before may have ended by an error
         lane.wait(caller.record())  # for the mean and the deviation
-        loaded = self._load_ahead(jobs) if self._loader_workers > 0 and jobs else iter(jobs)
+        ahead = self._loader_workers > 0 and len(jobs) > 0
+        loaded: Iterator[_Job | Loaded] = self._load_ahead(jobs) if ahead else iter(jobs)
         for parts in steps:
             read: list[LabelledImages] = []
             for part in islice(loaded, len(parts)):
@@ -114,9 +119,7 @@ class _Batches:
                 # Their memory belongs to another lane, which may use it again once this one has passed the computation.
                 caller.keep(*(tensor for part in read for tensor in part))
 
-    def _move(
-        self, job: tuple[IntArray, AugmentKey | None] | Loaded, read: list[LabelledImages], damaged: list[str]
-    ) -> None:
+    def _move(self, job: _Job | Loaded, read: list[LabelledImages], damaged: list[str]) -> None:
         """Load images, unless a process has, and put them, as floats, and labels on the device."""
         loaded = job if isinstance(job, Loaded) else self._source.load(*job, self._device)
         damaged += loaded.damaged
@@ -130,7 +133,7 @@ class _Batches:
             images = images.contiguous(memory_format=torch.channels_last)
         read.append((images, to_device(labels.float() if labels.ndim == 2 else labels, self._device)))
 
-    def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
+    def _warn_of(self, damaged: Sequence[str], use: str) -> None:
         """Name files that cannot be read, each once; of many only some, and how many there are."""
         for problem in {*damaged} - self._damaged:
             self._damaged.add(problem)
@@ -138,7 +141,7 @@ class _Batches:
             if count <= _NAMED or count & (count - 1) == 0:
                 _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
 
-    def _load_ahead(self, jobs: list[tuple[IntArray, AugmentKey | None]]) -> Iterator[Loaded]:
+    def _load_ahead(self, jobs: list[_Job]) -> Iterator[Loaded]:
         if self._loader is None:
             self._loader = DataLoader(
                 self._source,
