@@ -30,6 +30,12 @@ from hybridpar.spec import with_options
 #: Images that mean and standard deviation of a set of arrays are taken from: of the training part, where it has one.
 _MEASURED = 2_000
 
+#: Those that are published.
+_STATISTICS = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+
 #: Names of the part that is tested on, best first.
 _TEST_PARTS = ("test", "validation", "val", "valid")
 
@@ -63,7 +69,7 @@ def load_torchvision(config: DataConfig) -> ImageData:
         labels = [part.targets[:, 0] if name == "qmnist" else labels_of(part) for part in parts]
         parts = [TensorDataset(_pixels(part.data), numbers) for part, numbers in zip(parts, labels, strict=True)]
         std, mean = torch.std_mean(parts[0].tensors[0][:_MEASURED] / 255, dim=(0, 2, 3), correction=0)
-        statistics = tuple(mean.tolist()), tuple(std.clamp_min(0.01).tolist())
+        statistics = _STATISTICS.get(name, (tuple(mean.tolist()), tuple(std.clamp_min(0.01).tolist())))
     named: dict[str, Any] = {"names": names, "statistics": statistics}
     return image_data(config, parts, size=row.size, flip=row.flip, per_class=row.per_class, **named)
 

@@ -239,6 +239,7 @@ def test_a_set_is_downloaded_once_and_its_images_keep_their_pixels(tmp_path, mon
     first = load_dataset(DataConfig(data="cifar10:download", data_root=root))
     data = load_dataset(DataConfig(data="cifar10", data_root=root))
     assert (first.name, data.class_names[3], data.sample_shape) == ("cifar10", "class-3", (3, 32, 32))
+    assert data.mean == (0.4914, 0.4822, 0.4465)  # as published, whatever these files hold
     pixels = np.load(root / "colours.npy")
     assert np.array_equal(data.train.images.permute(0, 2, 3, 1), pixels)
     assert np.array_equal(data.test.images.permute(0, 2, 3, 1), pixels[:10])
