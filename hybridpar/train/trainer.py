@@ -607,7 +607,7 @@ def open_trial(model: nn.Module, config: TrainConfig, world: World, example: Ten
     """Steps of a copy of a model to be timed; see `Trial`."""
     from hybridpar.train.trial import Trial  # most runs need none
 
-    return Trial(model, config, world, example, plan)
+    return Trial(Trainer, model, config, world, example, plan)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,10 @@ in question. Nothing that they do is seen by the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,6 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.trials import StepValues, any_loss
-from hybridpar.train.trainer import Trainer
 
 #: With such a learning rate float32 weights stay as they are.
 _PLAIN = TrainConfig(plan="none", lr=1e-12)
@@ -39,14 +40,20 @@ class Trial:
     """Steps of a copy of a model that can be taken; opening it is a collective of the world's workers.
 
     Of the options those that say how work is divided do not count: `plan` says it, by default plain data parallelism.
-    `example` is the inputs of the whole batch, the same on all workers.
+    `example` is the inputs of the whole batch, the same on all workers. `open_trainer` makes the `Trainer`.
     """
 
     #: The trainer; None on a worker that the plan does not use.
-    trainer: Trainer | None = None
+    trainer: Any = None
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, world: World, example: Tensor, plan: Plan | None = None
+        self,
+        open_trainer: Callable[..., Any],
+        model: nn.Module,
+        config: TrainConfig,
+        world: World,
+        example: Tensor,
+        plan: Plan | None = None,
     ) -> None:
         workers = world.size if plan is None else plan.workers or 1
         if plan is not None and 1 < workers < world.size and len(plan.partition.stages) > 1:
@@ -69,7 +76,7 @@ class Trial:
                 opened.callback(world.close)
             if is_used:
                 self._batch = _share(example, run, world.rank)
-                self.trainer = Trainer(
+                self.trainer = open_trainer(
                     twin_of(model),
                     config=config,
                     loss=any_loss,

@@ -234,7 +234,7 @@ def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path, monkey
 
 #: Options that act on what replicas exchange, and on stages.
 ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"sync": "allreduce:late=half"}, {"batch_norm": "sync"}]
-ON_REPLICAS += [{"shares": "auto"}]
+ON_REPLICAS += [{"shares": "auto"}, {"sync": "onebit-sgd"}]
 ON_STAGES = [{"schedule": "gpipe"}, {"placement": "loop"}, {"recompute": (0,)}]
 
 
