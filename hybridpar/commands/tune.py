@@ -17,7 +17,7 @@ import tyro
 from hybridpar.commands import register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions
-from hybridpar.errors import KernelError, UsageError, check
+from hybridpar.errors import KernelError, UsageError, check, refuse
 from hybridpar.formats.output_files import check_writable
 from hybridpar.machine.launch import import_torchvision
 from hybridpar.machine.process import available_cores, threads_per_worker, tune_this_process
@@ -78,13 +78,13 @@ class TuneRequest(TrainConfig, FileOptions, SearchOptions):
         )
         parse_seconds(self.budget)
         check(self.batch_size != "auto", "--batch-size auto", "Kernels are tuned for one size.", "Name it.")
-        layout, on_gpu = f"--memory-format {self.memory_format} on the CPU", self.target == "cuda"
-        rule, fix = "Kernels for it are for float32 and bf16.", "Use --amp bf16."
-        check(on_gpu or self.amp != "fp16", "--amp fp16 on the CPU", rule, fix)
-        rule, fix = "Kernels for it are for channels_last, in which they are as fast or faster.", "Leave it out."
-        check(on_gpu or self.memory_format != "contiguous", layout, rule, fix)
-        rule, fix = "They are threads of the CPU.", "Leave --threads out."
-        check(not on_gpu or self.threads is None, "--threads with --target cuda", rule, fix)
+        if self.target == "cuda" and self.threads is not None:
+            raise refuse("--threads", "--target cuda", "They are threads of the CPU.")
+        if self.target == "cpu" and self.amp == "fp16":
+            raise refuse("--amp fp16", "--target cpu", "Kernels for the CPU are for float32 and bf16.")
+        if self.target == "cpu" and self.memory_format == "contiguous":
+            why = "Kernels for the CPU are for channels_last, in which they are as fast or faster."
+            raise refuse("--memory-format contiguous", "--target cpu", why)
         if self.output is not None:
             check_writable("--output", self.output)
 

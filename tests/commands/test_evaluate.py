@@ -66,6 +66,8 @@ def test_a_test_is_written_once_and_replaced_with_force(run_dir, tmp_path, capsy
     assert main(words) == 2
     assert "--force" in capsys.readouterr().err
     assert main([*words, "--force"]) == 0
+    assert main(["evaluate", str(run_dir), "-o", str(target / "evaluation.json" / "below")]) == 1
+    assert "Name a directory that you can write, with --run-dir or --output." in capsys.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path, capsys):

@@ -96,7 +96,9 @@ def test_several_runs_are_compared_by_results_and_by_options_that_differ(tmp_pat
     assert not {"--data", "--run-dir", "model"} & {row[0] for row in rows}
     assert re.findall(r"<h2>(.*?)</h2>", text) == ["first", "second"]
     (curves,) = figures_of(first, second)
-    assert [trace.name for trace in curves.data if trace.showlegend] == ["first", "second"]
+    entries = [trace for trace in curves.data if trace.showlegend]
+    assert [trace.name for trace in entries] == ["first", "second"]
+    assert len({trace.line.color for trace in entries}) == 2
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):

@@ -69,21 +69,6 @@ def test_of_many_steps_the_means_of_stretches_are_drawn_and_what_sticks_out(tmp_
     assert (mean.y[0], least.y[0], largest.y[0], largest.y[350], mean.y[350]) == (0.5, 0.0, 1.0, 9.0, 5.0)
 
 
-def test_each_run_has_one_legend_entry_and_its_look(tmp_path, make_step, make_epoch):
-    names = [f"<b>{number}" for number in range(8)]
-    norms = [4.0 if number == 3 else None for number in range(8)]
-    tables = [
-        record(tmp_path / str(number), make_step, make_epoch, [2.0, 1.0], residual_norm=norm)
-        for number, norm in enumerate(norms)
-    ]
-    figure = curves(names, tables)
-    entries = [trace for trace in figure.data if trace.showlegend]
-    assert [trace.name for trace in entries] == [f"&lt;b&gt;{number}" for number in range(8)]
-    assert len({trace.line.color for trace in entries}) == 8
-    residual = traces_of(figure, "Residual norm: not sent yet")
-    assert {trace.legendgroup for trace in residual} == {entries[3].legendgroup}
-
-
 def test_a_run_without_steps_has_no_curves(tmp_path):
     assert curves(["run"], [read_metrics(tmp_path)]) is None
 
