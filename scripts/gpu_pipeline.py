@@ -109,7 +109,7 @@ def same(
 ) -> Outcome:
     """Train in two ways and compare; value, limit and whether it holds, of whichever is the nearer to its limit."""
     configs = [dataclasses.replace(BASE, amp=amp, **changes) for changes in (first, second)]  # type: ignore[arg-type]
-    if any(config.cuda_graph == "on" for config in configs):
+    if any(config.cuda_graph != "off" for config in configs):
         if device.type != "cuda":
             raise SkippedCheck("needs a GPU")
         if configs[1].stages > 1 and torch.cuda.device_count() > 1:
@@ -118,7 +118,7 @@ def same(
         (losses, moved, _), (losses_there, moved_there, said) = (
             train(device, config, dropout, uneven=uneven) for config in configs
         )
-    if configs[1].cuda_graph == "on" and said != "captured":
+    if configs[1].cuda_graph != "off" and said != "captured":
         raise HybridparError(f"no step was captured: {said}")
     loss_limit, update_limit = LIMITS[amp]
     loss = float(((losses_there - losses) / losses).abs().max())
@@ -179,6 +179,7 @@ def all_checks(device: torch.device) -> dict[str, Callable[[], Outcome]]:
     for name, way in {"plain step": PLAIN, "2 stages": two, "4 stages": four}.items():
         add(f"CUDA graph, {name}", way, {**way, "cuda_graph": "on"})
         add(f"CUDA graph, {name}, a smaller step between", way, {**way, "cuda_graph": "on"}, uneven=True)
+    add("CUDA graph by default", PLAIN, {"cuda_graph": "auto"})
     add("CUDA graph, bf16", two, {**two, "cuda_graph": "on"}, amp="bf16")
     adamw: dict[str, object] = {**two, "optimizer": "adamw", "lr": 1e-3, "clip_grad": 0.5}
     add("CUDA graph, AdamW, clipping", adamw, {**adamw, "cuda_graph": "on"})

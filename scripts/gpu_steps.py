@@ -17,7 +17,9 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -235,17 +237,19 @@ def forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def compile_first(setting: Setting) -> None:
+def compile_first(setting: Setting, gate: AbstractContextManager[Any]) -> None:
     """Fill the compiler's cache for a setting; in a process of its own."""
-    began = time.perf_counter()
-    loop(setting, torch.device("cuda", 0), layout=setting.layout, mode="default")()()
+    with gate:
+        began = time.perf_counter()
+        loop(setting, torch.device("cuda", 0), layout=setting.layout, mode="default")()()
     print(f"{setting.name}: compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def compile_all(settings: Sequence[Setting], seconds: float) -> set[Setting]:
     """The settings whose code was compiled in so many seconds, side by side."""
     context = multiprocessing.get_context("spawn")
-    processes = {setting: context.Process(target=compile_first, args=(setting,)) for setting in settings}
+    gate = context.Semaphore(8)  # a GPU's memory has room for so many steps
+    processes = {setting: context.Process(target=compile_first, args=(setting, gate)) for setting in settings}
     for process in processes.values():
         process.start()
     ends = time.monotonic() + seconds

@@ -47,6 +47,9 @@ cuda: Any = torch.cuda
 #: cut anew after the first; where workers exchange gradients, PyTorch asks for 11.
 WARM_UPS, WARM_UPS_WITH_PEERS = 3, 11
 
+#: How often a graph is begun anew, as after parameters were frozen.
+MOST_BEGUN = 10
+
 #: By how much a replay may differ from the step that was issued, as a part of what the step changed, and of what there
 #: is: the kernels are the same, but some add in an order of their own.
 CLOSE, ROUNDING = 0.05, 1e-6
@@ -88,6 +91,7 @@ class StepGraph:
         #: What is equal in all steps that one graph can stand for, and a request of static memory for them.
         self._shape: list[Any] = []
         self._facts: list[Any] = []
+        self._begun = 0
         self._request: StepRequest | None = None
         self._left = self._warm_ups
         self._graph: Any = None
@@ -114,7 +118,9 @@ class StepGraph:
         # The largest step is the usual one. All workers see the same sizes, so all begin anew in the same step.
         if facts != self._facts or self._shape < shape[:1]:
             self._begin(shape, facts, micro_batches)
-        if shape != self._shape:
+        if self._begun > MOST_BEGUN:
+            self._stop_trying("modes, options, or where tensors lie change again and again")
+        if shape != self._shape or self.reason is not None:
             self._away = True
             return None
         self._fill(micro_batches, request.rate_factor, (request.stop, request.save))
@@ -136,12 +142,13 @@ class StepGraph:
         """What a captured step holds as numbers: where tensors lie, modes, and the options of optimizers."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         options = [value for group in groups for value in group.values() if isinstance(value, int | float | tuple)]
-        parameters = [(parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters]
-        return [parameters, [module.training for module in self._modules], options]
+        buffers = [value for module in self._modules for value in module._buffers.values() if value is not None]
+        tensors = [(tensor.requires_grad, tensor.data_ptr()) for tensor in (*self._parameters, *buffers)]
+        return [tensors, [module.training for module in self._modules], options]
 
     def _begin(self, shape: list[Any], facts: list[Any], micro_batches: MicroBatches) -> None:
         self.forget()
-        self._shape, self._facts = shape, facts
+        self._shape, self._facts, self._begun = shape, facts, self._begun + 1
         static = [(torch.empty_like(inputs), torch.empty_like(targets)) for inputs, targets in micro_batches]
         self._request = StepRequest(static, shape[1], shape[0], flags=self._flags)
 
@@ -210,7 +217,8 @@ class StepGraph:
         """What a step may change on the host, which a replay would not."""
         held = [item for module in self._modules for item in vars(module).items()]
         plain = [(name, value) for name, value in held if isinstance(value, bool | int | float | str)]
-        return pickle.dumps((plain, random.getstate(), numpy.random.get_state(), torch.get_rng_state().numpy()))
+        draws = random.getstate(), numpy.random.get_state(), torch.get_rng_state().numpy()
+        return pickle.dumps((draws, plain))
 
     @torch.no_grad()
     def _compare(self, before: State, draws: Any, issued: StepState) -> None:

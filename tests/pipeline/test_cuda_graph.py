@@ -291,6 +291,24 @@ class TestFailure:
         assert "capture, thread_local" not in cuda.log
         assert "random numbers on the host" in caplog.text
 
+    @pytest.mark.parametrize("guard", [True, False])
+    def test_buffers_that_are_assigned_change_as_without(
+        self, cuda: StandInCuda, guard: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def assign(layer: nn.Module, *_: Any) -> None:
+            layer.mean = layer.mean + 1  # type: ignore[operator]
+
+        with Run(PLAIN, guard=guard) as plain, Run(GRAPH, cuda, guard=guard) as graphed:
+            for run in (plain, graphed):
+                run.model.body[3].register_buffer("mean", torch.zeros(1))  # type: ignore[index, union-attr]
+                run.model.body[3].register_forward_hook(assign)  # type: ignore[index, union-attr]
+            for batch in batches([SAMPLES] * 12):
+                plain.step(batch)
+                graphed.step(batch)
+            assert_same(graphed, plain)
+            assert graphed.graph.captured == guard  # which writes them to where they were
+        assert ("again and again" in caplog.text) != guard
+
     def test_a_step_that_is_not_finite_shows_nothing_and_the_next_is_tried(self, cuda: StandInCuda) -> None:
         given = batches([SAMPLES] * STEPS)
         given[2][0][0, 0, 0, 0] = torch.nan
