@@ -168,6 +168,10 @@ class _Pooled:
             return result
         self._check_input_dim(input)
         pool, index = self._pool
+        # In a backward pass torch.utils.checkpoint runs a forward pass that has been counted.
+        counts = not pool.is_paused and torch._C._current_graph_task_id() == -1
+        if counts and pool.counts[index]:  # the layer runs twice in a forward pass
+            pool.fold()
         if pool.group is not None:
             from hybridpar.sync.sync_batchnorm import normalise_over_replicas
 
@@ -180,10 +184,7 @@ class _Pooled:
                 output = self.normalise(input, mean, variance, True, 1.0)
             else:
                 output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        # In a backward pass torch.utils.checkpoint runs a forward pass that has been counted.
-        if not pool.is_paused and torch._C._current_graph_task_id() == -1:
-            if pool.counts[index]:  # the layer runs twice in a forward pass
-                pool.fold()
+        if counts:
             pool.moments[index], pool.counts[index] = moments, input.numel() // self.num_features
         return output
 
