@@ -175,6 +175,10 @@ class _Pooled:
             return result
         self._check_input_dim(input)
         pool, index = self._pool
+        # In a backward pass torch.utils.checkpoint runs a forward pass that has been counted.
+        counts = not pool.is_paused and torch._C._current_graph_task_id() == -1
+        if counts and pool.counts[index]:  # the layer runs twice in a forward pass
+            pool.fold()
         if pool.group is not None:
             output, *each = normalise_over_replicas(input, self.weight, self.bias, self.eps, pool.group)
             output = self.activate(output) if hasattr(self, "activate") else output
@@ -185,10 +189,7 @@ class _Pooled:
                 output = self.normalise(input, mean, variance, True, 1.0)
             else:
                 output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        # In a backward pass torch.utils.checkpoint runs a forward pass that has been counted.
-        if not pool.is_paused and torch._C._current_graph_task_id() == -1:
-            if pool.counts[index]:  # the layer runs twice in a forward pass
-                pool.fold()
+        if counts:
             pool.moments[index], pool.counts[index] = moments, input.numel() // self.num_features
         return output
 

@@ -217,8 +217,8 @@ def test_the_ledger_adds_pushes_up_to_steps():
     assert ledger.rows_after(0) == []
     ledger.arrived(Push(1, 1, 0, samples=8, loss=2.0, rate=0.5), 3, queued=2)
     (row,) = ledger.rows_after(0)
-    assert (row.step, row.loss, row.samples, row.seconds) == (1, 1.5, 16, 2.0)
-    assert (row.staleness, row.most_stale, row.queued, row.rate) == (1.5, 3, 1.5, 0.75)
+    assert (row.step, row.loss, row.samples, row.step_ms) == (1, 1.5, 16, 2000.0)
+    assert (row.staleness, row.most_stale, row.queued, row.lr) == (1.5, 3, 1.5, 0.75)
     ledger.arrived(Push(0, 2, 0, samples=8, loss=4.0), 0, queued=1)
     ledger.arrived(Push(1, 2, 0, samples=8, loss=float("nan"), sound=False), 0, queued=1)
     assert [(row.step, row.loss, row.skipped) for row in ledger.rows_after(1)] == [(2, 4.0, 1)]

@@ -276,6 +276,18 @@ def test_a_rollback_leaves_alone_what_another_stage_has_saved_of_a_constant(unle
     assert x.grad.tolist() == [3.0, 3.0]
 
 
+def test_a_layer_that_runs_twice_in_a_pass_counts_both_runs():
+    layer, expected = make_layer(), make_layer()
+    first, second = make_input(seed=1), make_input(seed=2) * 5
+    pool = BatchNormPool(layer)
+    layer(first)
+    layer(second)
+    pool.fold()
+    pool.commit(pool.sums.clone())
+    expected(torch.cat((first, second)))
+    assert_statistics(layer, expected)
+
+
 SHAPES = {"images": (6, 3, 4, 5), "vectors": (6, 3), "volumes": (6, 3, 2, 2, 2)}
 CUTS = {"even": [2, 2, 2], "uneven": [1, 2, 3]}
 
