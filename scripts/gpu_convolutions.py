@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.kernels.common import gpu_floor_ms  # noqa: E402
+from benchmarks.kernels.common import gpu_floor_ms, torchs_ways  # noqa: E402
 from benchmarks.rig.records import append_dicts, read_dicts  # noqa: E402
 from benchmarks.rig.rows import commit, now  # noqa: E402
 from hybridpar.codegen.cache import KernelsUnavailable  # noqa: E402
@@ -224,7 +224,8 @@ def time_case(kernels: Kernels, key: KernelKey, device: torch.device) -> Timed |
         return None
     _, error, kernel = best
     pairs = {
-        name: time_pairs(lambda: bench.run(kernel), way, SECONDS, 5, device=device) for name, way in bench.ways.items()
+        name: time_pairs(lambda: bench.run(kernel), way, SECONDS, 5, device=device)
+        for name, way in torchs_ways(bench).items()
     }
     ms = min(pair.ms for pair in pairs.values())
     ways = {name: pair.stock_ms for name, pair in pairs.items()}
