@@ -333,11 +333,9 @@ def search_all(
             share = max(left * weights[key] / (sum(weights[other] for other in todo[index:]) or 1.0), least)
             options: dict[str, Any] = {"builder": builder, "trials": trials, "only": firsts.get(key)}
             try:
-                finals = []
-                if not quick:
-                    finals = tuner(key, share, seed, show, known=_known(known, key, candidates(key)), **options)
-                elif key in firsts:
-                    finals = tuner(key, share, seed, show, known=(), **options)
+                near = () if quick else _known(known, key, candidates(key))
+                is_built = not quick or key in firsts
+                finals = tuner(key, share, seed, show, known=near, **options) if is_built else []
             except KeyboardInterrupt:
                 report.stopped, report.left = True, len(todo) - index
                 break
