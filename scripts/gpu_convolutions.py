@@ -214,7 +214,8 @@ def time_case(kernels: Kernels, key: KernelKey, device: torch.device) -> Timed |
         return None
     _, error, kernel = best
     pairs = {
-        name: time_pairs(lambda: bench.run(kernel), way, SECONDS, 5, device=device) for name, way in bench.ways.items()
+        name: time_pairs(lambda: bench.run(kernel), way, SECONDS, 5, device=device)
+        for name, way in torchs_ways(bench).items()
     }
     ms = min(pair.ms for pair in pairs.values())
     ways = {name: pair.stock_ms for name, pair in pairs.items()}

@@ -55,7 +55,7 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[K
 def short_line(record: KernelRecord) -> str:
     """A record of a convolution as a line of JSON of the packaged database."""
     cells = record.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    digits = {"error": 2, "stock_error": 2, "noise": 2, "ms": 4, "stock_ms": 4, "layout_ms": 4}
+    digits = {"error": 2, "stock_error": 2, "noise": 2, "ms": 4, "stock_ms": 4}
     cells |= {name: float(f"{cells[name]:.{count}g}") for name, count in digits.items() if name in cells}
     if "tuned_at" in cells:
         cells["tuned_at"] = round(cells["tuned_at"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import time
@@ -12,7 +13,9 @@ import torch
 
 from benchmarks.rig.rows import commit, now, processor
 from hybridpar.machine.process import describe_allocator
-from hybridpar.tvm_kernels.shapes import ConvShape
+from hybridpar.tvm_kernels.conv_bench import ConvBench
+from hybridpar.tvm_kernels.measure import Call
+from hybridpar.tvm_kernels.shapes import ConvShape, Layout
 
 RESULTS = Path(__file__).parent / "results"
 #: Bytes a second of memory, and float32 multiply-adds a second, of SXM modules.
@@ -53,6 +56,22 @@ def _least_seconds(run: Callable[[], object]) -> float:
         run()
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])
+
+
+def torchs_ways(bench: ConvBench) -> dict[str, Call]:
+    """Torch's calls of a convolution in both layouts; on a GPU as it is, and with its own kernels for cuDNN's."""
+    ways: dict[str, Call] = {}
+    for layout in Layout:
+        call = bench.instead if layout is bench.key.layout else bench.stock_on(bench.operands(layout))
+        ways[f"torch {layout}"] = call
+        if bench.device is not None:
+            ways[f"native {layout}"] = functools.partial(_without_cudnn, call)
+    return ways
+
+
+def _without_cudnn(call: Call) -> object:
+    with torch.backends.cudnn.flags(enabled=False):
+        return call()
 
 
 def multiply_adds(shape: ConvShape) -> int:

@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.kernels.common import RESULTS, measure_speed, multiply_adds, setting
+from benchmarks.kernels.common import RESULTS, measure_speed, multiply_adds, setting, torchs_ways
 from benchmarks.rig.launch import run_command
 from benchmarks.rig.paired import paired
 from benchmarks.rig.records import append_dicts, print_markdown, read_records
@@ -214,7 +214,7 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
     """
     shape, choices = key.shape, active_choices()
     bench = ConvBench(key, SEED)
-    stock = {layout.value: bench.ways[f"torch {layout}"] for layout in (Layout.CHANNELS_LAST, Layout.CONTIGUOUS)}
+    stock = {name.removeprefix("torch "): way for name, way in torchs_ways(bench).items()}
     kernel = None if choices is None else choices.decide(key).kernel
     if key.direction == Direction.FORWARD:
         numbers = shape.stride, shape.padding, shape.dilation

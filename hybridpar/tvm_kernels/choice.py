@@ -45,7 +45,7 @@ class Decision:
     @property
     def text(self) -> str:
         """One line that says what runs and why."""
-        times = "" if self.record is None else " ({:.3f} ms against {:.3f} ms)".format(*self.record.times)
+        times = "" if self.record is None else f" ({self.record.ms:.3f} ms against {self.record.stock_ms:.3f} ms)"
         runs = "a tuned kernel" if self.kernel is not None else f"torch, as {self.why}"
         return f"{self.key.text} runs on {runs}{times}"
 

@@ -3,8 +3,7 @@
 Sets of tensors take turns, so that none is in a cache when it is used again, and results are written where none was
 lately.
 
-On a GPU torch may run as it is and with its own kernels in place of cuDNN's; the fastest of all ways, in both layouts,
-is what a kernel is compared with.
+A kernel is compared with what runs where it does not: torch's own convolution in the same layout.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.c
 #: Bytes that sets of tensors which take turns come to: more than the part of a last cache that one process has, as a
 #: rule, and little memory. Most such sets.
 COLD, _MOST_TURNS = 128 << 20, 64
-#: Seconds to find out which of two ways of torch is the faster, on the CPU and on a GPU.
-_GLANCE, _DEVICE_GLANCE = 0.2, 0.02
 
 #: Which of image, gradient and weights a direction reads, and which its result is like.
 _ORDER = {Direction.FORWARD: (0, 2, 1), Direction.INPUT_GRADIENT: (1, 2, 0), Direction.WEIGHT_GRADIENT: (0, 1, 2)}
@@ -119,11 +116,10 @@ class ConvBench:
 
         return self._rotation.compute(call)
 
-    def compare(self, kernel: Any, seconds: float, least: int = 3, rival: Call | None = None) -> Timing:
-        """Time a kernel in pairs, after one call of each side that does not count."""
-        other = self.stock if rival is None else rival
-        self.run(kernel), other()
-        return time_pairs(lambda: self.run(kernel), other, seconds, least, self.key.threads, self.device)
+    def compare(self, kernel: Any, seconds: float, least: int = 3) -> Timing:
+        """Time a kernel and what runs where it does not in pairs, after one call of each that does not count."""
+        self.run(kernel), self.instead()
+        return time_pairs(lambda: self.run(kernel), self.instead, seconds, least, self.key.threads, self.device)
 
     def error(self, kernel: Any) -> float:
         """Largest difference of a kernel's result from float64, relative to the largest value."""
@@ -156,40 +152,14 @@ class ConvBench:
         some = slice(None) if is_sum else self._checked_images
         return reference(self.key.shape, self.key.direction, self._image[some], self._gradient[some], self._weight)
 
-    @functools.cached_property
-    def ways(self) -> dict[str, Call]:
-        """Torch's calls in both layouts; on a GPU as it is and with its own kernels."""
-        ways: dict[str, Call] = {}
-        for layout in Layout:
-            call = self.instead if layout is self.key.layout else self._stock_on(self.operands(layout))
-            ways[f"torch {layout}"] = call
-            if self.device is not None:
-                ways[f"native {layout}"] = functools.partial(_without_cudnn, call)
-        return ways
-
-    def _stock_on(self, operands: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
+    def stock_on(self, operands: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
+        """Torch's call, on each turn's operands."""
         return self.in_turn([stock_call(self.key.shape, self.key.direction, *tensors) for tensors in operands])
 
     @functools.cached_property
     def instead(self) -> Call:
         """What runs where the kernel does not: torch's call in the layout of the images."""
-        return self._stock_on(self._operands)
-
-    @functools.cached_property
-    def stock(self) -> Call:
-        """The fastest of torch's calls."""
-        best, *others = self.ways.values()
-        for other in others:
-            best(), other()
-            seconds = _GLANCE if self.device is None else _DEVICE_GLANCE
-            if time_pairs(best, other, seconds, 3, self.key.threads, self.device).speedup < 1:
-                best = other
-        return best
-
-
-def _without_cudnn(call: Call) -> object:
-    with torch.backends.cudnn.flags(enabled=False):
-        return call()
+        return self.stock_on(self._operands)
 
 
 def stock_call(

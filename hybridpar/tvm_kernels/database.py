@@ -8,7 +8,7 @@ PyTorch itself is.
 The database is a file of JSON lines, one record each, that is only ever appended to. Each line is appended with one
 write under a lock, so two writers mix whole lines and a writer that dies leaves at most one broken line, which readers
 count and skip. Two files are merged by taking the lines of both. Nothing in a record is executed: parameters are whole
-numbers, which are checked before they become code. Lines of an operation that is not known here are passed over.
+numbers, which are checked before they become code.
 
 `python scripts/package_kernels.py FILE...` picks the records that come with the package.
 """
@@ -37,9 +37,6 @@ from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.measure import is_clear, is_gain
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout, Parameters, ShapeError
-
-#: What records call the operation.
-OPERATION: Literal["depthwise_conv2d"] = "depthwise_conv2d"
 
 #: Versions of the schedules for CPUs and GPUs; raised where the same parameters come to mean other code.
 _SCHEDULES = {False: "2", True: "3"}
@@ -98,15 +95,11 @@ class KernelRecord(BaseModel):
         stock_error: The same of torch, on the same data.
         noise: Relative distance between measurements of the ratio of both times, the worst of them.
         tuned_at: Seconds since the epoch; records of one search share it.
-        version: Of the format of records.
-        op: Name of the operation.
         dtype: Of all tensors.
         layout: Of activations.
         ms: Of the kernel.
-        stock_ms: Of its rival.
-        layout_ms: Of torch in the layout of the record; None where that is its faster one.
-        quick: True where one candidate was timed, at the start of a run, beside torch in the layout of the record
-            alone; see `hybridpar.tvm_kernels.confirm`.
+        stock_ms: Of its rival, torch in the layout of the record.
+        quick: True where one candidate was timed, at the start of a run; see `hybridpar.tvm_kernels.confirm`.
         direction: What was computed.
         shape: As `ConvShape.text` has it.
         parameters: Of the schedule.
@@ -121,13 +114,10 @@ class KernelRecord(BaseModel):
     stock_error: float | None = Field(None, ge=0)
     noise: float | None = Field(None, ge=0)
     tuned_at: float = Field(0.0, ge=0)
-    version: Literal[1] = 1
-    op: Literal["depthwise_conv2d"] = OPERATION
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     layout: Layout
     ms: float = Field(gt=0)
     stock_ms: float = Field(gt=0)
-    layout_ms: float | None = Field(None, gt=0)
     quick: bool | None = None
     direction: Direction
     shape: str
@@ -160,11 +150,6 @@ class KernelRecord(BaseModel):
         return self.versions == versions(self.device)
 
     @property
-    def times(self) -> tuple[float, float]:
-        """Milliseconds of the kernel, and of what would run in its place."""
-        return self.ms, self.stock_ms if self.layout_ms is None else self.layout_ms
-
-    @property
     def clear(self) -> bool:
         """Whether its times are worth a record, see `measure.is_clear`."""
         return is_clear(self.gain, self.noise or 0.0)
@@ -185,8 +170,7 @@ class KernelRecord(BaseModel):
     @property
     def gain(self) -> float:
         """Times as fast as its rival that the kernel was."""
-        own, rival = self.times
-        return rival / own
+        return self.stock_ms / self.ms
 
     @property
     def saved_ms(self) -> float:
@@ -195,8 +179,7 @@ class KernelRecord(BaseModel):
         A rival that was timed beside other programs may have taken many times as long as it does alone, which noise
         tells: its median is no promise.
         """
-        own, rival = self.times
-        return max(0.0, rival / (1 + (self.noise or 0.0)) - own) if self.wins else 0.0
+        return max(0.0, self.stock_ms / (1 + (self.noise or 0.0)) - self.ms) if self.wins else 0.0
 
     @property
     def wins(self) -> bool:
@@ -226,7 +209,7 @@ class Database:
 
     Attributes:
         records: All of them, in the order in which they came.
-        damaged: Lines that are no records of a version that this package reads.
+        damaged: Lines that are no records.
     """
 
     def __init__(self, name: str = "the database", records: Iterable[KernelRecord] = ()) -> None:
@@ -275,17 +258,14 @@ def parse_records(text: str, name: str = "the database") -> Database:
     database = Database(name)
     for line in filter(str.strip, text.splitlines()):
         try:
-            data = parse_json(line)
-            operation = data.get("op", OPERATION) if isinstance(data, dict) else OPERATION
-            if operation == OPERATION or not isinstance(operation, str):
-                database.add([KernelRecord.model_validate(data)])
+            database.add([KernelRecord.model_validate(parse_json(line))])
         except ValueError:  # pydantic's errors among them
             database.damaged += 1
     return database
 
 
 def read_database(path: str | Path) -> Database:
-    """Read a database file. One log line says how many lines are damaged or of another version.
+    """Read a database file. One log line says how many lines are no records.
 
     Args:
         path: The file.
@@ -322,7 +302,7 @@ def _warn(database: Database) -> None:
     """Say in log lines what of a database is not used."""
     name = database.name
     if database.damaged:
-        _log.warning("%s: %d line(s) are damaged, or of another version, and were skipped", name, database.damaged)
+        _log.warning("%s: %d line(s) are no records and were skipped", name, database.damaged)
     old = [record for record in database.records if not record.current]
     if old:
         wanted = _wanted(old[0].device)
@@ -376,20 +356,17 @@ def append_records(path: str | Path, records: Iterable[KernelRecord]) -> None:
     path, lines = Path(path), [record.line() for record in records]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        with path.open("ab+", buffering=0) as file:
             with contextlib.suppress(OSError):  # a file system without locks: a line is still one write
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            size = os.fstat(handle).st_size
+                fcntl.flock(file, fcntl.LOCK_EX)
+            size = os.fstat(file.fileno()).st_size
             # A writer may have died within a line; the next record must not be lost with it.
-            if lines and size and os.pread(handle, 1, size - 1) != b"\n":
-                os.write(handle, b"\n")
+            if lines and size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                file.write(b"\n")
             for line in lines:
                 data = line.encode() + b"\n"
-                if os.write(handle, data) != len(data):
+                if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(handle)
     except OSError as error:
         raise UsageError(
             cannot_write(path, error),

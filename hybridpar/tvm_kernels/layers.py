@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -64,27 +64,14 @@ def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
         and isinstance(module, nn.Conv2d)
         and module.groups == module.in_channels == module.out_channels > 1
         and module.padding_mode == "zeros"
-        and (not isinstance(module.padding, str) or _is_even_handed(module))
+        and module._reversed_padding_repeated_twice[::2] == module._reversed_padding_repeated_twice[1::2]
     )
 
 
-def _is_even_handed(module: nn.Conv2d) -> bool:
-    """Whether padding by name comes to as many zeros on both sides."""
-    spare = [dilation * (taps - 1) for dilation, taps in zip(module.dilation, module.kernel_size, strict=True)]
-    return module.padding == "valid" or all(zeros % 2 == 0 for zeros in spare)
-
-
 def number_padding(module: nn.Conv2d) -> tuple[int, int]:
-    """The padding of a layer in numbers."""
-    padding: Any = module.padding
-    if padding == "valid":
-        return 0, 0
-    if padding == "same":
-        rows, columns = (
-            dilation * (taps - 1) // 2 for dilation, taps in zip(module.dilation, module.kernel_size, strict=True)
-        )
-        return rows, columns
-    return padding[0], padding[1]
+    """The padding of a layer in numbers, which it may have by name."""
+    left, _, top, _ = module._reversed_padding_repeated_twice
+    return top, left
 
 
 def tunable_layers(

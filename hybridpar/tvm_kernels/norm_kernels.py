@@ -61,25 +61,11 @@ class RowPlan:
         """Values of a wide row."""
         return self.channels * self.repeat
 
-    @property
-    def numbers(self) -> tuple[int, int, int, int]:
-        """What a kernel is given first."""
-        return self.rows, self.channels, self.repeat, self.length
-
-    def scratch(self) -> Tensor:
-        """Memory for sums."""
-        return torch.empty((self.segments * norm_rows.SEGMENT + norm_rows.SHARED) * self.width, dtype=torch.float64)
-
-
-def wide_channels(channels: int) -> int:
-    """Values of a wide row: the least multiple of the channels that fills whole vectors."""
-    return math.lcm(channels, LANES)
-
 
 @functools.lru_cache(maxsize=1024)
 def plan_rows(rows: int, channels: int) -> RowPlan:
     """Plan how rows are walked."""
-    repeat = wide_channels(channels) // channels
+    repeat = math.lcm(channels, LANES) // channels  # the fewest that fill whole vectors
     wide = rows // repeat
     least = max(wide / _SEGMENTS, _LEAST / (repeat * channels))
     length = norm_rows.CHUNK * max(2, math.ceil(least / norm_rows.CHUNK))
@@ -128,12 +114,15 @@ def _run(
     name: str, plan: RowPlan, operands: Sequence[Tensor | None], result: Tensor, phases: int, *numbers: float
 ) -> None:
     """Run phases of a kernel, those over rows on as many threads as torch would take."""
-    kernel, tensors = table()[name], (*operands, plan.scratch())
+    sums = (plan.segments * norm_rows.SEGMENT + norm_rows.SHARED) * plan.width
+    kernel, tensors = table()[name], (*operands, torch.empty(sums, dtype=torch.float64))
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     stream = int(result.numel() * 4 > FAR and result.data_ptr() % 64 == 0)
 
+    sizes = plan.rows, plan.channels, plan.repeat, plan.length
+
     def call(phase: int, begin: int, end: int) -> None:
-        kernel(*addresses, *plan.numbers, begin, end, phase, stream, *numbers)
+        kernel(*addresses, *sizes, begin, end, phase, stream, *numbers)
 
     threads = min(torch.get_num_threads(), plan.segments, plan.rows * plan.channels // _SHARE)
     if threads <= 1:

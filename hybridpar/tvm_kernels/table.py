@@ -29,9 +29,8 @@ def row_of(record: KernelRecord) -> dict[str, Any]:
 
     Where it is not of the versions that are installed it is not `current`.
     """
-    fields = ("shape", "direction", "layout", "threads", "device", "current", "stock_ms")
-    row: dict[str, Any] = {name: getattr(record, name) for name in fields}
-    row |= {"tuned_ms": record.ms, "ratio": round(record.stock_ms / record.ms, 3), "error": record.error}
+    row = {name: getattr(record, name) for name in ("shape", "direction", "layout", "threads", "stock_ms", "error")}
+    row |= {"tuned_ms": record.ms, "ratio": round(record.gain, 3), "current": record.current}
     return row | {"runs": "tuned" if record.wins else "stock"}
 
 
@@ -62,7 +61,7 @@ def summary_lines(records: Sequence[KernelRecord]) -> list[str]:
     for direction in Direction:
         some = [record for record in records if record.direction == direction]
         if some:
-            ratios = [record.stock_ms / record.ms for record in some if record.wins]
+            ratios = [record.gain for record in some if record.wins]
             mean = math.exp(sum(map(math.log, ratios)) / len(some))
             text = f"{len(ratios)} of {len(some)} tuned, {mean:.2f}x torch as chosen (geometric mean)"
             lines.append(f"{direction}: {text}")

@@ -17,7 +17,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from hybridpar.tvm_kernels.database import (
 )
 from hybridpar.tvm_kernels.kernel import variant_of
 from hybridpar.tvm_kernels.machine import is_gpu
-from hybridpar.tvm_kernels.measure import Call, Timing, steady_timing, torch_threads
+from hybridpar.tvm_kernels.measure import Timing, steady_timing, torch_threads
 from hybridpar.tvm_kernels.shapes import KernelKey, Parameters
 from hybridpar.tvm_kernels.space import candidates, default, nearest, neighbours
 
@@ -96,8 +96,7 @@ def tune(
 ) -> list[KernelRecord]:
     """Search for the fastest kernel of one key; returns what the finalists took, the fastest first.
 
-    `only` is the one candidate of a quick search, which compares it with torch in the layout of the images alone:
-    which of its layouts is the better one takes time to find out.
+    `only` is the one candidate of a quick search.
     """
     pool = Builder(len(available_cores()), BUILD_TIMEOUT) if builder is None else nullcontext(builder)
     with torch_threads(key.threads), pool as build:
@@ -153,10 +152,9 @@ class _Search:
         self.stop = end - _RESERVED * budget
         most = len(self.space) if trials is None else min(trials, len(self.space))
         first = first_candidates(self.key, self.space, known, _FINALISTS)
-        batch = first + self.random.sample(self.space, min(_DRAWN, len(self.space)))
+        batch = self._fresh(first + self.random.sample(self.space, min(_DRAWN, len(self.space))))
         while batch and len(self.asked) < most and not self._is_over():
-            fresh = {_name_of(tile): tile for tile in batch if _name_of(tile) not in self.asked}
-            self._try(dict(itertools.islice(fresh.items(), most - len(self.asked))))
+            self._try(batch[: most - len(self.asked)])
             batch = self._next()
         self._finals(end, budget)
 
@@ -164,39 +162,39 @@ class _Search:
         """Whether the time for candidates is up."""
         return bool(self.results) and time.monotonic() > self.stop
 
-    def _next(self) -> list[dict[str, int]]:
-        """Some neighbours of the fastest that were not tried; where there are none, some others."""
-        best = [self.results[name].parameters for name in self.fastest()[:_FINALISTS]]
-        near = [other for tile in best for other in neighbours(tile, self.space)]
-        for some in (near, self.space):
-            fresh = {_name_of(tile): tile for tile in some if _name_of(tile) not in self.asked}
-            if fresh:
-                return self.random.sample([*fresh.values()], min(_ROUND, len(fresh)))
-        return []
+    def _fresh(self, tiles: Sequence[Parameters]) -> list[_Name]:
+        """Those that were not tried."""
+        return [name for name in dict.fromkeys(map(_name_of, tiles)) if name not in self.asked]
 
-    def _try(self, batch: Mapping[_Name, Parameters]) -> None:
+    def _next(self) -> list[_Name]:
+        """Some neighbours of the fastest that were not tried; where there are none, some others."""
+        near = [other for name in self.fastest()[:_FINALISTS] for other in neighbours(dict(name), self.space)]
+        fresh = self._fresh(near) or self._fresh(self.space)
+        return self.random.sample(fresh, min(_ROUND, len(fresh)))
+
+    def _try(self, batch: Sequence[_Name]) -> None:
         """Build some candidates together, and measure one after the other."""
         self.asked |= set(batch)
         if self.only is not None:
             built = self.only[1]
-            for name, parameters in batch.items():
-                self._measure(name, parameters, lambda: built)
+            self._measure(batch[0], lambda: built)
             return
-        building = {name: self.builder.submit(variant_of(self.key, batch[name]).request) for name in batch}
+        building = {name: self.builder.submit(variant_of(self.key, dict(name)).request) for name in batch}
         if self.key.threads >= len(available_cores()):  # compilers have the cores that kernels are to be timed on
             wait(building.values())
         try:
             for name, future in building.items():
                 if self._is_over():
                     break
-                self._measure(name, batch[name], future.result)
+                self._measure(name, future.result)
         finally:
             for future in building.values():
                 future.cancel()
 
-    def _measure(self, name: _Name, parameters: Parameters, built: Callable[[], Built]) -> None:
+    def _measure(self, name: _Name, built: Callable[[], Built]) -> None:
         """Load, check and time a candidate."""
-        what = f"{self.key.direction} {self.key.shape.text} {dict(parameters)}"
+        parameters = dict(name)
+        what = f"{self.key.direction} {self.key.shape.text} {parameters}"
         try:
             kernel = variant_of(self.key, parameters).load(built(), self.session)
         except (KernelsUnavailable, RuntimeError, OSError) as error:
@@ -210,7 +208,7 @@ class _Search:
             _log.warning("a kernel of %s is wrong by %.1e", what, difference)
             return
         glance = self.pace.glance
-        timing = self.bench.compare(kernel, glance, 3 if glance else 1, self._rival(self.bench))
+        timing = self.bench.compare(kernel, glance, 3 if glance else 1)
         self.kernels[name] = kernel
         measured: dict[str, Any] = {"ms": timing.ms, "stock_ms": timing.stock_ms, "noise": timing.noise}
         measured |= {"error": difference, "stock_error": stock_error, "tuned_at": self.began}
@@ -218,10 +216,6 @@ class _Search:
         for other in self.fastest()[_FINALISTS + 2 :]:
             self.kernels.pop(other, None)  # unloads it
         self.on_progress(self.results[self.fastest()[0]])
-
-    def _rival(self, bench: ConvBench) -> Call:
-        """What kernels are compared with."""
-        return bench.instead if self.only else bench.stock
 
     def _finals(self, end: float, budget: float) -> None:
         """Time the fastest again, as long as there is time, until two comparisons agree.
@@ -233,36 +227,24 @@ class _Search:
         if not best:
             return
         benches = [self.bench, *(bench_of(self.key, self.seed + number) for number in range(1, _BENCHES))]
-        rivals = 1 if self._rival(self.bench) == self.bench.instead else 2
         for index, name in enumerate(best):
             left = budget if self.only else max(0.0, end - time.monotonic()) / (len(best) - index)
-            share = min(left / rivals, self.pace.longest) / 2
-            timing = self._steady(name, share, [(bench, self._rival(bench)) for bench in benches])
+            share, turn, kernel = min(left, self.pace.longest) / 2, itertools.cycle(benches), self.kernels[name]
+
+            def compare(turn: Iterator[ConvBench] = turn, kernel: Any = kernel, share: float = share) -> Timing:
+                return next(turn).compare(kernel, share, self.pace.pairs)
+
+            timing = steady_timing(compare, _MOST_COMPARED, len(benches))
             ms = timing.stock_ms / timing.speedup
-            changed: dict[str, Any] = {"ms": ms, "stock_ms": timing.stock_ms, "noise": timing.noise}
-            if rivals > 1:
-                alike = self._steady(name, share, [(bench, bench.instead) for bench in benches])
-                # The ratio is of pairs, the times of the two comparisons are not.
-                changed |= {"layout_ms": ms * alike.speedup, "noise": max(timing.noise, alike.noise)}
-            self.finals.append(self.results[name].model_copy(update=changed))
+            measured = {"ms": ms, "stock_ms": timing.stock_ms, "noise": timing.noise}
+            self.finals.append(self.results[name].model_copy(update=measured))
             self.on_progress(min(self.finals, key=lambda record: record.ms))
-
-    def _steady(self, name: _Name, seconds: float, pairs: Sequence[tuple[ConvBench, Call]]) -> Timing:
-        """Compare a kernel with a rival on each bench in turn."""
-        turn, kernel = itertools.cycle(pairs), self.kernels[name]
-
-        def compare() -> Timing:
-            bench, rival = next(turn)
-            return bench.compare(kernel, seconds, self.pace.pairs, rival)
-
-        return steady_timing(compare, _MOST_COMPARED, len(pairs))
 
 
 # ------------------------------------------------------------------------------------------------------------- all keys
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far tuning has come.
 
     Attributes:
@@ -351,11 +333,9 @@ def search_all(
             share = max(left * weights[key] / (sum(weights[other] for other in todo[index:]) or 1.0), least)
             options: dict[str, Any] = {"builder": builder, "trials": trials, "only": firsts.get(key)}
             try:
-                finals = []
-                if not quick:
-                    finals = tuner(key, share, seed, show, known=_known(known, key, candidates(key)), **options)
-                elif key in firsts:
-                    finals = tuner(key, share, seed, show, known=(), **options)
+                near = () if quick else _known(known, key, candidates(key))
+                is_built = not quick or key in firsts
+                finals = tuner(key, share, seed, show, known=near, **options) if is_built else []
             except KeyboardInterrupt:
                 report.stopped, report.left = True, len(todo) - index
                 break

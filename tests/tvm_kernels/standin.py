@@ -60,7 +60,7 @@ class NormStandIn:
         self._note("forward", x, act)
         with torch.no_grad():
             y = STOCK[act](functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps))
-            statistics = torch.zeros(TABLE_ROWS, norm_kernels.wide_channels(x.shape[1]))
+            statistics = torch.zeros(TABLE_ROWS, norm_kernels.plan_rows(1, x.shape[1]).width)
             kept = statistics[:, : x.shape[1]]
             kept[0], kept[1], kept[4] = 1.0 if weight is None else weight, 0.0 if bias is None else bias, eps
             if not training and mean is not None and variance is not None:

@@ -166,6 +166,7 @@ STREAMED = [
     ("1x48x8x9 k5x5 s2x2 p2x2 d1x1", Direction.FORWARD, "float32", (16, 1, 2, 1, 1, 0, 1)),
     ("2x32x9x10 k3x3 s2x2 p1x1 d1x1", Direction.INPUT_GRADIENT, "float32", (32, 2, 2, 2, 1, 1, 1)),
     ("2x64x9x7 k3x3 s1x1 p1x1 d2x1", Direction.FORWARD, "bfloat16", (64, 1, 3, 2, 0, 1, 1)),
+    ("1x48x9x8 k3x3 s1x1 p1x1 d1x1", Direction.INPUT_GRADIENT, "bfloat16", (16, 1, 4, 2, 1, 1, 1)),
 ]
 
 

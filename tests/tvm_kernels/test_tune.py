@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernels.common import torchs_ways
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built, Request
 from hybridpar.errors import UsageError
@@ -52,25 +53,6 @@ def test_a_search_finds_kernels_that_are_right(direction: Direction, builder: Bu
         assert one.error < 1e-5
     assert len({one.tuned_at for one in results}) == 1, "the fastest record of the newest search is taken"
     assert len(seen) == 4 + KEPT
-
-
-def test_torch_is_timed_in_both_layouts_where_the_other_is_its_better_one(
-    builder: Builder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-
-    def compare(bench: ConvBench, kernel: object, seconds: float, least: int = 3, rival: object = None) -> Timing:
-        asked.append(rival)
-        better = rival is bench.stock
-        return Timing(2.0, 4.0 if better else 7.0, 2.0 if better else 3.0, 3)
-
-    monkeypatch.setattr(ConvBench, "compare", compare)
-    for better, expected in ((LAST, None), (Layout.CONTIGUOUS, 6.0)):
-        monkeypatch.setattr(ConvBench, "stock", property(lambda self, own=better: self.ways[f"torch {own}"]))
-        (found,) = tune(FORWARD, 600.0, trials=1, builder=builder)
-        assert (found.ms, found.stock_ms, found.layout_ms) == (2.0, 4.0, expected)
-    # Once in the search, in its final on each of two benches, and on each in the other layout.
-    assert len(asked) == 3 + 5
 
 
 def test_a_search_goes_on_from_what_is_known(builder: Builder) -> None:
@@ -211,7 +193,7 @@ def test_tensors_are_freed_with_their_bench(direction: Direction) -> None:
     gc.disable()  # what waits for a collection holds gigabytes until then
     try:
         bench = ConvBench(key_of(SHAPE, direction))
-        for way in (bench.instead, *bench.ways.values()):
+        for way in (bench.instead, *torchs_ways(bench).values()):
             way()
         held = [weakref.ref(bench), weakref.ref(bench.arguments()[0])]
         del bench, way
@@ -245,13 +227,12 @@ def test_tensors_take_turns_so_that_none_is_in_a_cache(direction: Direction) -> 
 def test_a_gain_that_other_tensors_do_not_confirm_is_none(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ConvBench] = []
 
-    def compare(bench: ConvBench, kernel: object, seconds: float, least: int = 3, rival: object = None) -> Timing:
+    def compare(bench: ConvBench, kernel: object, seconds: float, least: int = 3) -> Timing:
         asked.append(bench)
         speedup = 2.0 if bench is asked[0] else 0.7
         return Timing(1.0, speedup, speedup, 3)
 
     monkeypatch.setattr(ConvBench, "compare", compare)
-    monkeypatch.setattr(ConvBench, "stock", property(lambda self: self.instead))
     (found,) = tune(FORWARD, 600.0, trials=1, builder=builder)
     assert found.stock_ms / found.ms == pytest.approx(0.7), "two that agree on the same tensors are no confirmation"
     assert not found.wins
@@ -415,14 +396,3 @@ def test_a_row_says_what_runs():
     assert [rows[shape, "forward"]["runs"] for shape in SHAPES] == ["tuned", "stock"]
     assert not rows[SHAPES[0], "input_gradient"]["current"]
     assert summary_lines(records)[0] == "forward: 1 of 2 tuned, 2.00x torch as chosen (geometric mean)"
-
-
-def test_what_wins_in_its_own_layout_alone_flatters_nobody():
-    """Images that are contiguous stay so; but torch could have been faster if they were not, and the table says so."""
-    fields = {"ms": 2.0, "stock_ms": 1.0}
-    chosen = record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, layout_ms=3.0, **fields)
-    left = record_of(SHAPES[1], Direction.FORWARD, Layout.CHANNELS_LAST, layout_ms=1.5, **fields)
-    assert (chosen.wins, left.wins) == (True, False)
-    records = best_records(Database("", [chosen, left]))
-    assert [(row["ratio"], row["runs"]) for row in map(row_of, records)] == [(0.5, "tuned"), (0.5, "stock")]
-    assert summary_lines(records) == ["forward: 1 of 2 tuned, 0.71x torch as chosen (geometric mean)"]

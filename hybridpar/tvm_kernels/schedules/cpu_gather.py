@@ -33,7 +33,7 @@ class Tile(CpuTile):
 
     Attributes:
         tile_rows: Rows of outputs held in registers.
-        columns_outer: 1 if all channels of a tile come before the next tile, as in some records, else 0.
+        columns_outer: 1 if all channels of a tile come before the next tile, else 0.
         unroll: 1 if rows of taps are written out where none crosses a border.
         stream: 1 if results are written past the caches, as those above `FAR` are.
     """
@@ -50,7 +50,7 @@ class Tile(CpuTile):
             return "columns_outer, unroll and stream are 0 or 1"
         if reason := super().check(key) or out_of_bounds(self, tile_rows=geometry.MOST_IN_TILE):
             return reason
-        if self.stream and not _has_whole_lines(key, self.lanes):
+        if self.stream and not _fills_lines(key, self.lanes, self.columns_outer):
             return "only whole cache lines are written past the caches"  # a part of one costs more than all of it
         if self.strip % self.tile_rows:
             return "a strip is not made of whole tiles"
@@ -70,8 +70,10 @@ class Tile(CpuTile):
         return rows * self.tile_columns * shape.kernel[1] // skipped
 
 
-def _has_whole_lines(key: KernelKey, lanes: int) -> bool:
-    return lanes * ITEM[key.dtype] % geometry.LINE == 0 and key.shape.channels % lanes == 0
+def _fills_lines(key: KernelKey, lanes: int, columns_outer: int) -> bool:
+    """Whether stores are cache lines, or halves that are soon followed by the others."""
+    part = geometry.LINE // (2 if columns_outer else 1)
+    return lanes * ITEM[key.dtype] % part == 0 and key.shape.channels % lanes == 0
 
 
 def default(_: ConvShape) -> dict[str, int]:
@@ -92,8 +94,10 @@ def candidates(key: KernelKey, machine: Machine) -> Iterator[dict[str, int]]:
         # At least one register is for an input and one for a tap; too few sums wait for each other.
         if sums + 2 * vectors > machine.registers or (sums < 4 and columns < width) or rows > height:
             continue
-        tile = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns, "columns_outer": 0, "unroll": unroll}
-        tile |= {"stream": int(large and _has_whole_lines(key, lanes))}
+        # Channels that end within a cache line fill it where those of the next pixel follow soon.
+        outer = int(key.dtype == "bfloat16" and not _fills_lines(key, lanes, 0))
+        tile = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns, "columns_outer": outer, "unroll": unroll}
+        tile |= {"stream": int(large and _fills_lines(key, lanes, outer))}
         if Tile(**tile, strip=rows).written_out(shape, direction) > geometry.MOST_WRITTEN_OUT:
             continue
         for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
@@ -273,25 +277,19 @@ class Gather(ConvWriter):
     def _bounds(self, row: Any) -> tuple[Any, Any, Callable[[Any], Any], Callable[[Any], Any]]:
         """The loop over taps of an output row: from, to, and of a step the tap and the input row."""
         w, t, along = self.w, self.t, self.vertical
-        none = t.int64(0)
+        none, d = t.int64(0), along.dilation
         if not along.transposed:
             first = w.keep(row * along.stride - along.padding)
-            d = along.dilation
             low = t.floordiv(t.max(none, d - 1 - first), t.int64(d))
             high = t.min(t.int64(along.taps), t.floordiv(t.max(none, along.size - 1 - first + d), t.int64(d)))
             return w.keep(low), w.keep(high), lambda step: step, lambda step: first + step * d
-        if along.stride == 1:
-            d = along.dilation
-            last = w.keep(row + along.padding)
-            low = t.floordiv(t.max(none, last - (along.size - 1) + (d - 1)), t.int64(d))
-            high = t.min(t.int64(along.taps), t.floordiv(last, t.int64(d)) + 1)
-            return w.keep(low), w.keep(high), lambda step: step, lambda step: last - step * d
+        # Every `stride`-th tap meets an input row, which is `dilation` rows higher for each; one of the two is 1.
         place = w.keep(t.floordiv(row + along.padding, t.int64(along.stride)))
         phase = w.keep(row + along.padding - place * along.stride)
-        low = t.max(none, place - (along.size - 1))
+        low = t.floordiv(t.max(none, place - (along.size - 1) + (d - 1)), t.int64(d))
         most = t.floordiv(along.taps - 1 - phase + along.stride, t.int64(along.stride))
-        high = t.min(most, place + 1)
-        return w.keep(low), w.keep(high), lambda step: phase + step * along.stride, lambda step: place - step
+        high = t.min(most, t.floordiv(place, t.int64(d)) + 1)
+        return w.keep(low), w.keep(high), lambda step: phase + step * along.stride, lambda step: place - step * d
 
     # ------------------------------------------------------------------------------------------------- what memory is
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.codegen.tir_writer import Writer
+from hybridpar.codegen.tir_writer import HELPERS, Writer
 from hybridpar.tvm_kernels.schedules import FAR, out_of_bounds
 from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, KernelKey
 
@@ -205,8 +205,8 @@ def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], 
 
 
 def _helpers(lanes: int, stored: str) -> str:
-    """Functions in LLVM IR: a load that no compiler leaves out; a store of cache lines, so aligned, past the caches,
-    and a fence to call after the last of them; vectors of bfloat16 to float32 and back.
+    """Further functions in LLVM IR: a load that no compiler leaves out; a store past the caches, aligned by its size;
+    vectors of bfloat16 to float32 and back.
 
     Of a whole line the even channels make one vector and the odd ones another, in half as many instructions.
     """
@@ -230,18 +230,14 @@ def _helpers(lanes: int, stored: str) -> str:
   %wide = shufflevector {some} %even, {some} %odd, {split}"""
         in_order = f"shufflevector {words} %rounded, {words} poison, {joined}"
     values = floats if stored == "float32" else words
-    return f"""
+    return f"""{HELPERS}
 define linkonce_odr i32 @hp_read(ptr %at) alwaysinline nounwind {{
   %value = load volatile i32, ptr %at, align 4
   ret i32 %value
 }}
 define linkonce_odr void @hp_past(ptr %to, {values} %values) alwaysinline nounwind {{
-  store {values} %values, ptr %to, align {LINE}, !nontemporal !0
+  store {values} %values, ptr %to, align {min(LINE, lanes * (4 if stored == "float32" else 2))}, !nontemporal !0
   ret void
-}}
-define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
-  fence seq_cst
-  ret i32 0
 }}
 define linkonce_odr {floats} @hp_widen({words} %words) alwaysinline nounwind {{{widened}
   ret {floats} %wide
@@ -252,7 +248,6 @@ define linkonce_odr {words} @hp_narrow({floats} %wide) alwaysinline nounwind {{
   %words = {in_order}
   ret {words} %words
 }}
-!0 = !{{i32 1}}
 """
 
 
