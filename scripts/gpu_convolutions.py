@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kernels.common import gpu_floor_ms
+from benchmarks.kernels.common import gpu_floor_ms, torchs_ways
 from benchmarks.rig.records import append_dicts, read_dicts
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
