@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
 DEMO_DIR := runs/demo
-DEMO_ARGS := resnet18 --data digits --run-dir $(DEMO_DIR) --overwrite
+DEMO_ARGS := resnet18 --data digits --run-dir $(DEMO_DIR)
 PYTEST_ARGS ?=
 # Test files at a time: most tests wait for processes of their own, so one at a time leaves cores idle.
 TEST_JOBS ?= 2
@@ -38,6 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY) ## Train ResNet-18 on real images; minutes on a laptop, no download
+	@rm -rf $(DEMO_DIR)
 	$(BIN)/hybridpar train $(DEMO_ARGS)
 	@$(BIN)/python scripts/beside_ddp.py $(DEMO_DIR)
 

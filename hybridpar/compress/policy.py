@@ -65,9 +65,9 @@ def parse_codec(text: str) -> Codec:
     values = read_values(label, split_fields(repr(text), tail), _options(kind), defaults_of(kind))
     codec = kind(**values)
     check(
-        codec.castable or codec.cast == "fp32",
+        codec.castable or "cast" not in values,
         f"{label} with cast={codec.cast}",
-        "Its messages are not floating-point numbers, so there is nothing to cast.",
+        "Its name says in which type it sends floating-point numbers, or it sends none.",
         "Leave out the cast.",
     )
     if not codec.feedback:

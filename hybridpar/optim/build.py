@@ -283,6 +283,8 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
     config = replace(config, lr=config.peak_lr)
     if not isinstance(config.exchange, OneBit):
         return config
+    from hybridpar.compress import parse_codec
+
     check(
         replicas > 1,
         f"--sync {config.sync} with one replica",
@@ -292,6 +294,12 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
     name, text = split_name(config.compress)
     codec = config.compress.strip() if name == "onebit_sgd" else "onebit_sgd"
     given = split_fields(f"--compress {codec}", text, flags=None) if name == "onebit_sgd" else {}
+    check(
+        parse_codec(codec).feedback,
+        f"--sync {config.sync} with --compress {codec}",
+        "Error feedback is a part of 1-bit SGD, and its warm-up sends the first steps in full precision.",
+        "Leave feedback=off out, or name the codec without --sync onebit-sgd.",
+    )
     # What --compress says goes before what other options say.
     momentum, warm = f"{config.momentum:g}", config.exchange.warm_steps(total_steps)
     rule: dict[str, object] = {"warmup": warm, "momentum": momentum, **given}

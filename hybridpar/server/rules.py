@@ -27,7 +27,7 @@ from torch import nn
 
 from hybridpar.config import OptimizerConfig, SyncConfig
 from hybridpar.config.sync import AsyncServers
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, check
 from hybridpar.sync.stage_gradients import clip_each, clip_factor
 
 #: Weight of a gradient, from its staleness tau >= 0 and the n of n-softsync, the mean staleness to be expected.
@@ -85,10 +85,11 @@ class Rules:
             bound: See the class.
 
         Raises:
-            UsageError: n is out of range.
+            UsageError: n is out of range, or there is no such rule.
         """
         if not 1 <= split <= learners:
             raise UsageError(f"softsync:{split} with {learners} learners", f"n is from 1 to {learners}.")
+        check(scale in SCALES, f"unknown rule of staleness {scale!r}", fix=f"Use one of {', '.join(SCALES)}.")
         return cls(learners, learners // split, False, split, SCALES[scale], bound)
 
     @classmethod

@@ -50,6 +50,11 @@ def test_options_go_before_what_a_recipe_would_set():
     assert rate.lr == pytest.approx(0.032)
 
 
+def test_the_recipe_needs_error_feedback():
+    with pytest.raises(UsageError, match="--sync onebit-sgd with --compress onebit_sgd:feedback=off"):
+        expand(TrainConfig(sync="onebit-sgd", compress="onebit_sgd:feedback=off"), total_steps=100, replicas=2)
+
+
 def test_the_length_of_the_run_must_be_known():
     with pytest.raises(UsageError, match="without a number of first steps"):
         expand(TrainConfig(sync="onebit-sgd"), total_steps=None, replicas=2)

@@ -20,7 +20,6 @@ class NoCompression(Codec):
 
     biased = False
     at_once = True
-    castable = True
 
     def coder(self, spec: TensorSpec) -> Full:
         return Full(spec)

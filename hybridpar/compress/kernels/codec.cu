@@ -1,7 +1,7 @@
 // Kernels of the codecs on a GPU: in torch a codec is ten passes over memory, here as few as its arithmetic allows.
 //
-// The same functions as onebit_source.py, twobit_source.py and qsgd_source.py, to the byte: what is decoded from given
-// bytes is equal bit for bit on all devices, which needs a compiler that does not make one operation of a product and a
+// The same functions as quantised_source.py, to the byte: what is decoded from given bytes
+// is equal bit for bit on all devices, which needs a compiler that does not make one operation of a product and a
 // sum (--fmad=false). Sums are made in another order than on a CPU, but always in the same one: the number of threads
 // and blocks follows from the number of values alone, and no float is added atomically.
 //
