@@ -96,7 +96,7 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if not block.runs or block.kind in ("toml", "diff"):
             continue
         if block.kind == "python":
-            exec(compile(block.code, block.place, "exec"), {"__name__": "__main__"})
+            exec(compile(block.code, block.place, "exec", dont_inherit=True), {"__name__": "__main__"})
         else:
             for command in block.commands():
                 run(command, block)

@@ -403,7 +403,7 @@ class Codec(ABC):
 
     #: What users type; the registry sets it.
     name: ClassVar[str]
-    #: Whether the expected result differs from the true mean.
+    #: Whether the expected result differs from the true mean. Only then is there error feedback.
     biased: ClassVar[bool] = True
     #: Whether it sends floating-point messages, which could be sent in a shorter type.
     castable: ClassVar[bool] = False

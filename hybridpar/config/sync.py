@@ -183,7 +183,7 @@ class SoftSync(AsyncServers, choice="softsync"):
         return self.split
 
 
-#: Codecs that ship with the package, by the name users type; each registers itself in `hybridpar.compress.codecs`.
+#: Names of the codecs in `hybridpar.compress.codecs`; the command line refuses others before torch is loaded.
 CODECS = (
     *("bf16", "fp16", "grandk_mn", "hylo", "none", "nuqsgd", "onebit", "onebit_sgd", "powersgd", "qsgd", "qsgd_mn"),
     *("qsgd_mn_ms", "qsgd_mn_ts", "signsgd", "terngrad", "topk", "twobit"),

@@ -1,7 +1,7 @@
 """The table of figures: what a step, an epoch and a whole run come to, with unit, reduction and where each is shown.
 
 `metrics.jsonl`, loggers, `summary.json`, the closing table, `hybridpar runs` and the report page follow from it. A new
-figure is a row here, and a value where it is measured.
+figure of a step is a field of `StepRecord`, and a value in `hybridpar.run.timings.measured_step`.
 
 No record holds a tensor, a file or a function, so the trainer does not know who listens, and a display can be tested
 without training anything. Times are milliseconds of one worker, averaged over the workers where they differ.
