@@ -78,7 +78,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(patter
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("text", ["fp16:cast=fp32", "none:cast=fp16", "onebit:cast=bf16"])
+@pytest.mark.parametrize("text", ["fp16:cast=fp32", "onebit:cast=bf16"])
 def test_what_is_no_float_or_has_its_type_by_name_is_not_cast(text):
     with pytest.raises(UsageError, match="with cast="):
         parse_codec(text)

@@ -20,6 +20,7 @@ class NoCompression(Codec):
 
     biased = False
     at_once = True
+    castable = True
 
     def coder(self, spec: TensorSpec) -> Full:
         return Full(spec)
@@ -30,6 +31,7 @@ class NoCompression(Codec):
 class Float16(NoCompression):
     """The gradient in float16. DDP's `fp16_compress_hook` does the same."""
 
+    castable = False
     cast: Literal["fp32", "fp16", "bf16"] = "fp16"
 
 
@@ -38,4 +40,5 @@ class Float16(NoCompression):
 class BFloat16(NoCompression):
     """The gradient in bfloat16. DDP's `bf16_compress_hook` does the same."""
 
+    castable = False
     cast: Literal["fp32", "fp16", "bf16"] = "bf16"
