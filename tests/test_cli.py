@@ -105,8 +105,23 @@ def test_none_unsets_what_a_preset_sets():
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
 def test_a_flag_that_turns_something_off_says_what_it_does(command, capsys):
     """The text of an attribute that is on by default would say the opposite of what its flag `--no-...` does."""
-    text = help_of(command, capsys)
+    text = help_of(command, capsys, HELP_ALL)
     assert "(default: True)" not in re.sub(r"[│\s]+", " ", text)
+
+
+@pytest.mark.parametrize(
+    ("command", "explained"),
+    [
+        ("report", ["Run directories. (required)", "The file to write; an earlier report is replaced."]),
+        ("show", ["A run directory, a plan of", "Draw it into this .html file"]),
+        ("predict", ["folders of which all image files are taken. (required)"]),
+    ],
+)
+def test_help_explains_each_option(command, explained, capsys):
+    text = re.sub(r"[│\s]+", " ", help_of([command], capsys))
+    assert "(default: )" not in text
+    for part in explained:
+        assert part in text
 
 
 def test_a_stopped_run_exits_with_the_signal(call, tmp_path):

@@ -136,8 +136,9 @@ def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collec
         """A field with its help text, without a default that says nothing."""
         hint = hints[option.name]
         if not any(getattr(mark, "help", None) for mark in getattr(hint, "__metadata__", ())):
-            says_nothing = option.default in (None, "", ()) or option.default is False
-            help_ = tyro.conf.arg(help=texts.get(option.name, ""), help_behavior_hint="" if says_nothing else None)
+            says_nothing = option.default in (None, "", ()) or isinstance(option.default, bool)
+            behavior = "(required)" if option.default is MISSING else "" if says_nothing else None
+            help_ = tyro.conf.arg(help=texts.get(option.name, ""), help_behavior_hint=behavior)
             hint = Annotated[hint, help_]
         return option.name, hint, field() if option.default is MISSING else field(default=option.default)
 

@@ -113,12 +113,15 @@ def _prune(folders: Sequence[Path], keep: int, *, delete: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Write one HTML page about a run, or several of them side by side. The page needs no network and no other file."""
+    """Write one HTML page about a run, or several of them side by side. The page needs no network and no other file.
+
+    Attributes:
+        runs: Run directories.
+        output: The file to write; an earlier report is replaced.
+    """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """Run directories."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
-    """The file to write; an earlier report is replaced."""
 
 
 @register_command("report", Report)

@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """Print a run, a plan or a timeline, and draw it."""
+    """Print a run, a plan or a timeline, and draw it.
+
+    Attributes:
+        file: A run directory, a plan of `hybridpar plan` or of a run, or a trace of `hybridpar train --timeline`.
+        draw: Draw it into this .html file, a page with zoom; of a plan, the schedule with its predicted times.
+    """
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """A run directory, a plan of `hybridpar plan` or of a run, or a trace of `hybridpar train --timeline`."""
     draw: Path | None = None
-    """Draw it into this .html file, a page with zoom; of a plan, the schedule with its predicted times."""
 
 
 @register_command("show", Show)

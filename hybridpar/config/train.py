@@ -156,8 +156,8 @@ class PlanningConfig(Options):
     Attributes:
         plan: `auto`: measure machine and model once, and search for the fastest way to train that the other options
             allow; `none`: train as the other options say; or the file of a plan, which is followed.
-        fidelity: Codecs that `--plan auto` and `--compress auto` may choose: `exact`: only `none`; `close`: also fp16
-            and bf16; `lossy`: also those that are known to keep the accuracy.
+        fidelity: What `--plan auto` and `--compress auto` may choose: `exact`: the same result up to rounding; `close`:
+            also 16-bit arithmetic and gradients; `lossy`: also codecs that are known to keep the accuracy.
     """
 
     plan: Literal["auto", "none"] | Path = "auto"

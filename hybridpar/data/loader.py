@@ -142,24 +142,24 @@ class _Batches:
                 _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
 
     def _load_ahead(self, jobs: list[_Job]) -> Iterator[Loaded]:
-        if self._loader is None:
-            self._loader = DataLoader(
-                self._source,
-                batch_size=None,  # A job is a batch already.
-                sampler=self._jobs,
-                num_workers=self._loader_workers,
-                collate_fn=_as_is,
-                pin_memory=self._device.type == "cuda",
-                worker_init_fn=_begin_process,
-                persistent_workers=True,
-                # Without a generator of its own, a loader draws a seed from the global one.
-                generator=torch.Generator(),
-            )
         self._reading = reading = object()
         self._jobs[:] = jobs
         with _processes_of_torch(), warnings.catch_warnings():
             # Torch counts the cores this worker is pinned to, and advises against more processes than those.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
+            if self._loader is None:
+                self._loader = DataLoader(
+                    self._source,
+                    batch_size=None,  # A job is a batch already.
+                    sampler=self._jobs,
+                    num_workers=self._loader_workers,
+                    collate_fn=_as_is,
+                    pin_memory=self._device.type == "cuda",
+                    worker_init_fn=_begin_process,
+                    persistent_workers=True,
+                    # Without a generator of its own, a loader draws a seed from the global one.
+                    generator=torch.Generator(),
+                )
             iterator = iter(self._loader)
         for _ in jobs:
             if self._reading is not reading:

@@ -185,7 +185,7 @@ def report_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             continue
         text = row.text(value)
         if row.name in STEP_PARTS and summary["step_ms_median"]:
-            text = f"{text:<10}{value / summary['step_ms_median']:>4.0%}"
+            text = f"{text:<10} {value / summary['step_ms_median']:>3.0%}"
         if expected is not None:
             text = f"{text:<14}  predicted {row.text(expected)}"
             is_small = row.unit == "part" or (row.name in STEP_PARTS and abs(value - expected) < _SMALL_MS)

@@ -67,7 +67,8 @@ class Verified:
         """What became of a finalist."""
         chosen_ms = self.measured_ms[self.outcomes.index(self.chosen)]
         if self.outcomes[index] != self.chosen:
-            return f"{self.measured_ms[index] - chosen_ms:+,.1f} ms"
+            gap = self.measured_ms[index] - chosen_ms
+            return f"{gap:+,.1f} ms" if gap >= 0 else f"{gap:+,.1f} ms, within the noise, and less simple"
         return "chosen: the fastest" if chosen_ms <= min(self.measured_ms) else "chosen: the simplest within the noise"
 
 
@@ -249,9 +250,7 @@ def said(
     others = (other for other in answer.ranked if _kind(other) != _kind(outcome))
     if (other := next(others, None)) is not None:
         gap = step_ms(other) * other.candidate.codec.steps - step_ms(outcome) * outcome.candidate.codec.steps
-        difference = (
-            "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
-        )
+        difference = "as fast within the noise" if other in answer.ties or gap < 0 else f"+{_ms(gap)}"
         line += f" (next best: {describe(other.candidate, answer)}, {difference})"
     lines = [line]
     if way is not None:

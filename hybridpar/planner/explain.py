@@ -117,15 +117,15 @@ def notes(answer: Answer) -> list[str]:
     if loops:
         texts = ", ".join(f"{choice.name}: {choice.outer}" for choice in loops)
         lines.append(f"outer loops, as ResNet-18 on digits showed: {texts}")
-    return lines + caveats(inputs)
+    return lines
 
 
 def caveats(inputs: PlannerInputs) -> list[str]:
-    """What a training run says of its figures as well: its fidelity changes nothing."""
+    """Why no codec was considered, where the fidelity allows some."""
     allowed = FIDELITIES[inputs.fidelity]
     if not allowed or inputs.fixed.codecs is not None or any(text in inputs.rates for text in allowed):
         return []
     return [
-        f"--fidelity {inputs.fidelity} changes nothing: no codec was timed: in shared memory gradients are added where "
-        "they lie, and a single worker sends nothing"
+        f"--fidelity {inputs.fidelity} chooses no codec here: in shared memory gradients are added where they lie, and "
+        "a single worker sends nothing"
     ]

@@ -215,6 +215,14 @@ def test_loader_processes_ignore_interrupts(tmp_path):
         signal.signal(signal.SIGINT, before)
 
 
+def test_loader_processes_may_outnumber_the_cores_of_a_worker(tmp_path, monkeypatch, recwarn):
+    """Workers are pinned to a part of the cores, of which torch would warn at each epoch."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    data = numbered_files(tmp_path / "images", 4, to_pixels)
+    next(train_batches(data, batch_size=4, loader_workers=2).epoch(0))
+    assert not [warning for warning in recwarn if "DataLoader" in str(warning.message)]
+
+
 def damage(path, harm):
     if harm == "missing":
         path.unlink()

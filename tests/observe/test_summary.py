@@ -153,6 +153,8 @@ def test_a_pipeline_shows_predicted_beside_measured():
     assert rows["step, without data"] == "41.30 ms        predicted 30.00 ms, +38%"
     assert rows["compute"] == "30.00 ms   71%  predicted 29.50 ms", "half a millisecond is no error to speak of"
     assert rows["bubble"] == "27%             predicted 20%"
+    slow = dict(report_rows(SUMMARY | {"step_ms_median": 1154.1, "compute_ms": 1154.1}))
+    assert slow["compute"] == "1154.10 ms 100%"
     assert (rows["stages"], rows["micro-batches"], rows["sums hidden"]) == ("4", "8", "91%")
 
 

@@ -37,8 +37,16 @@ def test_the_fastest_by_the_clock_is_chosen_whatever_was_predicted(outcomes):
 
 def test_of_plans_that_noise_cannot_tell_apart_the_simplest_is_chosen(outcomes):
     noisy = [[20.0, 26.0, 18.0, 23.0, 21.0], [22.0, 21.0, 24.0, 19.0, 21.5], [19.0, 24.0, 22.0, 20.0, 23.0]]
-    times = [noisy[index % 3] for index in range(len(outcomes))]
-    assert verified(outcomes, times).chosen == min(outcomes, key=lambda one: one.candidate.simplicity)
+    simplest = min(range(len(outcomes)), key=lambda index: outcomes[index].candidate.simplicity)
+    times = [noisy[(index - simplest + 2) % 3] for index in range(len(outcomes))]  # the slowest is the simplest's
+    found = verified(outcomes, times)
+    assert found.chosen == outcomes[simplest]
+    assert found.verdict(simplest) == "chosen: the simplest within the noise"
+    faster = [index for index, time in enumerate(found.measured_ms) if time < found.measured_ms[simplest]]
+    assert faster
+    assert {found.verdict(index) for index in faster} <= {
+        f"{gap} ms, within the noise, and less simple" for gap in ("-1.0", "-0.5")
+    }
 
 
 def test_what_slows_a_whole_round_down_hides_no_difference(outcomes):

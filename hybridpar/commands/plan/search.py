@@ -27,7 +27,7 @@ from hybridpar.partition.profile import intra_op_threads
 from hybridpar.partition.table import print_partition
 from hybridpar.planner.batch import measure_batch
 from hybridpar.planner.decide import Decision, Verified, decide_plan
-from hybridpar.planner.explain import PARTS, notes, rows
+from hybridpar.planner.explain import PARTS, caveats, notes, rows
 from hybridpar.planner.fixed import decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import Question
 from hybridpar.planner.probes import LEAST_STEPS, measure_inputs
@@ -101,7 +101,7 @@ def report(decision: Decision, output: Path | None) -> None:
     inputs = answer.inputs
     if output is not None:
         plan.save(output)
-    about = notes(answer)
+    about = notes(answer) + (caveats(inputs) if not decision.lines else [])
     if inputs.run_steps is not None and inputs.run_steps < LEAST_STEPS:
         short = f"a run of {inputs.run_steps} steps is not planned by hybridpar train"
         about = [*about, f"{short}; name the file of this plan with --plan"]
