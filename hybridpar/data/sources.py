@@ -257,8 +257,19 @@ def _class_names(dataset: Any, labels: Sequence[Tensor], names: Sequence[str] | 
     return tuple(names)
 
 
-def number_labels(parts: Sequence[Any], labels: Sequence[Sequence[list[str]]], names: Sequence[str] = ()) -> list[str]:
+def number_labels(
+    parts: Sequence[Any],
+    labels: Sequence[Sequence[list[str]]],
+    names: Sequence[str] = (),
+    rows_of: Sequence[Callable[[int], str]] = (),
+) -> list[str]:
     """Give data sets labels that are words, one or several for each image.
+
+    Args:
+        parts: The data sets.
+        labels: The words of each image of each part.
+        names: Names of the classes.
+        rows_of: For each part, what the row of a label is called in messages; not given: what its image is called.
 
     Returns:
         The names of the classes: those that are given, else the words of the first part.
@@ -266,14 +277,15 @@ def number_labels(parts: Sequence[Any], labels: Sequence[Sequence[list[str]]], n
     several = any(len(words) > 1 for rows in labels for words in rows)
     names = list(names) or sorted({word for words in labels[0] for word in words}, key=_order)
     numbers = {name: number for number, name in enumerate(names)}
-    for part, rows in zip(parts, labels, strict=True):
+    rows_of = rows_of or [part.name for part in parts]
+    for part, rows, called in zip(parts, labels, rows_of, strict=True):
         target = np.zeros((len(rows), len(names)), bool) if several else np.zeros(len(rows), np.int64)
         for row, words in enumerate(rows):
             strange = [word for word in words if word not in numbers]
             if strange or not (several or words):
                 said = f"the label {strange[0]!r}, which is none of the {len(names)} classes" if strange else "no label"
                 rule, fix = "The classes are those of the training images.", "Correct the label, or remove the image."
-                raise DataError(f"{part.name(row)} has {said}", rule, fix)
+                raise DataError(f"{called(row)} has {said}", rule, fix)
             if several:
                 target[row, [numbers[word] for word in words]] = True
             else:
