@@ -103,7 +103,9 @@ def load_table(config: DataConfig) -> ImageData:
     used = [parts["train"], *filter(None, [parts["test"] or parts["val"]])]
     words = [[[*filter(None, map(str.strip, re.split("[;|]", row["label"])))] for row in part] for part in used]
     files = [ImageFiles(folder, [row["path"] for row in part]) for part in used]
-    return image_data(config, files, names=number_labels(files, words), ignored=unused)
+    lines = [[row["line"] for row in part] for part in used]
+    names = number_labels(files, words, rows_of=[part.__getitem__ for part in lines])
+    return image_data(config, files, names=names, ignored=unused)
 
 
 def _rows(table: Path, split: str) -> list[dict[str, str]]:
@@ -115,10 +117,9 @@ def _rows(table: Path, split: str) -> list[dict[str, str]]:
     ):
         for cells in (reader := csv.DictReader(file, skipinitialspace=True, restval="")):
             given = {key: cells[key].strip() for key in ("path", "label", "split") if cells.get(key)}
-            row = {"label": "", "split": split, **given}
+            row = {"label": "", "split": split, "line": f"line {reader.line_num} of {table.name}", **given}
             if "path" not in row or "label" not in cells or row["split"] not in ("train", "test", "val"):
-                what = f"line {reader.line_num} of {table.name} has {cells}"
-                raise DataError(what, _COLUMNS, "Correct the table.")
+                raise DataError(f"{row['line']} has {cells}", _COLUMNS, "Correct the table.")
             rows.append(row)
     return rows
 

@@ -23,7 +23,7 @@ from hybridpar.config.data import TORCHVISION_SETS, HubOptions, data_name, sampl
 from hybridpar.data.augment import open_image
 from hybridpar.data.images import ImageFiles
 from hybridpar.data.sources import IMAGENET, ImageData, image_data, labels_of, listed_names, number_labels, reading
-from hybridpar.errors import DataError, HybridparError, check, not_installed, user_error
+from hybridpar.errors import DataError, HybridparError, UsageError, check, not_installed, user_error
 from hybridpar.registry import find_factory
 from hybridpar.spec import with_options
 
@@ -166,7 +166,11 @@ def _read_hub(name: str, config: DataConfig) -> dict[str, Any]:
     try:
         import datasets
     except ImportError as error:
-        raise not_installed(f"the data set {config.data} is read with the package datasets", "hf") from error
+        what = f"the data set {config.data} is read with the package datasets"
+        if isinstance(error, ModuleNotFoundError) and error.name == "datasets":
+            raise not_installed(what, "hf") from error
+        fix = "Install it again: pip install --force-reinstall 'hybridpar[hf]'"
+        raise UsageError(f"{what}, which cannot be imported: {error}", fix=fix) from error
     root, options = config.data_root.resolve(), config.data_options
     assert isinstance(options, HubOptions)
     rule = "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it."

@@ -134,7 +134,8 @@ def image_data(
         config: What the images become.
         parts: Training and test images, or one data set that is divided: items are (image, label), of which the image
             is Pillow's or a tensor, and the label a number or a zero or one for each class. A `TensorDataset` of uint8
-            images (samples, 1 or 3, height, width) is held in memory; others are read when they are asked for.
+            images (samples, 1 or 3, height, width) is held in memory, unless a derived class makes its items; others
+            are read when they are asked for.
         names: Names of the classes; None: as the first part says, else numbers.
         size: Side of the images where options do not say it.
         flip: Whether a mirrored image is still one of its class, and images are mirrored where options do not say it.
@@ -156,7 +157,8 @@ def image_data(
 
     def source(part: int, indices: IntArray) -> ImageSource:
         dataset, chosen = parts[part], torch.from_numpy(indices)
-        if not isinstance(dataset, TensorDataset) or dataset.tensors[0].dtype != torch.uint8:
+        stored = next(iter(_tensors_of(dataset)), None)
+        if stored is None or stored.dtype != torch.uint8 or stored.ndim != 4 or stored.shape[1] not in (1, 3):
             return ImageSource(
                 dataset,
                 labels[part][chosen],
@@ -166,7 +168,7 @@ def image_data(
                 channels=channels,
                 strict=config.data_options.bad == "error",
             )
-        pixels = dataset.tensors[0] if len(indices) == len(dataset) else dataset.tensors[0][chosen]
+        pixels = stored if len(indices) == len(dataset) else stored[chosen]
         changes = random_changes(size, config, mean, std, flip=0.0)  # images in memory are mirrored all at once
         augment = v2.Compose(changes) if changes else None
         return MemoryImages(_with_channels(pixels, channels), labels[part][chosen], flip=flipped, augment=augment)
@@ -206,11 +208,18 @@ def _divided(labels: Sequence[Tensor], per_class: int | None) -> list[tuple[int,
     return [(0, indices) for indices in split_by_class(flat, [max(1, count) for count in wanted], FIXED_SEED)]
 
 
+def _tensors_of(dataset: Any) -> tuple[Tensor, ...]:
+    """What the items of a `TensorDataset` are taken from; nothing where a derived class makes them itself."""
+    taken = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
+    tensors: tuple[Tensor, ...] = dataset.tensors if taken else ()
+    return tensors
+
+
 def labels_of(dataset: Any) -> Tensor:
     """Class of each sample, int64; or which classes it has, bool of shape (samples, classes)."""
     as_listed = getattr(dataset, "target_transform", None) is None
     listed = [getattr(dataset, name, ()) for name in _LABELS] if as_listed else []
-    listed += dataset.tensors[1:] if isinstance(dataset, TensorDataset) else ()
+    listed += _tensors_of(dataset)[1:]
     labels = next((each for each in listed if each is not None and len(each) == len(dataset)), None)
     if labels is None:
         labels = [dataset[index][1] for index in range(len(dataset))]
@@ -248,8 +257,19 @@ def _class_names(dataset: Any, labels: Sequence[Tensor], names: Sequence[str] | 
     return tuple(names)
 
 
-def number_labels(parts: Sequence[Any], labels: Sequence[Sequence[list[str]]], names: Sequence[str] = ()) -> list[str]:
+def number_labels(
+    parts: Sequence[Any],
+    labels: Sequence[Sequence[list[str]]],
+    names: Sequence[str] = (),
+    rows_of: Sequence[Callable[[int], str]] = (),
+) -> list[str]:
     """Give data sets labels that are words, one or several for each image.
+
+    Args:
+        parts: The data sets.
+        labels: The words of each image of each part.
+        names: Names of the classes.
+        rows_of: For each part, what the row of a label is called in messages; not given: what its image is called.
 
     Returns:
         The names of the classes: those that are given, else the words of the first part.
@@ -257,14 +277,15 @@ def number_labels(parts: Sequence[Any], labels: Sequence[Sequence[list[str]]], n
     several = any(len(words) > 1 for rows in labels for words in rows)
     names = list(names) or sorted({word for words in labels[0] for word in words}, key=_order)
     numbers = {name: number for number, name in enumerate(names)}
-    for part, rows in zip(parts, labels, strict=True):
+    rows_of = rows_of or [part.name for part in parts]
+    for part, rows, called in zip(parts, labels, rows_of, strict=True):
         target = np.zeros((len(rows), len(names)), bool) if several else np.zeros(len(rows), np.int64)
         for row, words in enumerate(rows):
             strange = [word for word in words if word not in numbers]
             if strange or not (several or words):
                 said = f"the label {strange[0]!r}, which is none of the {len(names)} classes" if strange else "no label"
                 rule, fix = "The classes are those of the training images.", "Correct the label, or remove the image."
-                raise DataError(f"{part.name(row)} has {said}", rule, fix)
+                raise DataError(f"{called(row)} has {said}", rule, fix)
             if several:
                 target[row, [numbers[word] for word in words]] = True
             else:

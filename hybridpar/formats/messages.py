@@ -56,8 +56,11 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
         text, facts = json.loads(bytes(memory[_LENGTH.size : begin]))
         sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in facts]
         parts = torch.split_with_sizes(torch.from_numpy(np.array(memory[begin:], np.uint8)), sizes)
-        # Copies, because a tensor lies where its dtype may lie.
-        tensors = [part.clone().view(DTYPES[of]).view(shape) for part, (shape, of) in zip(parts, facts, strict=True)]
+        # Copies, because a tensor lies where its dtype may lie. What is empty may have a stride that no dtype takes.
+        tensors = [
+            part.clone().view(DTYPES[of]).view(shape) if len(part) else torch.empty(shape, dtype=DTYPES[of])
+            for part, (shape, of) in zip(parts, facts, strict=True)
+        ]
         return put_together(text, tensors)
     except (struct.error, ValueError, TypeError, KeyError, RecursionError, RuntimeError, OverflowError) as error:
         raise ValueError(f"no message ({type(error).__name__}: {str(error)[:100]})") from error

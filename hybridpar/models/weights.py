@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 #: What wrappers (DDP, torch.compile) put in front of names.
-_WRAPPERS = ("module.", "_orig_mod.")
+_WRAPPER = re.compile(r"^(module|_orig_mod)\.")
 
 #: DenseNet files of torchvision have names such as norm.1, which its modules no longer have.
 _DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
@@ -167,18 +167,28 @@ def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     def fits(tensors: Mapping[str, Tensor]) -> int:
         return sum(name in tensors and tensors[name].shape == tensor.shape for name, tensor in wanted.items())
 
-    return max(_forms(model, state), key=fits)
+    return max(_forms(model, max(_without_prefixes(state), key=fits)), key=fits)
+
+
+def _without_prefixes(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Tensors under names without those of wrappers, then with ever more of these, then without one more prefix.
+
+    A model may have a part that is called as a wrapper calls it. Where none fits, the first are most likely to be names
+    that timm knows.
+    """
+    forms = [state]
+    while any(map(_WRAPPER.match, forms[0])):
+        forms.insert(0, {_WRAPPER.sub("", name): tensor for name, tensor in forms[0].items()})
+    bare = forms[0]
+    for prefix in sorted({f"{name.partition('.')[0]}." for name in bare}):  # as Lightning's `model.`
+        forms.append({name.removeprefix(prefix): tensor for name, tensor in bare.items()})
+    return forms
 
 
 def _forms(model: nn.Module, state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Tensors as they are, and under the other names that the same architecture may have for them."""
     yield state
-    while wrapper := next((first for first in _WRAPPERS if all(name.startswith(first) for name in state)), None):
-        state = {name.removeprefix(wrapper): tensor for name, tensor in state.items()}
-        yield state
     yield {_DENSE.sub(r"\1\2", name): tensor for name, tensor in state.items()}
-    for prefix in sorted({f"{name.partition('.')[0]}." for name in state}):  # as Lightning's `model.`
-        yield {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     # timm knows the original names, and how position embeddings change their size.
     convert = getattr(sys.modules.get(type(model).__module__), "checkpoint_filter_fn", None)
     if convert is not None and hasattr(model, "pretrained_cfg"):

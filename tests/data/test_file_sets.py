@@ -190,9 +190,9 @@ def test_several_labels_become_float_targets(root: Path) -> None:
     [
         ("file,label", ("images/0.png,a",), "line 2 of train.csv has"),
         ("path,name", ("images/0.png,a",), "line 2 of train.csv has"),
-        ("path,label", ("images/0.png,", "images/1.png,a"), "images/0.png has no label"),
+        ("path,label", ("images/0.png,", "images/1.png,a"), "line 2 of train.csv has no label"),
         ("path,label,split", ("images/0.png,a,dev",), "line 2 of train.csv has .*dev"),
-        ("path,label,split", ("images/0.png,a,", "images/1.png,x,test"), "images/1.png has the label 'x'"),
+        ("path,label,split", ("images/0.png,a,", "images/1.png,x,test"), "line 3 of train.csv has the label 'x'"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_named_with_its_line(

@@ -89,6 +89,14 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert caught.value.fix == "Install it: pip install 'hybridpar[hf]'"
 
 
+def test_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "datasets")
+    (tmp_path / "datasets.py").write_text("import a_package_that_it_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"package datasets, which cannot be imported: .*'a_package_that_it_needs'"):
+        load(tmp_path)
+
+
 def shard(path: Path, numbers: range, end: str = "cls", *, damaged: int | None = None) -> None:
     """A tar file of grey images whose shade and label are their number."""
     labels = {"cls": str, "txt": "word{}".format, "json": lambda number: json.dumps({"label": [str(number), "many"]})}

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from hybridpar.config import DataConfig
 from hybridpar.config.data import TORCHVISION_SETS
 from hybridpar.data import ImageData, MemoryImages, TrainBatches, load_dataset
+from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError, UsageError
 
 CPU = torch.device("cpu")
@@ -70,6 +71,30 @@ def tensors() -> list[TensorDataset]:
     return [TensorDataset(torch.zeros(8, 3, 20, 20, dtype=torch.uint8), torch.arange(8) % 2) for _ in range(2)]
 
 
+class Marked(TensorDataset):
+    """The label comes first in its tensors, and its images are made when they are asked for."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        label, images = (tensor[index] for tensor in self.tensors)
+        return images + 7, int(label)
+
+
+def derived() -> list[TensorDataset]:
+    return [Marked(torch.arange(8, dtype=torch.uint8) % 2, torch.zeros(8, 3, 16, 16, dtype=torch.uint8))] * 2
+
+
+def grey() -> list[TensorDataset]:
+    return [TensorDataset(torch.full((8, 16, 16), 7, dtype=torch.uint8), torch.arange(8) % 2)] * 2
+
+
+def transparent() -> list[TensorDataset]:
+    return [TensorDataset(torch.full((8, 4, 16, 16), 7, dtype=torch.uint8), torch.arange(8) % 2)] * 2
+
+
+def channels_last() -> list[TensorDataset]:
+    return [TensorDataset(torch.zeros(8, 16, 16, 3, dtype=torch.uint8), torch.arange(8) % 2)] * 2
+
+
 def none() -> int:
     return 3
 
@@ -110,6 +135,18 @@ def test_a_label_is_a_number_a_column_or_says_which_classes_an_image_has() -> No
     assert several.multi_label
     assert isinstance(load("tensors").train, MemoryImages)
     assert several.train.labels[:4].int().tolist() == [[0, 1], [1, 0], [0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("factory", ["derived", "grey", "transparent"])
+def test_tensors_that_are_not_the_images_of_a_batch_are_read_item_by_item(factory: str) -> None:
+    data = load(factory)
+    assert data.train.labels.tolist() == data.test.labels.tolist() == [0, 1] * 4
+    assert torch.equal(data.test.load(np.arange(8), None, CPU).images, torch.full((8, 3, 16, 16), 7, dtype=torch.uint8))
+
+
+def test_images_whose_channels_come_last_are_one_error() -> None:
+    with pytest.raises(DataError, match=r"cannot read the image .* of TensorDataset: .*16 channels"):
+        load("channels_last").train.load(np.arange(8), AugmentKey(0, 0), CPU)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,12 @@ def test_values_come_back_as_they_were(item):
     assert type(found) is type(item)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+def test_a_message_may_hold_empty_tensors_alone(dtype):
+    item = [torch.zeros(0, 3, dtype=dtype), torch.zeros(0, dtype=dtype)]
+    assert same(unpack(pack(item)), item)
+
+
 def test_numbers_of_numpy_become_plain_ones_and_errors_stay_errors():
     assert unpack(pack([numpy.float64(0.5), torch.Size([2, 3])])) == [0.5, (2, 3)]
     error = unpack(pack(UsageError("what", "why", "fix")))

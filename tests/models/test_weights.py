@@ -70,6 +70,25 @@ def test_a_model_may_have_a_part_that_is_called_as_wrappers_call_it(tmp_path, so
     assert equal(model["module"], source)
 
 
+def test_names_of_several_wrappers_are_taken_off_one_by_one(tmp_path, source):
+    averaged = {f"module._orig_mod.{key}": value for key, value in source.items()}  # AveragedModel of a compiled one
+    torch.save({"n_averaged": torch.tensor(3), **averaged}, tmp_path / "w.pt")
+    model = plain()
+    report = load_weights(model, tmp_path / "w.pt")
+    assert equal(model, source)
+    assert (report.taken, report.left_out) == (len(source), ("n_averaged",))
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", ""])
+def test_positions_of_another_image_size_are_converted_whatever_is_in_front_of_the_names(tmp_path, prefix):
+    small = {"embed_dim": 12, "depth": 1, "num_heads": 1, "patch_size": 8}
+    there, here = (build_model("timm/vit_tiny_patch16_224", 4, args={"img_size": size, **small}) for size in (32, 48))
+    state = there.state_dict()
+    torch.save({f"{prefix}{key}": value for key, value in state.items()}, tmp_path / "w.pt")
+    assert load_weights(here, tmp_path / "w.pt").taken == len(state)
+    assert equal(here, state, but=("pos_embed",))
+
+
 def test_a_model_without_memory_takes_what_it_is_filled_with(tmp_path, source):
     write(tmp_path / "state.pt", source)
     model = DeferredModel(plain)
