@@ -109,6 +109,21 @@ def test_a_flag_that_turns_something_off_says_what_it_does(command, capsys):
     assert "(default: True)" not in re.sub(r"[│\s]+", " ", text)
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("report", ["Run directories.", "an earlier page is replaced"]),
+        ("show", ["A run directory, a plan", "Draw it into this .html file"]),
+        ("predict", ["Image files, and folders"]),
+    ],
+)
+def test_positional_arguments_are_explained_without_an_empty_default(command, said, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = help_of([command], capsys)
+    assert all(part in text for part in said)
+    assert "(default: )" not in text
+
+
 def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
     with faulty("TERM@0:3"):
         code, _ = call(*small_arguments(tmp_path / "run"))
