@@ -66,7 +66,7 @@ class Options:
 def choices_of(kind: Any) -> dict[str, Any]:
     """A class and the classes derived from it by the names that users choose them by, where they have one."""
     here = {kind.choice: kind} if issubclass(kind, Options) and kind.choice else {}
-    return here | {name: found for below in kind.__subclasses__() for name, found in choices_of(below).items()}
+    return here | {name: choice for below in kind.__subclasses__() for name, choice in choices_of(below).items()}
 
 
 class Spec(Generic[_T]):

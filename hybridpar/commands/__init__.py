@@ -81,7 +81,7 @@ COMMANDS: Registry[Command] = Registry("command", __name__)
 
 
 def register_command(
-    name: str, options: type[_Options], **own: type
+    name: str, options: type[_Options], **extra: type
 ) -> Callable[[Callable[[_Options, Sequence[str]], int]], Callable[[_Options, Sequence[str]], int]]:
     """Decorator that makes a function a command.
 
@@ -92,17 +92,17 @@ def register_command(
         name: What users type after `hybridpar`.
         options: Dataclass whose fields are the options. The first sentence of its docstring is for `hybridpar --help`;
             what it says below `Attributes:` is the help of the options.
-        **own: Where the options are those of training and more: titles for these on the help screen, each with the base
-            class of `options` that has them.
+        **extra: Where the options are those of training and more: titles for these on the help screen, each with the
+            base class of `options` that has them.
 
     Returns:
         The decorator; it returns the function as it is.
     """
     groups: dict[str, tuple[type, ...]] = {}
     if issubclass(options, TrainConfig):
-        groups = {**{title: (kind,) for title, kind in own.items()}, "Configuration files": (FileOptions,), **GROUPS}
+        groups = {**{title: (kind,) for title, kind in extra.items()}, "Configuration files": (FileOptions,), **GROUPS}
     description = " ".join((options.__doc__ or "").split()).partition(". ")[0].removesuffix(".") + "."
-    shown = [*SHOWN, *(option.name for kind in own.values() for option in fields(kind))]
+    shown = [*SHOWN, *(option.name for kind in extra.values() for option in fields(kind))]
 
     def enter(run: Callable[[_Options, Sequence[str]], int]) -> Callable[[_Options, Sequence[str]], int]:
         COMMANDS.register(name, description)(Command(options, run, groups, shown))

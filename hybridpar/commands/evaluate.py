@@ -11,6 +11,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -163,7 +164,7 @@ class Predict(TrainedModel):
         loader_workers: Loader processes that decode images; default: 2, and 0 for few images.
     """
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER ...")]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER ...")] = ()
     top: Annotated[int, AT_LEAST_1] = 1
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     batch_size: int = 64
@@ -178,6 +179,8 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
         check_writable("--output", command.output)
         command.refuse_replacing(command.output)
     trained = command.find()
+    # Those of the run were for its training set.
+    trained = replace(trained, config=replace(trained.config, loader_workers=command.loader_workers))
     import_torch(trained)
     from hybridpar.data.file_sets import find_images
     from hybridpar.observe.progress import progress_bar

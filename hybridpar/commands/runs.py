@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -111,16 +110,15 @@ def _prune(folders: Sequence[Path], keep: int, *, delete: bool) -> None:
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Options):
     """Write one HTML page about a run, or several of them side by side. The page needs no network and no other file.
 
     Attributes:
         runs: Run directories.
-        output: The file to write; an earlier report is replaced.
+        output: The file to write; an earlier page is replaced.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")] = ()
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
 
 
@@ -137,11 +135,19 @@ def run_report(command: Report, _: Sequence[str]) -> int:
 
 
 def check_page(option: str, path: Path) -> None:
-    """Refuse a page that could not be written; an earlier one is replaced."""
+    """Refuse a page that could not be written, or would replace anything but an earlier page."""
     if importlib.util.find_spec("plotly") is None:
         raise not_installed(f"{option} {path} needs plotly", "report")
     check(path.suffix == ".html", f"{option} {path}", "A page is an .html file.", f"Use {path.with_suffix('.html')}.")
     check_writable(option, path)
+    from hybridpar.observe.page import is_page
+
+    check(
+        not path.is_file() or is_page(path),
+        f"{option} {path} is there already, and is no page of hybridpar",
+        "A page replaces an earlier page and no other file.",
+        "Name another file, or delete this one.",
+    )
 
 
 def read_runs(directories: Sequence[Path]) -> dict[str, PastRun]:

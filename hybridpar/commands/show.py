@@ -7,7 +7,6 @@ The argument is the directory of a run, or a file that is recognised by its cont
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +16,7 @@ from hybridpar.commands import register_command
 from hybridpar.commands.runs import check_page
 from hybridpar.errors import PlanError, counted, shortened
 from hybridpar.formats.file_reader import read_json
+from hybridpar.spec import Options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from hybridpar.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Show:
+class Show(Options):
     """Print a run, a plan or a timeline, and draw it.
 
     Attributes:
         file: A run directory, a plan of `hybridpar plan` or of a run, or a trace of `hybridpar train --timeline`.
-        draw: Draw it into this .html file, a page with zoom; of a plan, the schedule with its predicted times.
+        draw: Draw it into this .html file, a page with zoom; of a plan, the schedule with its predicted times. An
+            earlier page is replaced.
     """
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]

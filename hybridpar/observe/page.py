@@ -30,6 +30,7 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="hybridpar">
 <title>{title} - hybridpar</title>
 <style>
 body {{ margin: 0 auto; padding: 1rem; max-width: 1200px; font: 15px/1.5 system-ui, sans-serif; }}
@@ -82,6 +83,12 @@ def write_page(path: Path, title: str, parts: Iterable[str | Figure]) -> None:
     ]
     page = _PAGE.format(title=html.escape(title), script=get_plotlyjs(), body="\n".join(shown))
     replace_file(path, [page.encode(errors="replace")])
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page that `write_page` wrote."""
+    with open(path, "rb") as file:
+        return b'<meta name="generator" content="hybridpar">' in file.read(500)
 
 
 def curves(names: Sequence[str], tables: Sequence[MetricsTable]) -> Figure | None:

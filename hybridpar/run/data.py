@@ -55,11 +55,15 @@ def batches_to_test(
     rank: int = 0,
     workers: int = 1,
     shares: Sequence[float] | None = None,
+    step_workers: int | None = None,
 ) -> TestBatches:
-    """The share of the test set of one of the workers that test it, in batches of as many samples as it trains on."""
+    """The share of the test set of one of the workers that test it, in batches of as many samples as it trains on.
+
+    `step_workers` are those that divide a step, where they are not the ones that test.
+    """
     return TestBatches(
         data,
-        batch_size=max(2, config.samples_per_step // workers),
+        batch_size=max(2, config.samples_per_step // (step_workers or workers)),
         rank=rank,
         workers=workers,
         loader_workers=config.loader_workers,
@@ -214,6 +218,7 @@ class Samples:
         self._tests = world.rank, world.size
         if own_only and plan.layout.positions > 1:  # the workers of a replica evaluate together
             self._tests = self._replica, self.replicas
+        self._step_workers = self._tests[1]
         if config.parameter_servers is not None and not config.parameter_servers.waits_for_all:
             self._tests = 0, 1  # worker 0 tests alone
         self._shares = _shares_of(config, plan)
@@ -243,7 +248,8 @@ class Samples:
     def _make_test(self, shares: Sequence[float] | None) -> TestBatches:
         rank, workers = self._tests
         shares = shares if shares is not None and len(shares) == workers else None
-        return batches_to_test(self.images, self._config, self._world.device, rank, workers, shares)
+        step_workers = self._step_workers
+        return batches_to_test(self.images, self._config, self._world.device, rank, workers, shares, step_workers)
 
     @property
     def per_epoch(self) -> int:

@@ -84,12 +84,15 @@ def find_folder(config: TrainConfig, model: str, *, restarted: bool | None = Non
 
     Nothing is written yet: the run may still turn out to be impossible, see `claim_folder`.
     """
-    start = None if config.resume_from is None else resolve_checkpoint(config.resume_from).absolute()
     job = os.environ.get("TORCHELASTIC_RUN_ID")
     again = (was_restarted() if restarted is None else restarted) and job is not None
     claimed = (path for path in _directories(config, model) if again and read_facts(path).get("job") == job)
-    if (mine := next(claimed, None)) is not None:
-        return RunFolder(mine, latest_checkpoint(mine / "checkpoints") or start, restarted=True)
+    mine = next(claimed, None)
+    start = None if mine is None else latest_checkpoint(mine / "checkpoints")
+    if start is None and config.resume_from is not None:  # which may be gone once the run has a checkpoint itself
+        start = resolve_checkpoint(config.resume_from).absolute()
+    if mine is not None:
+        return RunFolder(mine, start, restarted=True)
     if start is not None:
         read_manifest(start)
     if config.resume:

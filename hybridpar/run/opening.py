@@ -42,17 +42,22 @@ Model = nn.Module | DeferredModel
 
 
 def recall(config: TrainConfig, model_name: str) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The options of a run that is resumed, and lines on them."""
+    """The options of a run that is resumed, and lines on them, for the worker that writes to the loggers."""
+    config, changes = _recall_checked(config, model_name)
+    logger_names(config.log)
+    return config, changes
+
+
+def _recall_checked(config: TrainConfig, model_name: str) -> tuple[TrainConfig, tuple[str, ...]]:
     config, changes = recall_options(config, model_name)
     config.check()
-    logger_names(config.log)
     return config, changes
 
 
 def join(config: TrainConfig, model_name: str, job: contextlib.ExitStack) -> World | None:
     """Come to the other workers, until `job` ends; None on a server, once all workers have left."""
     with contextlib.suppress(HybridparError):  # worker 0 says it, once all have joined as they were asked to
-        config, _ = recall(config, model_name)
+        config, _ = _recall_checked(config, model_name)
     if config.parameter_servers is None:
         world: World | None = join_workers(config)
     else:

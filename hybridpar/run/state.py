@@ -128,12 +128,12 @@ def best_checkpoints(
     rule: Checkpoints, tested: Sequence[EpochRecord], checkpoints: Sequence[Path]
 ) -> list[tuple[EpochRecord, Path]]:
     """The epochs of which there is a checkpoint, with that, from the best on."""
-    found = []
+    pairs = []
     for end in ranked(rule, tested):
         # With parameter servers it may come some steps after the test.
         next_step = min((other.step for other in tested if other.step > end.step), default=math.inf)
-        found += [(end, path) for path in checkpoints if end.step <= step_of(path) < next_step][:1]
-    return found
+        pairs += [(end, path) for path in checkpoints if end.step <= step_of(path) < next_step][:1]
+    return pairs
 
 
 def why_over(rule: Checkpoints, tested: Sequence[EpochRecord]) -> str | None:

@@ -137,12 +137,16 @@ class Share(NamedTuple):
         peaks: Figures of which the summary has the largest, by its keys.
         parts: Where the time of its steps went, see `hybridpar.observe.summary.step_shares`.
         computed: Per step, on one clock for all workers.
+        bytes_before: What all-reduces of its gradients in float32 would have sent in all steps.
+        bytes_after: What was sent of them.
     """
 
     means: dict[str, float | None]
     peaks: dict[str, int | None]
     parts: tuple[float, ...] | None
     computed: list[Computed]
+    bytes_before: float
+    bytes_after: float
 
 
 class Timings:
@@ -150,7 +154,8 @@ class Timings:
 
     def __init__(self) -> None:
         # Of each figure where it was measured.
-        self._columns = {name: array("d") for name in (*STEP_PARTS, *(row.name for row in _OF_WORKERS))}
+        names = *STEP_PARTS, *(row.name for row in _OF_WORKERS), "bytes_before", "bytes_after"
+        self._columns = {name: array("d") for name in names}
         self._computed: list[Computed] = []
 
     def add(self, record: StepRecord, spans: StepSpans | None = None) -> None:
@@ -180,6 +185,8 @@ class Timings:
             dict(peaks or {}),
             step_shares([*zip(*map(self._steady, STEP_PARTS), strict=True)]),
             [step._replace(begin=step.begin - ahead, end=step.end - ahead) for step in computed],
+            sum(self._columns["bytes_before"]),
+            sum(self._columns["bytes_after"]),
         )
 
 
@@ -193,6 +200,8 @@ def combine(
         values = [share.means[row.key] for share in known]
         measured = [value for value in values if value is not None]
         result[row.key] = replace(row, reduce="mean").reduced(measured)
+    if (sent := sum(share.bytes_after for share in known)) > 0:
+        result["compression_ratio"] = round(sum(share.bytes_before for share in known) / sent, 3)
     for name in known[0].peaks:
         peaks = [peak for share in known if (peak := share.peaks[name]) is not None]
         result[name] = max(peaks, default=None) if len(peaks) == len(known) else None

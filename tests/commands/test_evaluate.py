@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hybridpar.cli import main
 from hybridpar.config import TrainConfig
 from hybridpar.config.train import TrainedOptions
 from hybridpar.data import load_dataset
+from hybridpar.run.data import batches_to_test
 from hybridpar.run.evaluate import evaluate_trained
 from hybridpar.run.trained import find_trained
 from tests.runs import restored_modes, train
@@ -85,6 +87,20 @@ def test_files_get_the_classes_that_a_test_gives_them(run_dir, images, capsys):
     assert [row["class"] for row in rows] == [result.classes[one] for one in result.predictions]
     assert [float(row["probability"]) for row in rows] == pytest.approx(result.confidences.tolist(), rel=1e-5)
     assert "24 classified" in err
+
+
+def test_loader_processes_are_those_of_the_command_and_not_of_the_run(tmp_path, images, monkeypatch):
+    train(tmp_path, steps=1, loader_workers=1)
+    used = []
+
+    def noted(data, config, device):
+        used.append(config.loader_workers)
+        return batches_to_test(data, replace(config, loader_workers=0), device)
+
+    monkeypatch.setattr("hybridpar.run.evaluate.batches_to_test", noted)
+    for words in ([], ["--loader-workers", "3"]):
+        assert main(["predict", str(tmp_path), str(images / "00.png"), *words]) == 0
+    assert used == [0, 3]
 
 
 def test_several_classes_are_named_with_the_most_probable_first(run_dir, images, capsys):

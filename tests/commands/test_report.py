@@ -32,16 +32,18 @@ def test_a_page_is_written_and_written_again(tmp_path, capsys):
 def test_a_wrong_request_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = a_run(tmp_path / "a", 1)
-    (tmp_path / "mine.txt").write_text("mine")
+    for name in ("mine.txt", "mine.html"):
+        (tmp_path / name).write_text("mine")
     for words, message in (
         ([], "no run is named"),
         (["none"], "not the directory of a run"),
         ([str(run), "-o", "mine.txt"], "Use mine.html"),
         ([str(run), "-o", "none/page.html"], "no directory"),
+        ([str(run), "-o", "mine.html"], "--output mine.html is there already, and is no page of hybridpar"),
     ):
         assert main(["report", *words]) == 2
         assert message in capsys.readouterr().err
-    assert (tmp_path / "mine.txt").read_text() == "mine"
+    assert {(tmp_path / name).read_text() for name in ("mine.txt", "mine.html")} == {"mine"}
 
 
 def test_without_plotly_one_error_says_what_to_install(tmp_path, capsys, monkeypatch):

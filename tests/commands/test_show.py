@@ -96,3 +96,7 @@ def test_the_command(tmp_path, capsys):
     assert "2 stages" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "plan.json"), "--draw", str(tmp_path / "a.gif")]) == 2
     assert "a.html" in capsys.readouterr().err
+    (tmp_path / "mine.html").write_text("mine")
+    assert main(["show", str(tmp_path / "plan.json"), "--draw", str(tmp_path / "mine.html")]) == 2
+    assert "is no page of hybridpar" in capsys.readouterr().err
+    assert (tmp_path / "mine.html").read_text() == "mine"

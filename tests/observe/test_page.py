@@ -12,6 +12,7 @@ from hybridpar.observe.page import (
     confusion_matrix,
     curves,
     element,
+    is_page,
     step_on_lanes,
     table,
     write_page,
@@ -25,6 +26,7 @@ def test_names_in_runs_are_no_markup(tmp_path):
     parts = [element("h2", NAME), table([[NAME, NAME]], caption=NAME), Figure([Bar(name=NAME, y=[NAME], x=[1])])]
     write_page(tmp_path / "page.html", NAME, parts)
     text = (tmp_path / "page.html").read_text()
+    assert is_page(tmp_path / "page.html")
     assert "<script>alert" not in text
     assert text.count("alert(1)") == 8
     assert text.count("<script>") == text.count("</script>") == 2

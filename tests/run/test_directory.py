@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from hybridpar.comm.world import World
 from hybridpar.commands import COMMANDS
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, RunDirectoryError, UsageError
+from hybridpar.run import opening
 from hybridpar.run.directory import (
     RunFolder,
     before_the_start,
@@ -161,6 +165,29 @@ def test_a_restarted_job_finds_its_own_run(monkeypatch):
     restarted_as(monkeypatch, "job-a", 1)
     resumed = start()
     assert resumed == RunFolder(mine.directory, path, restarted=True)
+
+
+def test_a_restarted_job_needs_the_checkpoint_that_it_started_from_only_until_it_has_one_itself(monkeypatch):
+    source = save(start(run_dir=Path("source")), 3)
+    restarted_as(monkeypatch, "job-a", 0)
+    mine = start(resume_from=source)
+    restarted_as(monkeypatch, "job-a", 1)
+    assert start(resume_from=source) == RunFolder(mine.directory, source.absolute(), restarted=True)
+    path = save(mine, 7)
+    shutil.rmtree(source)
+    assert start(resume_from=source) == RunFolder(mine.directory, path, restarted=True)
+
+
+def test_a_worker_joins_by_the_options_of_its_run_without_its_loggers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    began(lr=0.5, log=("wandb",))
+    joined = []
+    monkeypatch.setattr(opening, "join_workers", joined.append)
+    asked = TrainConfig(run_dir=Path("mine"), resume=True, given=frozenset())
+    opening.join(asked, "resnet18", contextlib.ExitStack())
+    assert [config.lr for config in joined] == [0.5]
+    with pytest.raises(UsageError, match="--log wandb needs wandb"):
+        opening.recall(asked, "resnet18")
 
 
 @pytest.mark.parametrize("text", ["[]", '"job-a"', "{", "[" * 100_000, "\xff"])

@@ -90,11 +90,11 @@ def test_the_parts_add_up_to_the_time_that_passed(steps):
 # ------------------------------------------------------------------------------------------------- over all workers
 
 
-def recorded(times, bytes_sent=0):
+def recorded(times, bytes_sent=0, **more):
     """A step that took so long."""
     parts = {"compute_ms": times.compute_ms, "exposed_sync_ms": times.exposed_sync_ms, "data_ms": times.data_ms}
     figures = {"loss": 1.0, "lr": 0.1, "samples": 8, "skipped": False, "grad_norm": None, "bytes_sent": bytes_sent}
-    return StepRecord(step=1, epoch=0, step_ms=sum(times), **parts, **figures)
+    return StepRecord(step=1, epoch=0, step_ms=sum(times), **parts, **figures, **more)
 
 
 def combined(found, replicas, step_ms=None):
@@ -134,6 +134,18 @@ def test_the_parts_of_a_run_add_up_to_its_step_whatever_its_workers_noted():
     assert sum(parts) == pytest.approx(90.0, abs=2e-3)
     assert min(parts) >= 0
     assert not {*STEP_PARTS} & combined(found[2:], 1, 90.0).keys(), "nothing was measured"
+
+
+def test_the_compression_ratio_is_that_of_all_workers():
+    found = []
+    for after in (100, 300):
+        timings = Timings()
+        for _ in range(8):
+            timings.add(recorded(StepTimes(1.0, 1.0, 1.0), bytes_before=800, bytes_after=after))
+        found.append(timings.share())
+    assert combined(found, 1)["compression_ratio"] == 4.0
+    assert combined(found[:1], 1)["compression_ratio"] == 8.0
+    assert "compression_ratio" not in combined([Timings().share()], 1)
 
 
 def test_overlap_is_what_did_not_outlast_computation():
