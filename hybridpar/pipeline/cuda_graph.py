@@ -24,7 +24,7 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -193,7 +193,9 @@ class StepGraph:
         """Run the step on the streams on which it is going to be captured; after the last one it is."""
         self._left -= 1
         is_last = self._left == 0
-        before, of_host = (_copied(self._state()), self._of_host()) if is_last else ({}, b"")
+        of_host = self._of_host() if is_last else b""
+        # On the host, as this step and the capture may need all of the device's memory.
+        before = _copied(self._state(), "cpu") if is_last and self._alone else {}
         draws = cuda.get_rng_state(self._lanes.device) if is_last else None
         current = cuda.current_stream(self._lanes.device)
         self._stream.wait_stream(current)
@@ -223,25 +225,39 @@ class StepGraph:
     @torch.no_grad()
     def _compare(self, before: State, draws: Any, issued: StepState) -> None:
         """Replay the step that was just issued from the state before it, and give the graph up if it does otherwise."""
-        assert self._issued is not None and self._issued.values is not None and issued.values is not None  # noqa: PT018
-        made = _copied(self._state())
-        loss = issued.values[:1].clone()
+        assert issued.values is not None
+        loss = issued.values[:1]
         if not bool(loss.isfinite()):  # this step shows nothing: the next one is tried
-            self._graph, self._left = None, 1
+            self._graph, self._issued, self._gradients, self._left = None, None, [], 1
             return
-        made["loss"], before["loss"] = [loss], [torch.zeros_like(loss)]
+        made: State = {}
         after_draws = cuda.get_rng_state(self._lanes.device)
-        _put(before, self._state())
-        cuda.set_rng_state(draws, self._lanes.device)
-        self._graph.replay()
-        for name, replayed in {**self._state(), "loss": [self._issued.values[:1]]}.items():
-            wrong, size = _distance(replayed, made[name]), _distance(made[name])
-            if not wrong <= CLOSE * _distance(made[name], before[name]) + ROUNDING * size:
+        try:
+            made = {**_copied(self._state()), "loss": [loss.clone()]}
+            before["loss"] = [torch.zeros_like(loss)]
+            _put(before, self._state())
+            cuda.set_rng_state(draws, self._lanes.device)
+            self._graph.replay()
+            reason = self._difference(before, made)
+        except torch.OutOfMemoryError:
+            reason = "too little memory is left to compare its first replay with the step that it repeats"
+        if reason is not None:
+            if made:
                 _put(made, self._state())
-                cuda.set_rng_state(after_draws, self._lanes.device)
-                self._graph = None
-                self._stop_trying(f"the first replay left other values in {name} than the step that it repeats")
-                return
+            cuda.set_rng_state(after_draws, self._lanes.device)
+            self.forget()
+            self._stop_trying(reason)
+
+    def _difference(self, before: State, made: State) -> str | None:
+        """What the replay left otherwise than the step that it repeats, if anything."""
+        assert self._issued is not None
+        assert self._issued.values is not None
+        for name, replayed in {**self._state(), "loss": [self._issued.values[:1]]}.items():
+            wrong, changed = _distance(replayed, made[name]), _distance(made[name], before[name])
+            size = _norm(tensor for tensor in made[name] if bool(tensor.isfinite().all()))
+            if wrong != 0 and not wrong <= CLOSE * changed + ROUNDING * size:
+                return f"the first replay left other values in {name} than the step that it repeats"
+        return None
 
     @contextmanager
     def _rehearsal(self) -> Iterator[None]:
@@ -301,8 +317,11 @@ class StepGraph:
             _log.warning("no CUDA graph of the training step: %s; training goes on without", reason)
 
 
-def _copied(state: State) -> State:
-    return {name: [tensor.detach().clone() for tensor in tensors] for name, tensors in state.items()}
+def _copied(state: State, device: str | None = None) -> State:
+    return {
+        name: [tensor.detach().to(device or tensor.device, copy=True) for tensor in tensors]
+        for name, tensors in state.items()
+    }
 
 
 def _put(values: State, state: State) -> None:
@@ -312,10 +331,14 @@ def _put(values: State, state: State) -> None:
             tensor.copy_(value)
 
 
-def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> float:
-    """The norm of tensors, or of how they differ from others; not finite where one is not."""
-    if others is not None:
-        tensors = [tensor.double() - other.double() for tensor, other in zip(tensors, others, strict=True)]
+def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The norm of how tensors differ from others. Equal ones differ by nothing, also where they are infinite."""
+    pairs = ((tensor, other.to(tensor.device)) for tensor, other in zip(tensors, others, strict=True))
+    return _norm(tensor.double() - other.double() for tensor, other in pairs if not torch.equal(tensor, other))
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of tensors, which are made one at a time; not finite where one is not."""
     squares = [tensor.double().square().sum() for tensor in tensors]
     return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
 

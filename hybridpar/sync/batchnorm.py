@@ -274,7 +274,10 @@ class BufferRollback:
             plain = [_plain(before[index]) for index in copies.indices] if resized else copies.plain
             if unless is not None:
                 # A few kernels for all buffers: to launch some for each takes a GPU's host longer than they run.
-                now = [_plain(present[index]) for index in copies.indices] if assigned else plain
+                now = plain
+                if assigned:  # perhaps contiguous where the buffer was not, or the other way round
+                    tensors = [present[index].data.contiguous().view(-1) for index in copies.indices]
+                    now = [tensor.view(like.dtype) for tensor, like in zip(tensors, plain, strict=True)]
                 flat = torch.cat([tensor.flatten() for tensor in now])
                 parts = _parts(torch.where(unless, flat, copies.saved), plain)
             torch._foreach_copy_(plain, parts)

@@ -89,6 +89,13 @@ class DoubleBufferEngine(Engine):
 
     def step(self, given: StepRequest) -> StepOutcome:
         """Train on this worker's share of one global batch, by late gradients."""
+        if self._halves and len(given.micro_batches) == 1:
+            self.refuse()
+            raise UsageError(
+                "a batch that cannot be cut in two halves",
+                "With late=half a worker's batch has two micro-batches at least.",
+                "Hand over tensors, or twice as many micro-batches.",
+            )
         if self.pipeline.replicas > 1 and given.global_samples is None:
             # The exchange begins with the step, so whether somebody refuses the step is to be known before.
             given = replace(given, global_samples=self.pipeline.executor.count_samples(given.weight)())

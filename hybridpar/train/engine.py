@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -96,12 +97,17 @@ class Engine:
         self._config, self._world, self._lanes = config, world, parts.lanes
         self._factory = parts.optimizer
         self._given: torch.optim.Optimizer | None = None  # what the factory made
+        self._closed_to_groups: WeakSet[torch.optim.Optimizer] = WeakSet()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
         self.loss_scales: list[LossScale] = []
         self._rates: list[Rates] = []
         self._captures = config.cuda_graph == "on" or (config.cuda_graph == "auto" and self._may_capture(parts))
-        self.pipeline = self._open_pipeline(parts)
+        try:
+            self.pipeline = self._open_pipeline(parts)
+        except BaseException:
+            self._open_to_groups()
+            raise
         self._shares_first = self.pipeline.replicas > 1
         # The host cannot do a first forward pass meanwhile where that needs others, who may have refused the step.
         self._counts_first = plan.is_staged or plan.sync.batch_norm == "sync"
@@ -118,6 +124,7 @@ class Engine:
             check_compression(policy, parameters, self.pipeline.replicas, self.optimizers, tell=world.is_main)
             self.graph = self._make_graph() if self._captures else None
         except BaseException:
+            self._open_to_groups()
             self.pipeline.close()
             raise
         # Without the guard every step counts, so the host need not wait for a GPU's decision.
@@ -263,6 +270,7 @@ class Engine:
                     "Make the optimizer from the model that the factory is given.",
                 )
             vars(self._given)["add_param_group"] = _refuse_more
+            self._closed_to_groups.add(self._given)
         optimizer, layout = self._given, self.plan.layout
         is_sharded = self.plan.sync.shard_optimizer and layout.replicas > 1
         if self.plan.is_staged or is_sharded:
@@ -272,7 +280,8 @@ class Engine:
                 from hybridpar.sync.shards import owned
 
                 params = owned(module, layout.replica_of(self._world.rank), layout.replicas)
-            optimizer = part_of(optimizer, params)
+            optimizer = part_of(optimizer, params)  # which refuses more groups as the one given does
+            self._closed_to_groups.add(optimizer)
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -509,11 +518,15 @@ class Engine:
         """Remove all hooks and leave the grid. The model stays as trained, and the optimizer's options as given."""
         for rates in self._rates:
             rates.scale(1.0, 1.0)
-        for optimizer in self.optimizers:
-            vars(optimizer).pop("add_param_group", None)
+        self._open_to_groups()
         for scale in self.loss_scales:
             scale.detach()
         self.pipeline.close()
+
+    def _open_to_groups(self) -> None:
+        """Let the optimizer that was given, and parts of it, be given more parameters again."""
+        for optimizer in self._closed_to_groups:
+            vars(optimizer).pop("add_param_group", None)
 
 
 def _check_complex(model: nn.Module, plan: ResolvedPlan, config: TrainConfig) -> None:

@@ -22,6 +22,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.lanes.base import Constants
+from hybridpar.pipeline import cuda_graph
 from hybridpar.pipeline.cuda_graph import StepGraph, why_not_captured
 from hybridpar.pipeline.local_stage import forward_report
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
@@ -272,6 +273,33 @@ class TestFailure:
             assert not graphed.graph.captured
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert f"left other values in {spoilt} than" in caplog.text
+
+    @pytest.mark.parametrize("where", ["_copied", "_norm"])
+    def test_without_memory_for_the_comparison_training_goes_on_without(
+        self, cuda: StandInCuda, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def run_out(*given: Any) -> Any:
+            if given[1:] == ("cpu",):
+                return copied(*given)
+            raise torch.OutOfMemoryError
+
+        copied = cuda_graph._copied
+        monkeypatch.setattr(cuda_graph, where, run_out)
+        with Run(PLAIN) as plain, Run(GRAPH, cuda) as graphed:
+            for batch in batches([SAMPLES] * STEPS):
+                plain.step(batch)
+                graphed.step(batch)
+            assert_same(graphed, plain)
+            assert not graphed.graph.captured
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert "too little memory" in caplog.text
+
+    def test_an_infinite_buffer_is_no_difference(self, cuda: StandInCuda) -> None:
+        with Run(GRAPH, cuda) as run:
+            run.model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+            for batch in batches([SAMPLES] * STEPS):
+                run.step(batch)
+            assert run.graph.captured
 
     @pytest.mark.parametrize("source", ["random", "numpy", "torch", "counter"])
     def test_what_a_replay_would_not_change_on_the_host_is_found(

@@ -121,6 +121,19 @@ def test_a_device_that_decides_leaves_the_tensors_in_their_places(commit):
 
 
 @pytest.mark.parametrize("commit", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_device_decides_about_a_buffer_with_other_strides(transposed, commit):
+    module, square = nn.Module(), torch.arange(9.0).view(3, 3)
+    module.register_buffer("square", square.t() if transposed else square)
+    module.register_buffer("count", torch.zeros((), dtype=torch.long))
+    rollback = BufferRollback(module)
+    before, after = module.square.clone(), (module.square + 1).t()
+    module.square = after
+    rollback.restore(unless=torch.tensor(commit))
+    assert module.square.tolist() == (after if commit else before).tolist()
+
+
+@pytest.mark.parametrize("commit", [False, True])
 def test_a_device_decides_about_buffers_of_another_shape_too(commit):
     net = make_net()
     net(batch(0)[0])

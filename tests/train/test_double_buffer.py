@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridpar.data.loader import Batch
 from hybridpar.errors import UsageError
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import images
@@ -85,6 +86,17 @@ def test_halves_need_sgd():
         RankError, match=r"cannot be divided into the micro-batches[\s\S]*cannot be divided into 2 micro-batches"
     ):
         run({"sync": "allreduce:late=half"}, cut=[11, 1])
+
+
+def _one_micro_batch(world):
+    with Trainer(make_net(), config=config(sync="allreduce:late=half"), world=world) as trainer:
+        x, y = share(world, 0)
+        trainer.step(Batch(((x, y),), len(x), len(x) * world.size))
+
+
+def test_halves_need_two_micro_batches():
+    with pytest.raises(RankError, match="a batch that cannot be cut in two halves"):
+        run_ranks(_one_micro_batch, 2, shared_memory=False)
 
 
 def _over_stages(world, stages, replicas, options, make=normless, spoil=None, count=STEPS):

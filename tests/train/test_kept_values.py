@@ -181,14 +181,29 @@ def test_a_wrapper_is_refused_by_name(wrap, inside, stages):
         trainer_of(wrapped, stages=stages)
 
 
-def test_parameters_that_join_an_optimizer_are_refused():
+@pytest.mark.parametrize("stages", [1, 2])
+def test_parameters_that_join_an_optimizer_are_refused(stages):
     net = make_net()
     made = torch.optim.SGD(net[4].parameters(), lr=0.1)
-    with Trainer(net, lambda model: made, config=TrainConfig(plan="none"), total_steps=4) as trainer:
+    config = TrainConfig(plan="none", stages=stages)
+    with Trainer(net, lambda model: made, config=config, total_steps=4, example=X) as trainer:
         trainer.step((X, Y))
         with pytest.raises(UsageError, match="more parameters while training"):
             made.add_param_group({"params": net[0].weight, "lr": 0.01})
         trainer.step((X, Y))
+    made.add_param_group({"params": net[0].weight, "lr": 0.01})
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_optimizer_takes_parameters_after_a_failure(stages, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("made up")
+
+    net = make_net()
+    made = torch.optim.SGD(net[4].parameters(), lr=0.1)
+    monkeypatch.setattr(f"hybridpar.train.engine.{'check_compression' if stages == 1 else 'part_of'}", fail)
+    with pytest.raises(RuntimeError, match="made up"):
+        Trainer(net, lambda model: made, config=TrainConfig(plan="none", stages=stages), total_steps=4, example=X)
     made.add_param_group({"params": net[0].weight, "lr": 0.01})
 
 
