@@ -326,7 +326,8 @@ class StageRun:
             from hybridpar.pipeline.offload import Parked
 
             stays = (*leaves.values(), *tree_leaves(flight.target), *self.module.parameters(), *self.module.buffers())
-            flight.parked = Parked(value for value in stays if isinstance(value, Tensor))
+            rooms = () if self.batch_norm is None else self.batch_norm.rooms
+            flight.parked = Parked(value for value in (*stays, *rooms) if isinstance(value, Tensor))
         if self._recompute:
             # Pooled statistics are not read.
             flight.seen = held_state(self.module, () if self.batch_norm is None else self.batch_norm.layers)
