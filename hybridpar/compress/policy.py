@@ -67,7 +67,7 @@ def parse_codec(text: str) -> Codec:
     check(
         codec.castable or "cast" not in values,
         f"{label} with cast={codec.cast}",
-        "Its name says in which type it sends floating-point numbers, or it sends none.",
+        "Its messages are of one type by its name, or are bits: there is nothing to cast.",
         "Leave out the cast.",
     )
     if not codec.feedback:
