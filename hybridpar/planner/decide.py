@@ -15,13 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError
-from hybridpar.formats.cache import load_measurement, store_measurement
 from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.profile import Progress, intra_op_threads
 from hybridpar.plan import Plan, parse_plan
@@ -35,14 +33,15 @@ from hybridpar.planner.search import DATA_PARALLEL, Answer, find_plan
 from hybridpar.planner.trials import FIRST_STEPS, OpenTrial, as_problem, random_batch, time_in_turns, timed
 from hybridpar.planner.ways import Way, compute_of_way
 
-#: Plans that take a few steps before a run, if they are predicted to take at most this multiple of the best; their
-#: rounds, and seconds after which there is no other.
-FINALISTS, NEAR, ROUNDS, MOST_SECONDS = 4, 1.3, 5, 1.5
+#: Plans that take a few steps before a run; their rounds, and seconds after which there is no other.
+FINALISTS, ROUNDS, MOST_SECONDS = 4, 5, 1.5
+
+#: They are predicted to take at most this multiple of the best; plain data parallelism the latter, since predictions
+#: were as far as 57 % off and it is what a run would do without a plan.
+NEAR, NEAR_PLAIN = 1.3, 2.0
 
 #: Plans that are nearer than this are equal, however often they were run.
 LEAST_DIFFERENCE = 0.01
-
-_TIMES: TypeAdapter[list[list[float]]] = TypeAdapter(list[list[float]])
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Verified:
 
 
 def finalists(answer: Answer, count: int) -> list[Outcome]:
-    """The plans that are worth running: the chosen one, plain data parallelism, and the best by prediction.
+    """The plans that are worth running: the chosen one, plain data parallelism, and those predicted to be near it.
 
     They differ in stages, replicas, placement or codec: what differs in less is predicted well enough.
     """
@@ -88,7 +87,12 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
             kinds.setdefault((layout.stages, layout.replicas, layout.kind, codec), outcome)
     best = sorted(kinds.values(), key=lambda outcome: outcome.score)[:count]
     chosen = [outcome for outcome in must if outcome in kinds.values()]
-    return sorted(dict.fromkeys([*chosen, *best]), key=lambda outcome: outcome.score)
+    near = [
+        outcome
+        for outcome in dict.fromkeys([*chosen, *best])
+        if outcome.score <= (NEAR_PLAIN if outcome == plain else NEAR) * answer.chosen.score
+    ]
+    return sorted(near, key=lambda outcome: outcome.score)
 
 
 def verified(outcomes: Sequence[Outcome], times: Sequence[Sequence[float]]) -> Verified:
@@ -156,7 +160,7 @@ def decide_plan(
         """The plans that are worth a few steps."""
         announce("planning: predicting the ways to divide the work")
         answer = find_plan(inputs)
-        outcomes = [outcome for outcome in finalists(answer, FINALISTS) if outcome.score <= NEAR * answer.chosen.score]
+        outcomes = finalists(answer, FINALISTS)
         # A few steps do not show what an outer loop takes, and a model that is not held whole takes none.
         if answer.chosen.candidate.codec.every > 1 or is_deferred(model):
             outcomes = [answer.chosen]
@@ -165,19 +169,13 @@ def decide_plan(
 
     texts = world.from_main(predict, long=True)
     plans = [parse_plan(json.loads(text)) for text in texts]
-    key = {"inputs": inputs.key, "plans": [plan.checksum for plan in plans]}
-    known: list[list[float]] | None = [[]]  # a single plan need not run
+    times: list[list[float]] = [[]]  # a single plan need not run
     if len(plans) > 1:
-        known = world.from_main(lambda: load_measurement("finalists", key, _TIMES))
-    times = known
-    if times is None:
         announce(f"planning: running some steps of the {len(plans)} best plans")
         example = random_batch(question.sample_shape, options.samples_per_step, world.device)
         times = run_in_turns(plans, model, options, world, example, open_trial)
         if not any(times):
             raise HybridparError("none of the plans that were predicted to be best runs here")
-        if world.is_main and all(times):
-            store_measurement("finalists", key, times)
     timed_plans = [index for index, row in enumerate(times) if row]
 
     decisions: list[Decision] = []
@@ -191,8 +189,7 @@ def decide_plan(
         if result is not None and plan.predicted is not None:  # what was measured is what the run is to take
             step_ms = round(result.step_ms_of(outcome), 3)
             plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_ms": step_ms})})
-        seconds, count = time.perf_counter() - begun, len(run) if known is None else 0
-        lines = said(answer, outcome, plan, way, count, seconds, result)
+        lines = said(answer, outcome, plan, way, len(run), time.perf_counter() - begun, result)
         decisions.append(Decision(plan, lines, answer, result))
         return plan.to_json(), lines
 

@@ -5,8 +5,6 @@ The same inputs give the same plan. They are JSON in the plan's section `inputs`
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,11 +101,6 @@ class PlannerInputs:
     def by_worker(self) -> tuple[tuple[int, Hosts], ...]:
         """For every worker of the cluster the number of its host and what that is."""
         return self.cluster.by_worker
-
-    @property
-    def key(self) -> str:
-        """Equal for equal inputs."""
-        return hashlib.sha256(json.dumps(self.to_data(), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_data(self) -> dict[str, Any]:
         """As JSON would have it; what is at its default is left out."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hybridpar.planner.decide import finalists, verified
@@ -10,7 +12,7 @@ from tests.planner.small import cluster, inputs
 
 
 def test_finalists_are_the_best_with_the_chosen_plan_and_plain_data_parallelism():
-    answer = find_plan(inputs(spec=cluster(3, 1e7), batch=12, fidelity="lossy"))
+    answer = find_plan(inputs(spec=cluster(3, 1e9), batch=12, fidelity="lossy"))
     chosen = finalists(answer, 3)
     assert 3 <= len(chosen) <= 5
     assert answer.chosen in chosen
@@ -19,6 +21,15 @@ def test_finalists_are_the_best_with_the_chosen_plan_and_plain_data_parallelism(
     for one in chosen:
         assert one.candidate.layout.stages == 1 or one.candidate.layout.workers in (1, 3)
     assert len(finalists(answer, 1)) <= 3
+
+
+@pytest.mark.parametrize(("ratio", "runs"), [(1.9, True), (2.1, False)])
+def test_plain_data_parallelism_runs_also_where_it_is_predicted_to_be_slower(ratio, runs):
+    answer = find_plan(inputs(spec=cluster(3, 1e9), batch=12, fidelity="lossy"))
+    plain = answer.baselines["data parallel"]
+    slower = replace(plain, score=ratio * answer.chosen.score)
+    baselines, ranked = {"data parallel": slower}, tuple(outcome for outcome in answer.ranked if outcome != plain)
+    assert (slower in finalists(replace(answer, baselines=baselines, ranked=ranked), 3)) is runs
 
 
 @pytest.fixture(scope="module")
