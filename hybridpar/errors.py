@@ -144,8 +144,8 @@ def nearest(name: str, choices: Iterable[str], most: int = 3) -> str:
     return f"Valid: {shown}, ..." if len(valid) > 12 else f"Valid: {shown}."
 
 
-def user_frames(error: BaseException, most: int = 6) -> list[str]:
-    """The lines of an exception's traceback that lie in the user's own code.
+def user_frames(error: BaseException) -> list[str]:
+    """The last lines of an exception's traceback that lie in the user's own code.
 
     Left out are the frames up to the last one of hybridpar, and those of installed packages and of Python's library.
     """
@@ -156,7 +156,7 @@ def user_frames(error: BaseException, most: int = 6) -> list[str]:
     # Names such as <frozen importlib._bootstrap>, <string> and <eval_with_key> are of no file.
     others = ("<", *(f"{paths[kind]}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")))
     users = [frame for frame in frames[last + 1 :] if not frame.filename.startswith(others)]
-    return [text.rstrip("\n") for text in traceback.format_list(users[-most:])]
+    return [text.rstrip("\n") for text in traceback.format_list(users[-6:])]
 
 
 def user_error(what: str, error: BaseException, *, fix: str = "") -> UsageError:

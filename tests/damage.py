@@ -33,7 +33,7 @@ from hybridpar.formats import cache
 from hybridpar.machine.cluster_file import read_cluster_file
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import RunInfo
-from hybridpar.observe.timeline import read_timeline, trace_of
+from hybridpar.observe.timeline import trace_of
 from hybridpar.partition import profile_cache
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.plan import Partition, Placement, Plan, Stage, Sync, SyncRule, read_plan
@@ -47,6 +47,7 @@ from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.machine.test_cluster_file import TEXT as CLUSTER
 from tests.observe.timelines import a_timeline
 from tests.planner import small
+from tests.runs import read_timeline
 from tests.tvm_kernels.standin import record_of
 
 #: The passes of a schedule, as a plan holds them.

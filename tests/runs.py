@@ -22,9 +22,12 @@ from torch import Tensor
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data.sources import ImageFacts
+from hybridpar.errors import UsageError
 from hybridpar.formats.checkpoint_files import latest_checkpoint
+from hybridpar.formats.file_reader import read_json
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.observe.records import SUMMARY_FIGURES
+from hybridpar.observe.timeline import Timeline, timeline_of
 from hybridpar.plan import read_plan
 from hybridpar.run.run import run_training
 from hybridpar.train.checkpoint import load_checkpoint
@@ -143,3 +146,8 @@ def assert_same_state(one: Path, other: Path) -> None:
     differing = [name for name in first if not torch.equal(first[name], second[name])]
     assert not differing, f"differ: {differing}"
     assert any("momentum" in name or "exp_avg" in name for name in first)
+
+
+def read_timeline(path: Path) -> Timeline:
+    """What a run wrote with --timeline."""
+    return timeline_of(read_json(path, "the trace", UsageError, "Name another file."), str(path))

@@ -30,7 +30,7 @@ class Request:
     Attributes:
         sources: Files with a function `define(writer, **arguments)` each, that returns functions of TIR by name.
         arguments: Further arguments of `define`, which JSON can tell.
-        target: "cpu" for an object file for this machine; "cuda" for CUDA C, written by a `CudaWriter`.
+        target: "cpu" for an object file for this machine; "cuda" for CUDA C (`hybridpar.codegen.cuda_source`).
     """
 
     sources: Sequence[Path]

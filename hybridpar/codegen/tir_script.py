@@ -69,9 +69,9 @@ def magnitude_bits(value: Any) -> Any:
     return T.reinterpret(like(value, "int32"), value) & 0x7FFFFFFF
 
 
-def past_caches(stream: Any, address: Any, alignment: int = 64) -> Any:
+def past_caches(stream: Any, address: Any) -> Any:
     """Whether vectors that are stored from an address on should go past the caches: asked for, and aligned."""
-    return T.And(stream != 0, (address & (alignment - 1)) == 0)
+    return T.And(stream != 0, (address & 63) == 0)
 
 
 def put(buffer: Any, start: Any, values: Any, past: Any) -> None:

@@ -172,12 +172,12 @@ def _torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
 
 def check_directories() -> Iterator[Finding]:
     """Whether the directories that hybridpar writes to can be written, and how much room they have."""
-    places = [
+    directories = [
         ("here", Path.cwd(), "cd to a directory of yours"),
         ("cache", cache_directory(), "export HYBRIDPAR_CACHE=/tmp/hybridpar"),
         ("shared memory of loaders and NCCL", Path("/dev/shm"), "mount -o remount,size=8g /dev/shm"),
     ]
-    for name, path, fix in places if places[-1][1].is_dir() else places[:-1]:
+    for name, path, fix in directories if directories[-1][1].is_dir() else directories[:-1]:
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Asking for permission is not enough: a full or read-only disk grants it too.

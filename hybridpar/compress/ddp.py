@@ -98,7 +98,7 @@ class CodecState(ParameterCoders):
         # Those with whom this worker exchanges by the codec, where it is not alone, and its node.
         self._across, self._inside = (world.open_groups(everybody)[0], None) if nodes is None else nodes.groups(0)
         #: What `fits` compares, of all workers.
-        self._places = self._group.gather([*self._ranks, self._node_sizes])
+        self._layouts = self._group.gather([*self._ranks, self._node_sizes])
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
             1, "codec", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -191,7 +191,7 @@ class CodecState(ParameterCoders):
                     "Give its list to all workers.",
                 )
             saved, state = state, state[0]
-            if [[part["rank"], part["workers"], part["nodes"]] for part in saved] == self._places:
+            if [[part["rank"], part["workers"], part["nodes"]] for part in saved] == self._layouts:
                 state = saved[self._group.rank]
             else:  # all workers see the same, so all begin anew
                 _log.warning("what codec %s has not sent is dropped: the workers are others now", state["codec"])

@@ -1,15 +1,13 @@
 """Data sets and loaders that give the same images in the same steps for any number of workers.
 
-`load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
-says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (what becomes of an
-image), `images` (labelled images by index), `sources` (what a data set is and how it is made), `memory_sets`,
-`file_sets` and `library_sets` (the data sets by name, imported when they are asked for), `loader` (the batches of a
-worker), `mix` (mixup and cutmix).
+`load_dataset` finds a data set by name; `TrainBatches` and `TestBatches` give each worker its share. Files, from the
+ground up: `sampling` (who sees what, when), `augment` (what becomes of an image), `images` (labelled images by index),
+`sources` (what a data set is and how it is made), `memory_sets`, `file_sets` and `library_sets` (the data sets by name,
+imported when they are asked for), `loader` (the batches of a worker), `mix` (mixup and cutmix).
 """
 
 from hybridpar.data.images import ImageFiles, ImageSource, MemoryImages
 from hybridpar.data.loader import Batch, TestBatches, TrainBatches
-from hybridpar.data.sampling import cut_epoch
 from hybridpar.data.sources import ImageData, describe_data, image_data, load_dataset
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "MemoryImages",
     "TestBatches",
     "TrainBatches",
-    "cut_epoch",
     "describe_data",
     "image_data",
     "load_dataset",

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import CheckpointError, shortened
+from hybridpar.errors import CheckpointError, first_line, shortened
 from hybridpar.formats.file_reader import Unreadable, read_json, read_torch
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def can_hold(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES.values()
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a file; tied tensors are in it under each of their names, as the format has no views."""
     import torch
     from safetensors.torch import save_file
@@ -203,7 +203,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         storages.add(storage)
     file.touch()
     mode = file.stat().st_mode
-    save_file(state, file, metadata={"format": "pt", **(metadata or {})})
+    save_file(state, file, metadata={"format": "pt"})
     file.chmod(mode)  # safetensors keeps a file from all other users
 
 
@@ -216,7 +216,7 @@ def read_tensors(file: Path, wanted: Collection[str] | None = None) -> dict[str,
             names = [name for name in opened.offset_keys() if wanted is None or name in wanted]
             return {name: opened.get_tensor(name) for name in names}
     except (SafetensorError, RuntimeError, ValueError) as error:
-        raise Unreadable(str(error).partition("\n")[0] or type(error).__name__) from error
+        raise Unreadable(first_line(error)) from error
 
 
 def _header(file: Path) -> dict[str, Any]:

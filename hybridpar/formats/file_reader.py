@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import HybridparError, shortened
+from hybridpar.errors import HybridparError, first_line, shortened
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -121,8 +121,7 @@ def read_torch(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise Unreadable("it is damaged, or holds more than tensors and plain values") from error
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file
-        reason = str(error).strip().partition("\n")[0]
-        raise Unreadable(shortened(reason) if reason else type(error).__name__) from error
+        raise Unreadable(shortened(first_line(error))) from error
     if not isinstance(loaded, dict):
         raise Unreadable(f"it holds a {type(loaded).__name__} where a dictionary was written")
     return loaded

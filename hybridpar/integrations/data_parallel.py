@@ -22,7 +22,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress import Policy, read_policy
 from hybridpar.compress.ddp import CodecState, ddp_hook
 from hybridpar.compress.policy import agree_on_policy, is_auto
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, UsageError, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class DataParallel(DistributedDataParallel):
             state.close()
             raise UsageError(
                 f"compress={str(agreed)!r} with a DDP that has a communication hook already",
-                f"torch says: {str(error).splitlines()[0]}",
+                f"torch says: {first_line(error)}",
                 "Leave out compress, or the other hook (mixed_precision registers one as well).",
             ) from None
         self.compression, self.compress = state, str(agreed)

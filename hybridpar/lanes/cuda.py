@@ -40,17 +40,17 @@ class CudaLane(Lane):
 
     def __init__(self, family: Family, name: str, priority: int | None = None) -> None:
         super().__init__(family, name)
-        self._own: torch.cuda.Stream | None = (
+        self._opened: torch.cuda.Stream | None = (
             None if priority is None else cuda.Stream(family.device, priority=priority)
         )
         self._held: list[torch.Tensor] | None = None  # by the work that is running
         # What to keep until when. None stands for the end of a graph capture: events recorded in one cannot be asked.
-        self._kept: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()
+        self._lent: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()
 
     def keep(self, *tensors: torch.Tensor) -> None:
         if self._held is not None:
             self._held.extend(tensors)
-        elif self._own is None:
+        elif self._opened is None:
             self._keep_until_passed(self._stream(), tensors)
         else:
             raise self._misplaced_keep()
@@ -58,11 +58,11 @@ class CudaLane(Lane):
     def drain(self, patience: float | None = None) -> None:
         """CUDA cannot stop waiting for a stream."""
         self._stream().synchronize()
-        self._kept.clear()
+        self._lent.clear()
 
     def _stream(self) -> torch.cuda.Stream:
-        if self._own is not None:
-            return self._own
+        if self._opened is not None:
+            return self._opened
         # By index: PyTorch takes microseconds to make a number of a `torch.device`, and this is asked often in a step.
         current: torch.cuda.Stream = cuda.current_stream(self.device.index)
         return current
@@ -72,13 +72,13 @@ class CudaLane(Lane):
         outer, self._held = self._held, list(uses)
         outer_marks, self._marks = self._marks, deque(marks)
         issuer = self._family.issuer
-        if self._own is not None:
+        if self._opened is not None:
             self._family.issuer = 0
-        with nullcontext() if self._own is None else cuda.stream(stream):
+        with nullcontext() if self._opened is None else cuda.stream(stream):
             try:
                 work()
             except BaseException as error:
-                if self._own is not None:
+                if self._opened is not None:
                     self._stop.failure = Failure(error, self.name, met=True)
                 raise
             finally:
@@ -92,13 +92,13 @@ class CudaLane(Lane):
     def _keep_until_passed(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
         capturing = cuda.is_current_stream_capturing()
         if not capturing:
-            while self._kept and ((until := self._kept[0][0]) is None or _passed(until)):
-                self._kept.popleft()
+            while self._lent and ((until := self._lent[0][0]) is None or _passed(until)):
+                self._lent.popleft()
         if tensors:
             event = None if capturing else cuda.Event()
             if event is not None:
                 event.record(stream)
-            self._kept.append((event, tensors))
+            self._lent.append((event, tensors))
 
     def _record(self, event: CudaEvent) -> None:
         event.failure = self.failure
@@ -107,7 +107,7 @@ class CudaLane(Lane):
     def _wait(self, event: CudaEvent) -> None:
         if event.failure is None:
             self._stream().wait_event(event.cuda_event)
-        elif self._own is None:
+        elif self._opened is None:
             event.failure.throw()
         elif self.failure is None:
             self._stop.failure = event.failure

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridpar.errors import LaunchError
+from hybridpar.errors import LaunchError, first_line
 from hybridpar.machine.process import available_cores, worker_environment
 
 #: Seconds after which a probe that has not answered is stopped. Covers a cold import of torch from a slow disk.
@@ -75,7 +75,7 @@ def _cuda_error(device: str) -> str | None:
     try:
         torch.ones(1, device=device).add(1).item()
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     return None
 
 

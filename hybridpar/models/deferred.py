@@ -117,6 +117,11 @@ class DeferredModel:
         return model
 
 
+def module_of(model: nn.Module | DeferredModel) -> nn.Module:
+    """A model itself; of a deferred one what is on the meta device."""
+    return model.module if isinstance(model, DeferredModel) else model
+
+
 def _building_file() -> Path:
     """A file that one process of this user on this host locks while it has a whole model."""
     return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}-building.lock"

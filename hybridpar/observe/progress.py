@@ -44,7 +44,6 @@ class Progress:
             self._live = Live(console=console, auto_refresh=False, transient=True)
         self.steps_total = self._epochs = self._sent = self._skipped = 0
         self._loss = self._rate = self._accuracy = math.nan
-        self._latest: StepRecord | None = None
         # The step that the time left is counted from and when it ended: the first one allocates and compiles.
         self._first: tuple[int, float] | None = None
         self._shown = 0.0
@@ -77,7 +76,7 @@ class Progress:
     def step(self, record: StepRecord) -> None:
         """Take note of a step, and show it where what is shown is old."""
         now = self._clock()
-        self._latest, self._first = record, self._first or (record.step, now)
+        self._first = self._first or (record.step, now)
         self._sent += record.bytes_sent
         self._skipped += record.skipped
         self._loss = _running_mean(self._loss, record.loss)

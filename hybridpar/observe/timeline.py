@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hybridpar.errors import UsageError, counted, shortened
-from hybridpar.formats.file_reader import first_problem, read_json
+from hybridpar.formats.file_reader import first_problem
 from hybridpar.formats.output_files import replace_file
 from hybridpar.schedule.actions import Action, Kind
 from hybridpar.schedule.layout import Layout
@@ -205,13 +205,7 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def read_timeline(path: Path) -> Timeline:
-    """Read what `write_timeline` wrote."""
-    fix = "Name a file that --timeline wrote."
-    return timeline_of(read_json(path, "the trace", UsageError, fix), shortened(path))
-
-
-def timeline_of(data: Any, source: str = "the trace") -> Timeline:
+def timeline_of(data: Any, source: str) -> Timeline:
     """A timeline from the object that `trace_of` made."""
     other = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(other, dict) or other.get("writer") != _WRITER:

@@ -113,8 +113,8 @@ def state_copies(config: OptimizerConfig) -> int:
     with torch.random.fork_rng(devices=[]):
         optimizer = optimizer_by_name([{"params": [weight]}], config)
         optimizer.step()
-    kept: int = sum(value.numel() for value in optimizer.state[weight].values() if getattr(value, "ndim", 0))
-    return round(kept / weight.numel()) + (config.model_ema is not None)
+    elements: int = sum(value.numel() for value in optimizer.state[weight].values() if getattr(value, "ndim", 0))
+    return round(elements / weight.numel()) + (config.model_ema is not None)
 
 
 def part_of(

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
+from hybridpar.errors import first_line
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.step import StepRequest, StepState
@@ -366,7 +367,7 @@ def _text_of(error: BaseException) -> str:
     """What came first: ending a capture that has failed is an error of its own."""
     while error.__context__ is not None:
         error = error.__context__
-    return str(error).partition("\n")[0] or type(error).__name__
+    return first_line(error)
 
 
 def why_not_captured(

@@ -19,7 +19,7 @@ from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dat
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError, check
 from hybridpar.models import build_model, check_model_name, freeze, parse_arguments, require_trained
-from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
+from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, module_of
 from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.plan import ResolvedPlan
 from hybridpar.run.state import RunState
@@ -164,7 +164,7 @@ def open_model(
             model, note = _deferred(made, seen, config)
         torch.manual_seed(config.seed)
         model = model or made()
-        whole = model.module if isinstance(model, DeferredModel) else model
+        whole = module_of(model)
         freeze(whole, config.freeze)
         if config.batch_norm == "frozen":
             freeze_batch_norm(whole)

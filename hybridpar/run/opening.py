@@ -22,7 +22,7 @@ from hybridpar.data import ImageData, describe_data
 from hybridpar.data.sources import ImageFacts
 from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.formats.checkpoint_files import digest_of
-from hybridpar.models.deferred import DeferredModel
+from hybridpar.models.deferred import DeferredModel, module_of
 from hybridpar.observe.loggers import logger_names
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.fixed import decided_options
@@ -80,7 +80,7 @@ def open_run(run: Run) -> None:
     run.data_line = world.from_main(lambda: describe_data(data))
     find_folder_together(run)
     if run.config.batch_size == "auto":
-        choose_batch(run, _module(model), data)
+        choose_batch(run, module_of(model), data)
     check_batch(run.config, len(data.train), world.size)
     if run.folder.checkpoint is None:
         run.notes += read_weights(run.config, run.model_name, model, world)
@@ -88,16 +88,12 @@ def open_run(run: Run) -> None:
     run.plan, run.notes = planned.plan, [*run.notes, *planned.lines]
     run.samples = Samples(data, run.config, run.plan, world, isinstance(model, DeferredModel))
     # What planning left behind is not for training; the model is, and is there already.
-    state = chain(_module(model).parameters(), _module(model).buffers())
+    state = chain(module_of(model).parameters(), module_of(model).buffers())
     run.memory = MemoryMeter(world.device, holding=sum(tensor.nbytes for tensor in state if not tensor.is_meta))
     run.total = run.config.steps if run.config.steps is not None else run.config.epochs * run.samples.per_epoch
     run.epochs = math.ceil(run.total / run.samples.per_epoch)
     run.trainer = open_trainer(run, model, planned)
     run.plan = run.trainer.plan  # as it is carried out
-
-
-def _module(model: Model) -> nn.Module:
-    return model.module if isinstance(model, DeferredModel) else model
 
 
 def find_folder_together(run: Run) -> None:
@@ -132,7 +128,7 @@ def open_plan(run: Run, model: Model, data: ImageData) -> PlannedRun:
     config, world = run.config, run.world
     serves = config.parameter_servers is not None  # no plan is searched for, and one worker has something to send, too
     return plan_run(
-        _module(model),
+        module_of(model),
         replace(config, plan="none") if serves else config,
         world,
         sample_shape=data.sample_shape,
@@ -161,7 +157,7 @@ def open_trainer(run: Run, model: Model, planned: PlannedRun) -> RunTrainer:
     if run.config.parameter_servers is not None:
         from hybridpar.run.served_trainer import ServedTrainer
 
-        return ServedTrainer(_module(model), **options)
+        return ServedTrainer(module_of(model), **options)
     example = example_batch(images, run.config, run.plan) if run.plan.is_staged else None
     return RunTrainer(model, example=example, **options)
 

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,6 @@ from hybridpar.optim.build import expand
 from hybridpar.server.link import Servers
 from hybridpar.server.rules import Rules
 from hybridpar.server.serve import ShardServer
-
-_T = TypeVar("_T")
 
 #: Seconds that workers wait for each other where some may be downloading a data set or weights.
 _DOWNLOAD_SECONDS = 24 * 3600.0

@@ -267,8 +267,8 @@ class BufferRollback:
                 return
             unless = None
         for index in resized:
-            shape, dtype, device, _ = self._forms[index]
-            before[index].data = torch.empty(shape, dtype=dtype, device=device)
+            shape, dtype, device, stride, _ = self._forms[index]
+            before[index].data = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         for copies in self._copies:
             parts = copies.parts
             plain = [_plain(before[index]) for index in copies.indices] if resized else copies.plain
@@ -295,7 +295,7 @@ class BufferRollback:
         names = Counter(map(id, self._before))  # a tensor with two names may now be two tensors
         forms = _forms([present[index] for index in assigned])
         before = [self._forms[index] for index in assigned]
-        alike = [a and b and a[:-1] == b[:-1] for a, b in zip(forms, before, strict=True)]
+        alike = [a and b and a[:3] == b[:3] for a, b in zip(forms, before, strict=True)]
         return all(alike) and all(names[id(self._before[index])] == 1 for index in assigned)
 
 
@@ -315,7 +315,8 @@ def _plain(buffer: Tensor) -> Tensor:
     Another stage may have saved a constant of both for a backward pass of the next step, hence `.data`.
     """
     data = buffer.data
-    return data.view(-1).view(torch.int32) if data.is_contiguous() and data.itemsize % 4 == 0 else data
+    words = data.is_contiguous() and data.itemsize % 4 == 0 and not data.is_conj() and not data.is_neg()
+    return data.view(-1).view(torch.int32) if words else data
 
 
 def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -325,8 +326,11 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _forms(tensors: Sequence[Any]) -> list[Any]:
-    """Shapes, dtypes, devices, and last where they lie."""
-    return [None if one is None else (one.shape, one.dtype, one.device, one.data_ptr()) for one in tensors]
+    """Shapes, dtypes, devices, strides, and where they lie."""
+    return [
+        None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr())
+        for tensor in tensors
+    ]
 
 
 class ReplicaBuffers:

@@ -28,7 +28,7 @@ from hybridpar.formats.checkpoint_files import resolve_checkpoint, usable
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, model_fingerprint
 from hybridpar.models.build import article
-from hybridpar.models.deferred import DeferredModel, named_tensors
+from hybridpar.models.deferred import DeferredModel, module_of, named_tensors
 from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.state import random_state, restore_random_state
@@ -147,7 +147,7 @@ class Trainer:
         #: Says what the learning rate is, where batches change their size on the way.
         self.pace: Pace | None = None
         self._deferred = model if isinstance(model, DeferredModel) else None
-        model = model.module if isinstance(model, DeferredModel) else model
+        model = module_of(model)
         self._owns_world = world is None
         with contextlib.ExitStack() as opened:
             self.world = world or join_workers(self.config, plan=given)

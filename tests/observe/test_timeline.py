@@ -12,7 +12,6 @@ import pytest
 from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import (
     add_prediction,
-    read_timeline,
     timeline_of,
     trace_of,
     write_timeline,
@@ -20,6 +19,7 @@ from hybridpar.observe.timeline import (
 from hybridpar.schedule.layout import Layout
 from hybridpar.schedule.spans import StepSpans
 from tests.observe.timelines import a_step, a_timeline
+from tests.runs import read_timeline
 
 TIMELINES = {
     "replicas": a_timeline(),
@@ -104,4 +104,4 @@ def test_a_damaged_trace_is_refused(change, said):
     data = trace_of(a_timeline())
     data["otherData"] |= change
     with pytest.raises(UsageError, match=said):
-        timeline_of(data)
+        timeline_of(data, "the trace")

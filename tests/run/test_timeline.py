@@ -13,14 +13,13 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import StopRequest
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.observe.timeline import read_timeline
 from hybridpar.plan import read_plan
 from hybridpar.run import run as run_module
 from hybridpar.run.step_timeline import StepTimeline
 from hybridpar.schedule.actions import COMPUTE, Kind
 from tests.observe.test_timeline import check_events
 from tests.ranks import run_ranks
-from tests.runs import check_run, train, train_rank
+from tests.runs import check_run, read_timeline, train, train_rank
 
 PIPELINE = {"stages": 2, "micro_batches": 2, "replicas": 1}
 

@@ -41,6 +41,7 @@ def called_once(methods: Mapping[str, Callable[[], object]], **_: Any) -> Paired
 def rows_of(table: Path) -> list[dict[str, str]]:
     with table.open() as file:
         rows = list(csv.DictReader(file))
+    assert rows
     assert all(row[name] for row in rows for name in ("date", "commit", "device", "torch"))
     return rows
 

@@ -78,9 +78,12 @@ ALONE, PAIRS = range(150), range(30)
 
 
 def check_cases(first: int, count: int, workers: int) -> None:
+    outcomes = []
     for seed in range(first, first + count):
         outcome, lines = run_case(seed, workers)
+        outcomes.append(outcome)
         assert outcome in ("equal", "unfit") or outcome.startswith("refused"), (draw(seed, workers), lines)
+    assert "equal" in outcomes, outcomes
 
 
 @pytest.mark.parametrize("first", ALONE[::10])

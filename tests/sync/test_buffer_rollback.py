@@ -165,3 +165,49 @@ def test_a_device_decides_about_a_buffer_that_was_none():
     module.first = torch.zeros(2)
     rollback.restore(unless=torch.tensor(False))
     assert module.first.tolist() == [1, 1]
+
+
+def _assign(module):
+    module.b = (module.b + 1).t()
+
+
+def _other_memory(module):
+    module.b.data = module.b.data.contiguous() * 3
+
+
+CHANGES = {
+    "transposed in place": lambda module: module.b.t_(),
+    "transposed and written": lambda module: module.b.t_().add_(1),
+    "assigned": _assign,
+    "other memory": _other_memory,
+    "resized": lambda module: module.b.resize_(2, 2),
+}
+
+
+@pytest.mark.parametrize("unless", [None, False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_buffer_that_is_laid_out_otherwise_in_a_step(transposed, change, unless):
+    """Two steps: the second must find what the first has left."""
+    first = torch.arange(16.0).view(4, 4)
+    module, expected = nn.Module(), nn.Module()
+    for each in (module, expected):
+        each.register_buffer("b", first.clone().t() if transposed else first.clone())
+    rollback = BufferRollback(module)
+    for _ in range(2):
+        rollback.keep()
+        CHANGES[change](module)
+        if unless:
+            CHANGES[change](expected)
+        rollback.restore(unless=None if unless is None else torch.tensor(unless))
+        assert module.b.shape == expected.b.shape
+        assert torch.equal(module.b, expected.b)
+
+
+def test_a_buffer_that_is_conjugated_lazily_stays():
+    module = nn.Module()
+    module.register_buffer("b", torch.polar(torch.ones(3), torch.arange(3.0)).conj())
+    before = module.b.clone()
+    rollback = BufferRollback(module)
+    rollback.keep()
+    assert torch.equal(module.b, before)

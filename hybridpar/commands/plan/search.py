@@ -21,7 +21,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.models.deferred import DeferredModel
+from hybridpar.models.deferred import module_of
 from hybridpar.observe.progress import progress_bar
 from hybridpar.partition.profile import intra_op_threads
 from hybridpar.partition.table import print_partition
@@ -74,7 +74,7 @@ def _decide(
     announce("loading the data set and the model")
     data = load_data(config, world)
     model, _ = open_model(config, name, data, world)
-    module = model.module if isinstance(model, DeferredModel) else model
+    module = module_of(model)
     shape, samples = data.sample_shape, len(data.train)
     decided = decided_options(config)
     if config.batch_size == "auto":

@@ -32,7 +32,6 @@ from hybridpar.compress.memory import Memory, Residual, Scratch
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields, Noise
 
-_CPU = torch.device("cpu")
 
 #: From so many values on, what is written is not read again before it would have left the caches.
 _STREAM = 1 << 16
