@@ -169,8 +169,8 @@ def test_weights_from_the_future_and_strangers_are_refused():
         push(shard, 7, 1, 0)
     with pytest.raises(UsageError, match="from 1 to 4"):
         Rules.soft(4, 5)
-    with pytest.raises(UsageError, match="unknown rule of staleness 'root'"):
-        Rules.soft(4, 2, "root")
+    with pytest.raises(UsageError, match="unknown rule of staleness 'of nobody'"):
+        Rules.soft(4, 2, "of nobody")
 
 
 @settings(max_examples=60, deadline=None)
