@@ -178,6 +178,20 @@ def test_results_that_are_written_past_the_caches(
     check(made(builder, session, Variant(key_of(text, direction, dtype=dtype), parameters)), biased=True)
 
 
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.INPUT_GRADIENT])
+def test_lines_of_bfloat16_that_reach_back_into_others(
+    direction: Direction, builder: Builder, session: Session
+) -> None:
+    """Of 38 channels the second vector of 32 begins at channel 6."""
+    parameters = dict(zip(GATHER, (32, 2, 3, 4, 1, 1, 0), strict=True))
+    check(
+        made(
+            builder, session, Variant(key_of("2x38x9x7 k3x3 s1x1 p1x1 d1x1", direction, dtype="bfloat16"), parameters)
+        ),
+        True,
+    )
+
+
 #: Images of one pixel, narrower than a vector, of one channel; padding beyond the kernel, and none.
 EDGES = [
     "1x9x1x1 k3x3 s1x1 p1x1 d1x1",

@@ -87,15 +87,16 @@ def candidates(key: KernelKey, machine: Machine) -> Iterator[dict[str, int]]:
     height, width = (geometry.axis(shape, direction, which).out for which in (0, 1))
     # Of such a result most has left the caches before it is read again, however it was written.
     large = ITEM[key.dtype] * shape.batch * shape.channels * height * width > FAR
-    tiles = itertools.product(geometry.lanes_to_try(key, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1))
-    for lanes, rows, columns, unroll in tiles:
+    # Of float32 the records say 0 everywhere.
+    orders = (0,) if key.dtype == "float32" else (0, 1)
+    lanes_to_try, columns_to_try = geometry.lanes_to_try(key, machine), range(1, min(width, 16) + 1)
+    tiles = itertools.product(lanes_to_try, range(1, 5), columns_to_try, (0, 1), orders)
+    for lanes, rows, columns, unroll, outer in tiles:
         vectors = -(-lanes // machine.lanes)
         sums = rows * columns * vectors
         # At least one register is for an input and one for a tap; too few sums wait for each other.
         if sums + 2 * vectors > machine.registers or (sums < 4 and columns < width) or rows > height:
             continue
-        # Channels that end within a cache line fill it where those of the next pixel follow soon.
-        outer = int(key.dtype == "bfloat16" and not _fills_lines(key, lanes, 0))
         tile = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns, "columns_outer": outer, "unroll": unroll}
         tile |= {"stream": int(large and _fills_lines(key, lanes, outer))}
         if Tile(**tile, strip=rows).written_out(shape, direction) > geometry.MOST_WRITTEN_OUT:
@@ -132,24 +133,37 @@ class Gather(ConvWriter):
     def prepare(self, second: Any, third: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Write the transpose of the weights, from (C, K) to (K, C), and the bias behind it into scratch memory."""
         w, t, channels = self.w, self.t, self.shape.channels
-        turned, weights, bias = self._views(scratch, second, third)
+        transpose = w.view(scratch, "float32")
+        weights, bias = self._views(second, third)
         with t.serial(begin, end) as block:
             first = w.keep(block * geometry.PREPARED)
             with t.serial(first, t.min(first + geometry.PREPARED, t.int64(channels))) as channel:
+                index = channel
+                if self.in_halves:
+                    half = w.keep(t.floordiv(channel, t.int64(2)))
+                    index = w.keep(half + (channel - half * 2) * (channels // 2))
                 with t.serial(t.int64(0), t.int64(self.taps)) as tap:
-                    w.store(turned, tap * channels + channel, weights[channel * self.taps + tap])
+                    w.store(transpose, tap * channels + index, self._wide(weights[channel * self.taps + tap]))
                 if self.bias:
-                    place = w.keep(channel + self.taps * channels)
+                    index = w.keep(index + self.taps * channels)
                     w.either(
                         third == t.int64(0),
-                        lambda: w.store(turned, place, w.tvm.tirx.const(0, self.stored)),
-                        lambda: w.store(turned, place, bias[channel]),
+                        lambda: w.store(transpose, index, t.float32(0)),
+                        lambda: w.store(transpose, index, self._wide(bias[channel])),
                     )
+
+    def _wide(self, value: Any) -> Any:
+        """One value of a tensor as float32."""
+        if self.stored == "float32":
+            return value
+        bits = self.t.shift_left(self.t.Cast("uint32", value), self.t.uint32(16))
+        return self.t.reinterpret("float32", bits)
 
     def rows(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Compute strips of output rows."""
         w, t = self.w, self.t
-        self.input, self.output, self.weights = self._views(first, out, scratch)
+        self.input, self.output = self._views(first, out)
+        self.weights = w.view(scratch, "float32")
         strips = -(-self.vertical.out // self.strip)
         with t.serial(begin, end) as item:
             image = w.keep(t.floordiv(item, t.int64(strips)))
@@ -311,10 +325,19 @@ class Gather(ConvWriter):
         return ((image * self.vertical.out + row) * self.horizontal.out + column) * self.pixel + channel
 
     def _tap(self, row: Any, column: int, channel: Any) -> Any:
-        return self._load(self.weights, (row * self.shape.kernel[1] + column) * self.shape.channels + channel)
+        return self._prepared(row * self.shape.kernel[1] + column, channel)
+
+    def _prepared(self, row: Any, channel: Any) -> Any:
+        """A vector of a row of scratch memory, in the order that vectors of a tensor have in registers."""
+        t, channels = self.t, self.shape.channels
+        if not self.in_halves:
+            return self.weights[self._at(row * channels + channel)]
+        start, some = row * channels + t.floordiv(channel, t.int64(2)), self.lanes // 2
+        halves = (self.weights[t.ramp(start + half, 1, some)] for half in (0, channels // 2))
+        return self.w.call(self._vector("float32"), "hp_join", *halves)
 
     def _start(self, channel: Any) -> Any:
         """What a sum starts from: the bias, or zero."""
         if self.bias:
-            return self.w.keep(self._load(self.weights, channel + self.taps * self.shape.channels))
+            return self.w.keep(self._prepared(self.taps, channel))
         return self.w.keep(self._all(self.t.float32(0)))

@@ -204,20 +204,19 @@ def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], 
     return tuple((place, tuple(own)) for place, own in sorted(uses.items()))
 
 
-def _helpers(lanes: int, stored: str) -> str:
+def _helpers(lanes: int, stored: str, in_halves: bool) -> str:
     """Further functions in LLVM IR: a load that no compiler leaves out; a store past the caches, aligned by its size;
-    vectors of bfloat16 to float32 and back.
-
-    Of a whole line the even channels make one vector and the odd ones another, in half as many instructions.
+    vectors of bfloat16 to float32 and back, `in_halves` with the even channels before the odd ones while they are
+    float32, which takes half as many instructions.
     """
     floats, words, bfloats = (f"<{lanes} x {kind}>" if lanes > 1 else kind for kind in ("float", "i16", "bfloat"))
     pairs, some = f"<{lanes // 2} x i32>", f"<{lanes // 2} x float>"
     widened = f"""
   %narrow = bitcast {words} %words to {bfloats}
   %wide = fpext {bfloats} %narrow to {floats}"""
-    in_order = f"bitcast {words} %rounded to {words}"
-    if lanes * 2 >= LINE:
-        split, joined = (
+    as_words, join = f"bitcast {words} %rounded to {words}", ""
+    if in_halves:
+        halves, in_turn = (
             f"<{lanes} x i32> <{', '.join(f'i32 {index}' for index in order)}>"
             for order in (range(lanes), [index // 2 + index % 2 * (lanes // 2) for index in range(lanes)])
         )
@@ -227,10 +226,15 @@ def _helpers(lanes: int, stored: str) -> str:
   %high = and {pairs} %pairs, splat (i32 -65536)
   %even = bitcast {pairs} %low to {some}
   %odd = bitcast {pairs} %high to {some}
-  %wide = shufflevector {some} %even, {some} %odd, {split}"""
-        in_order = f"shufflevector {words} %rounded, {words} poison, {joined}"
+  %wide = call {floats} @hp_join({some} %even, {some} %odd)"""
+        as_words = f"shufflevector {words} %rounded, {words} poison, {in_turn}"
+        join = f"""
+define linkonce_odr {floats} @hp_join({some} %first, {some} %second) alwaysinline nounwind {{
+  %all = shufflevector {some} %first, {some} %second, {halves}
+  ret {floats} %all
+}}"""
     values = floats if stored == "float32" else words
-    return f"""{HELPERS}
+    return f"""{HELPERS}{join}
 define linkonce_odr i32 @hp_read(ptr %at) alwaysinline nounwind {{
   %value = load volatile i32, ptr %at, align 4
   ret i32 %value
@@ -245,7 +249,7 @@ define linkonce_odr {floats} @hp_widen({words} %words) alwaysinline nounwind {{{
 define linkonce_odr {words} @hp_narrow({floats} %wide) alwaysinline nounwind {{
   %bfloats = fptrunc {floats} %wide to {bfloats}
   %rounded = bitcast {bfloats} %bfloats to {words}
-  %words = {in_order}
+  %words = {as_words}
   ret {words} %words
 }}
 """
@@ -279,6 +283,8 @@ class ConvWriter:
         #: The type of tensors: bfloat16 is integers until it is computed with.
         self.stored = "float32" if dtype == "float32" else "uint16"
         self.shape, self.lanes, self.strip, self.sweep = shape, tile.lanes, tile.strip, tile.sweep
+        #: Whether float32 vectors of bfloat16 tensors have the even channels first.
+        self.in_halves = dtype == "bfloat16" and 2 * tile.lanes >= LINE and shape.channels % 2 == 0
         #: Elements from one pixel to the next.
         self.pixel = shape.channels
         self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
@@ -289,7 +295,7 @@ class ConvWriter:
 
     def functions(self, **bodies: Callable[..., None]) -> dict[str, Any]:
         """The functions of a kernel, as `define` of a schedule returns them."""
-        helpers = self.w.tvm.ir.StringImm(_helpers(self.lanes, self.stored))
+        helpers = self.w.tvm.ir.StringImm(_helpers(self.lanes, self.stored, self.in_halves))
 
         def write(body: Callable[..., None], **arguments: Any) -> None:
             with self.t.attr(0, "pragma_import_llvm", helpers):
