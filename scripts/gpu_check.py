@@ -11,7 +11,8 @@ steps       whole steps against a plain loop and torch.compile (`gpu_steps.py`)
 kernels     depthwise convolutions against float64 and torch, the fastest of some candidates (`gpu_convolutions.py`),
             and what virtual threads and phases are worth (`gpu_tiling.py`)
 thesis      time to a loss, for streams, micro-batches and graphs (`gpu_thesis.py`)
-codecs      the codecs' kernels against torch (`gpu_codecs.py`)
+codecs      the codecs' kernels against torch (`gpu_codecs.py`); two workers that share the GPU, by codec and number of
+            sync lanes (`gpu_workers.py`)
 
 A pack begins nothing more once its time is over (`--seconds`), and says what it left out. None needs a network or, with
 `--prebuilt`, TVM: `--prebuild DIR --gpu h200`, anywhere with TVM, compiles what `kernels` runs. Rows with versions,

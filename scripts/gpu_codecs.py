@@ -26,6 +26,7 @@ from hybridpar.compress.memory import Memory, Residual, Scratch
 from hybridpar.compress.packing import Noise
 from hybridpar.compress.quantised import Quantiser
 from hybridpar.run.worker import device_name
+from scripts import gpu_workers
 from scripts.gpu_common import Outcome, Pack, Result, SkippedCheck, run_each, versions
 
 CPU = torch.device("cpu")
@@ -201,8 +202,9 @@ def run_checks(device: torch.device) -> Iterator[Result]:
 
 
 def run(pack: Pack) -> bool:
-    """Check all codecs, then time them; whether no check failed."""
+    """Check all codecs, alone and between two workers, then time them; whether no check failed."""
     passed = pack.write_checks(list(run_checks(pack.device)))
+    passed = gpu_workers.run(pack) and passed
     for shape in SHAPES[:2] if pack.dry else TIMED:
         for codec in CODECS:
             if pack.has_time_for(f"{codec}, {shape[0]} x {shape[1]}"):

@@ -180,6 +180,7 @@ def all_checks(device: torch.device) -> dict[str, Callable[[], Outcome]]:
         add(f"CUDA graph, {name}", way, {**way, "cuda_graph": "on"})
         add(f"CUDA graph, {name}, a smaller step between", way, {**way, "cuda_graph": "on"}, uneven=True)
     add("CUDA graph by default", PLAIN, {"cuda_graph": "auto"})
+    add("CUDA graph, dropout", PLAIN, {"cuda_graph": "on"}, dropout=0.3)
     add("CUDA graph, bf16", two, {**two, "cuda_graph": "on"}, amp="bf16")
     adamw: dict[str, object] = {**two, "optimizer": "adamw", "lr": 1e-3, "clip_grad": 0.5}
     add("CUDA graph, AdamW, clipping", adamw, {**adamw, "cuda_graph": "on"})

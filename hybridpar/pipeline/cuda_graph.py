@@ -3,7 +3,8 @@
 A `StepGraph` runs steps of one shape a few times, captures one over all lanes, and from then on replays it. What
 differs between steps is read from memory that is filled before: images and targets, learning rates, the flags to stop
 or save. What the host may know is copied out of it afterwards. Steps of other shapes, such as the last of an epoch, run
-without the graph, and so do all steps if the capture fails; results are the same either way.
+without the graph, until one is larger or comes many times in a row: then that is captured instead. So do all steps if
+the capture fails; results are the same either way.
 
 A graph is believed if the step before it left nothing changed that a replay would not change: Python's, NumPy's and
 torch's random numbers of the host, and plain attributes of modules. A worker alone also replays that step, on the same
@@ -47,6 +48,9 @@ cuda: Any = torch.cuda
 #: Steps before the capture. Libraries choose their kernels and make their workspaces in the first ones, and buckets are
 #: cut anew after the first; where workers exchange gradients, PyTorch asks for 11.
 WARM_UPS, WARM_UPS_WITH_PEERS = 3, 11
+
+#: Steps of another shape in a row before it is taken for the usual one.
+LASTING = 20
 
 #: How often a graph is begun anew, as after parameters were frozen.
 MOST_BEGUN = 10
@@ -92,6 +96,8 @@ class StepGraph:
         #: What is equal in all steps that one graph can stand for, and a request of static memory for them.
         self._shape: list[Any] = []
         self._facts: list[Any] = []
+        #: The other shape that came last, and how often in a row.
+        self._other: tuple[list[Any], int] = [], 0
         self._begun = 0
         self._request: StepRequest | None = None
         self._left = self._warm_ups
@@ -116,11 +122,13 @@ class StepGraph:
         tensors = [(tensor.shape, tensor.stride(), tensor.dtype) for pair in micro_batches for tensor in pair]
         shape = [global_samples, request.samples, *tensors]
         facts = self._known_facts()
+        count = self._other[1] + 1 if shape == self._other[0] else 1
+        self._other = (shape, count) if shape != self._shape else ([], 0)
         # The largest step is the usual one. All workers see the same sizes, so all begin anew in the same step.
-        if facts != self._facts or self._shape < shape[:1]:
+        if facts != self._facts or self._shape < shape[:1] or self._other[1] > LASTING:
             self._begin(shape, facts, micro_batches)
         if self._begun > MOST_BEGUN:
-            self._stop_trying("modes, options, or where tensors lie change again and again")
+            self._stop_trying("shapes, modes, options, or where tensors lie change again and again")
         if shape != self._shape or self.reason is not None:
             self._away = True
             return None
@@ -149,7 +157,7 @@ class StepGraph:
 
     def _begin(self, shape: list[Any], facts: list[Any], micro_batches: MicroBatches) -> None:
         self.forget()
-        self._shape, self._facts, self._begun = shape, facts, self._begun + 1
+        self._shape, self._facts, self._other, self._begun = shape, facts, ([], 0), self._begun + 1
         static = [(torch.empty_like(inputs), torch.empty_like(targets)) for inputs, targets in micro_batches]
         self._request = StepRequest(static, shape[1], shape[0], flags=self._flags)
 

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hybridpar.lanes import cuda as lane_cuda
 from hybridpar.pipeline import cuda_graph, step
-from tests.pipeline.tape import StandInCuda, StandInEvent
+from tests.pipeline.tape import StandInCuda, StandInEvent, StandInStream
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 #: Read by the host at once: what it says decides what is launched next.
-_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2")
+_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 
 #: Nothing runs for these.
 _NOTHING = ("empty", "new_empty", "_record_function")
@@ -56,7 +56,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__.partition(".")[0]
-        if name.startswith(_COPIES) or (name in _READS and not _on_host(args[0])):
+        if name.startswith(_COPIES) or (name in _READS and not _on_host(args[0])) or _waits_for_copy(name, args):
             self.waits.append(name)
         elif not name.startswith(_NOTHING) and not _is_view(function):
             self.launched[name] += 1
@@ -67,6 +67,11 @@ def _is_view(function: Any) -> bool:
     """Whether what an operation returns lies in memory of what it was given, and is not written."""
     aliases = [result.alias_info for result in function._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _waits_for_copy(name: str, args: Any) -> bool:
+    """Whether an operation copies between host and device, and does not return before."""
+    return name == "copy_" and _on_host(args[0]) != _on_host(args[1]) and not (len(args) > 2 and args[2])
 
 
 def _on_host(tensor: Tensor) -> bool:
@@ -126,13 +131,14 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """Inside, there is a GPU."""
     calls, cuda, autocast = Calls(), StandInCuda(), torch.autocast
 
-    def synchronize(event: StandInEvent) -> None:
-        calls.waits.append("event")
+    def note(what: str) -> Any:
+        return lambda *_: calls.waits.append(what)
 
     with monkeypatch.context() as patched:
         for module in (lane_cuda, cuda_graph, step):
             patched.setattr(module, "cuda", cuda)
-        patched.setattr(StandInEvent, "synchronize", synchronize)
+        for kind, what in ((StandInEvent, "event"), (StandInStream, "stream"), (StandInCuda, "device")):
+            patched.setattr(kind, "synchronize", note(what))
         patched.setattr(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_group_on_gpu))
         patched.setattr(torch, "autocast", lambda _, **options: autocast("cpu", **options))
         patched.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())

@@ -160,6 +160,7 @@ class Tape(TorchDispatchMode):
         self._cuda.log.append(f"capture, {capture_error_mode}")
         self._cuda.first, self._cuda.problems = self._cuda.current, []
         self._cuda.taking_part = {self._cuda.current}
+        self._draws = self._cuda.draws.get_state()
         self.__enter__()
 
     def capture_end(self) -> None:
@@ -172,6 +173,7 @@ class Tape(TorchDispatchMode):
         with torch.no_grad():
             for memory, saved in self._before.values():
                 memory.copy_(saved)
+        self._cuda.draws.set_state(self._draws)  # the generator of a GPU is registered with every graph
         if problems:
             raise RuntimeError(f"capture was invalidated: {', '.join(problems)}")
         self._cuda.log.append(f"captured {len(others)} other streams")

@@ -84,6 +84,12 @@ class Run:
         self.seen.append((outcome.loss, outcome.samples, outcome.committed, outcome.grad_norm, outcome.stop))
         return result
 
+    def drop_by(self, generator: torch.Generator) -> None:
+        """Let a layer drop half of what it passes on, by numbers of a generator."""
+        self.model.body[3].register_forward_hook(  # type: ignore[index, union-attr]
+            lambda _, args, output: output * torch.rand(output.shape, generator=generator).round()
+        )
+
     def state(self) -> dict[str, Tensor]:
         optimizer = self.trainer.engine.optimizer_state()["state"]
         extra = {f"{name} {key}": one for name, values in optimizer.items() for key, one in values.items()}
@@ -160,6 +166,27 @@ class TestReplay:
             ]
         assert answers == [(False, False), (True, False), (False, True), (False, False)]
 
+    @pytest.mark.parametrize("spoilt", [False, True])
+    def test_random_numbers_of_the_device_are_those_of_the_step(
+        self, cuda: StandInCuda, spoilt: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def replay_otherwise(tape: Tape) -> None:
+            replay(tape)
+            graphed.graph._parameters[0].detach().mul_(1.5)
+
+        replay = Tape.replay
+        if spoilt:
+            monkeypatch.setattr(Tape, "replay", replay_otherwise)
+        with Run(PLAIN) as plain, Run(GRAPH, cuda) as graphed:
+            for run, generator in ((plain, torch.Generator()), (graphed, cuda.draws)):
+                generator.manual_seed(0)
+                run.drop_by(generator)
+            for batch in batches([SAMPLES] * STEPS):
+                plain.step(batch)
+                graphed.step(batch)
+            assert graphed.graph.captured != spoilt
+            assert_same(graphed, plain)
+
 
 class TestSequence:
     @pytest.mark.parametrize("stages", [1, 2])
@@ -190,6 +217,21 @@ class TestSequence:
                 graphed.step(batch)
             assert cuda.log.count("capture, thread_local") == 1
             assert sum(line.startswith("replay") for line in cuda.log) == 4 + 1
+            assert_same(graphed, plain)
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_another_shape_that_lasts_is_captured_instead(
+        self, cuda: StandInCuda, stages: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cuda_graph, "LASTING", 3)
+        sizes = [SAMPLES] * 5 + [SAMPLES - 2] * 9
+        with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
+            for batch in batches(sizes):
+                plain.step(batch)
+                graphed.step(batch)
+            assert cuda.log.count("capture, thread_local") == 2
+            # Of both shapes those after the warm-ups, and the tests of both graphs.
+            assert sum(line.startswith("replay") for line in cuda.log) == (5 - 3) + (9 - 3 - 3) + 2
             assert_same(graphed, plain)
 
     def test_gradients_are_those_of_the_last_step_also_after_another_shape(self, cuda: StandInCuda) -> None:
@@ -253,9 +295,15 @@ class TestFailure:
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "a made-up reason" in caplog.text
 
+    @pytest.mark.parametrize("stages", [1, 2])
     @pytest.mark.parametrize("spoilt", ["weights", "buffer body.1.running_mean", "the optimizer's state", "loss"])
     def test_a_replay_that_does_otherwise_is_taken_back(
-        self, cuda: StandInCuda, spoilt: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        cuda: StandInCuda,
+        spoilt: str,
+        stages: int,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         def replay_otherwise(tape: Tape) -> None:
             replay(tape)
@@ -265,7 +313,7 @@ class TestFailure:
 
         replay = Tape.replay
         monkeypatch.setattr(Tape, "replay", replay_otherwise)
-        with Run(PLAIN) as plain, Run(GRAPH, cuda) as graphed:
+        with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
             for batch in batches([SAMPLES] * STEPS):
                 plain.step(batch)
                 graphed.step(batch)

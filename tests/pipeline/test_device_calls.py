@@ -86,21 +86,25 @@ def calls_of_plain_loop(name: str, config: TrainConfig) -> Calls:
     return calls
 
 
+def cut_as(name: str, config: TrainConfig) -> dict[str, Any]:
+    """What a trainer cuts a model by: a pretended GPU has no clock."""
+    example, plan = batch(name)[0][: SAMPLES // config.micro_batches], None
+    if config.stages > 1:
+        with Trainer(model_of(name), config=config, world=World(), example=example) as measured:
+            plan = measured.plan
+    return {"example": example, "plan": plan}
+
+
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_launches_what_a_plain_loop_does_and_the_host_waits_once(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = TrainConfig(lr=0.01, plan="none", cuda_graph="off", **WAYS[way])
     plain = calls_of_plain_loop(name, config)
-    given = batch(name)
-    example = given[0][: SAMPLES // config.micro_batches]
-    plan = None
-    if config.stages > 1:  # a pretended GPU has no clock to cut a model by
-        with Trainer(model_of(name), config=config, world=World(), example=example) as measured:
-            plan = measured.plan
+    given, facts = batch(name), cut_as(name, config)
     with (
         pretend_cuda(monkeypatch) as calls,
-        Trainer(model_of(name), config=config, world=World(device=GPU), example=example, plan=plan) as trainer,
+        Trainer(model_of(name), config=config, world=World(device=GPU), **facts) as trainer,
     ):
         for _ in range(WARM_UP):
             trainer.step(given)
@@ -119,13 +123,21 @@ def test_a_step_launches_what_a_plain_loop_does_and_the_host_waits_once(
 class TestGraphByDefault:
     """A step on a GPU is captured where that is right, without an option."""
 
-    @pytest.mark.parametrize("way", [{}, {"optimizer": "adamw"}, {"micro_batches": 2, "clip_grad": 1.0}])
+    @pytest.mark.parametrize(
+        "way",
+        [
+            {},
+            {"optimizer": "adamw"},
+            {"micro_batches": 2, "clip_grad": 1.0},
+            {"micro_batches": 2, "stages": 2, "schedule": "1f1b"},
+        ],
+    )
     def test_it_is_captured_and_trains_alike(self, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         trained = []
         for graph in ("off", "auto"):
             config = TrainConfig(lr=2**-6, plan="none", cuda_graph=graph, **way)
-            model = model_of("small")
-            with pretend_cuda(monkeypatch), Trainer(model, config=config, world=World(device=GPU)) as trainer:
+            model, facts = model_of("small"), cut_as("small", config)
+            with pretend_cuda(monkeypatch), Trainer(model, config=config, world=World(device=GPU), **facts) as trainer:
                 losses = [trainer.step(batch("small")).loss for _ in range(6)]
                 made = trainer.engine.graph
             assert (made is not None and made.captured) == (graph == "auto")

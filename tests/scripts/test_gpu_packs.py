@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +18,31 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.rig.network import Network
 from benchmarks.rig.paired import Paired
 from hybridpar.codegen import cuda_driver
+from hybridpar.comm.world import World
 from hybridpar.compress import kernels
 from hybridpar.compress.kernels.cuda import CudaKernels
+from hybridpar.errors import LaunchError
 from hybridpar.tvm_kernels import cuda_kernel, measure
 from hybridpar.tvm_kernels.cuda_kernel import CudaVariant
 from hybridpar.tvm_kernels.machine import KNOWN
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
-from scripts import gpu_check, gpu_codecs, gpu_convolutions, gpu_pipeline, gpu_steps, gpu_thesis, gpu_tiling
+from scripts import (
+    gpu_check,
+    gpu_codecs,
+    gpu_convolutions,
+    gpu_pipeline,
+    gpu_steps,
+    gpu_thesis,
+    gpu_tiling,
+    gpu_workers,
+)
 from scripts.gpu_common import Pack, Result
 from tests.emulated.convolutions import emulated_kernels as emulated_convolutions
+from tests.pipeline.tape import StandInCuda
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 HOPPER = KNOWN["h100"]
@@ -119,6 +136,7 @@ def test_codecs(pack: Pack, emulated_kernels: CudaKernels, monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "table", lambda device=CPU: emulated_kernels)
     monkeypatch.setattr(gpu_codecs, "SHAPES", ((3, 5), (20, 147)))
     monkeypatch.setattr(gpu_codecs, "paired", called_once)
+    monkeypatch.setattr(gpu_workers, "run", lambda _: True)
     assert gpu_codecs.run(pack)
     checks = rows_of(pack.out / "checks.csv")
     assert len(checks) == 2 * len(gpu_codecs.CODECS) + 4
@@ -128,6 +146,64 @@ def test_codecs(pack: Pack, emulated_kernels: CudaKernels, monkeypatch: pytest.M
     monkeypatch.setitem(emulated_kernels.functions, "twobit_codes", lambda *_: None)  # type: ignore[arg-type]
     failed = {result.name.partition(",")[0] for result in gpu_codecs.run_checks(CPU) if result.verdict == "FAILED"}
     assert failed == {"twobit", "special values"}
+
+
+class ThreadsOfCpu(gpu_workers.ThreadLanes):
+    """Threads whose streams are those of a stand-in."""
+
+    def __init__(self, device: torch.device) -> None:
+        gpu_workers.cuda = StandInCuda()
+        super().__init__(device)
+
+
+def measure_as_rank(world: World, arguments: dict[str, Any], spoilt: bool) -> int:
+    """What `benchmarks.rig.rank` starts in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_workers, "process_group", lambda _: nullcontext((world.rank, world.size)))
+        patch.setattr(gpu_workers, "paired", called_once)
+        patch.setattr(gpu_workers, "cuda", torch.cuda)  # and back
+        patch.setattr(gpu_workers, "lanes_of", ThreadsOfCpu)
+        if spoilt:
+            whole = gpu_workers.read_policy
+            patch.setattr(gpu_workers, "read_policy", lambda text: whole("none" if text == "onebit" else text))
+        return gpu_workers.measure(**arguments)
+
+
+def measure_in_pool(_: Network, module: str, arguments: dict[str, Any], *, spoilt: bool = False, **__: Any) -> None:
+    assert module == gpu_workers.__name__
+    arguments = arguments | {"out": str(arguments["out"])}
+    if any(run_ranks(measure_as_rank, gpu_workers.WORKERS, arguments, spoilt, shared_memory=False)):
+        raise LaunchError("failed: rank 0 (exit status 1)", "", "")
+
+
+def test_two_workers_on_one_gpu(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_workers, "measure_in_ranks", measure_in_pool)
+    assert gpu_workers.run(pack)
+    checks = rows_of(pack.out / "checks.csv")
+    assert [row["passed"] for row in checks] == ["True"] * len(gpu_workers.CODECS)
+    rows = {row["method"]: json.loads(row["extra"]) for row in rows_of(pack.out / "workers.csv")}
+    assert list(rows) == [f"{codec}, lanes={lanes}" for codec in gpu_workers.CODECS for lanes in (1, 2, 4)]
+    assert all(min(rows[name]["copy_ms"], rows[name]["exchange_ms"]) > 0 for name in rows)
+    assert rows["onebit, lanes=2"]["encode_ms"] > 0
+
+    monkeypatch.setattr(gpu_workers, "measure_in_ranks", partial(measure_in_pool, spoilt=True))
+    assert not gpu_workers.run(pack)
+    failed = [row["check"] for row in rows_of(pack.out / "checks.csv") if row["passed"] == "False"]
+    assert failed == ["two workers on one GPU, onebit, lanes=2", gpu_workers.NAME]
+
+
+def test_a_lane_of_two_workers_is_a_thread_that_works_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, seen = StandInCuda(), []
+    monkeypatch.setattr(gpu_workers, "cuda", cuda)
+    host = cuda.current
+    with gpu_workers.ThreadLanes(torch.device("cuda", 0)) as lanes:
+        lane = lanes.open("sync-0")
+        lane.submit(lambda: seen.append((cuda.current, threading.current_thread())))
+        lanes.caller.wait(lane.record())
+    [(stream, thread)] = seen
+    assert thread is not threading.current_thread()
+    assert stream is not host
+    assert stream.clock[host] == host.ticks == 1  # behind all that was issued
 
 
 KEYS = [
