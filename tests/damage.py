@@ -32,7 +32,6 @@ from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
 from hybridpar.machine.cluster_file import read_cluster_file
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.observe.records import RunInfo
 from hybridpar.observe.timeline import trace_of
 from hybridpar.partition import profile_cache
 from hybridpar.partition.profile import UnitTimes
@@ -58,8 +57,6 @@ LONGEST_MESSAGE = 1_500
 
 #: Seconds and bytes of address space of a reader; not looked at in the test suite.
 MOST_SECONDS, MOST_MEMORY = 30, 16 << 30
-
-INFO = RunInfo("net", "digits", 2, "cpu", 1, 4, 2, parameters=9, batch_size=8, run_dir=Path())
 
 
 #: The content of a good file, and what reads it.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
+from types import ModuleType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -56,22 +58,18 @@ class Command:
 
     def parse(self, name: str, arguments: Sequence[str]) -> Any:
         """Read a command line, and the files that it names."""
-        config: tuple[Any, ...] = (tyro.conf.OmitSubcommandPrefixes,)
         if {"--help", "-h", HELP_ALL} & set(arguments):
             shown = self.shown if self.groups and HELP_ALL not in arguments else None
-            config = (*config, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
             target = grouped(self.options, self.groups, shown)
-            return tyro.cli(target, args=["--help"], prog=f"hybridpar {name}", config=config)
+            return _read(name, target, ["--help"], config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone))
         if not issubclass(self.options, TrainConfig):
-            return tyro.cli(self.options, args=list(arguments), prog=f"hybridpar {name}", config=config)
+            return _read(name, self.options, arguments)
         values, words = read_sources(arguments)
         check_foreign(words, self.options)
         named = named_options(words, self.options)
         left = {name: values[name] for name in values.keys() - named}  # a list that is typed does not add to the file's
         unset = {option.name: tyro.MISSING for option in fields(self.options) if option.default is MISSING}
-        default = self.options(**{**unset, **left})
-        line = _unset(words, self.options)
-        typed = tyro.cli(self.options, args=line, prog=f"hybridpar {name}", config=config, default=default)
+        typed = _read(name, self.options, _unset(words, self.options), default=self.options(**{**unset, **left}))
         # A run that is resumed has its own options, which files and presets were for when it began.
         files = set() if typed.resume else values.keys() - {"model"}
         return replace(typed, given=named | files)
@@ -109,6 +107,18 @@ def register_command(
         return run
 
     return enter
+
+
+def _read(name: str, options: type, arguments: Sequence[str], **how: Any) -> Any:
+    """Have tyro read a command line, without what takes it longer to import than all else: a check of our defaults."""
+    checker = ModuleType("typeguard")
+    vars(checker).update(check_type=lambda value, kind: value, TypeCheckError=TypeError)
+    sys.modules.setdefault(checker.__name__, checker)
+    try:
+        return tyro.cli(options, args=list(arguments), prog=f"hybridpar {name}", **how)
+    finally:
+        if sys.modules[checker.__name__] is checker:
+            del sys.modules[checker.__name__]
 
 
 def named_options(arguments: Sequence[str], options: type) -> frozenset[str]:

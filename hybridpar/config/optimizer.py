@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -122,6 +122,28 @@ class GradientLimit(Options):
     mode: Literal["norm", "value", "agc"] = "norm"
 
 
+class Moment(NamedTuple):
+    """Where in a run a step is, in steps, or in epochs where rates change between these only.
+
+    Attributes:
+        now: Of the step.
+        total: Of the run.
+        epoch: Of an epoch.
+        warmup: Of the warm-up, which is over.
+        low: The least rate as a fraction of the peak rate.
+    """
+
+    now: float
+    total: int
+    epoch: float
+    warmup: int
+    low: float
+
+    def between(self, part: float) -> float:
+        """A part of the way from the least rate to the peak."""
+        return self.low + (1.0 - self.low) * part
+
+
 class Schedule(Options, choice="constant"):
     """`constant`: the peak rate after the warm-up; and what all schedules have.
 
@@ -134,6 +156,10 @@ class Schedule(Options, choice="constant"):
     warmup: Annotated[float, AT_LEAST_0] = 1.0
     warmup_lr: Annotated[float | None, AT_LEAST_0] = None
     update: Literal["step", "epoch"] = "step"
+
+    def factor(self, at: Moment) -> float:
+        """The rate after the warm-up as a fraction of the peak rate."""
+        return 1.0
 
 
 class Falling(Schedule):
@@ -156,6 +182,10 @@ class Counted(Falling):
 
     warmup_prefix: bool = True
 
+    def first(self, at: Moment) -> int:
+        """Where they begin."""
+        return at.warmup if self.warmup_prefix else 0
+
 
 class Ending(Counted):
     """What schedules have that end where the run does.
@@ -166,9 +196,16 @@ class Ending(Counted):
 
     cooldown: Annotated[float, AT_LEAST_0] = 0.0
 
+    def progress(self, at: Moment) -> float:
+        """The part that is over, of the way to the cool-down."""
+        first = self.first(at)
+        return min(1.0, (at.now - first) / max(1, at.total - round(self.cooldown * at.epoch) - first))
+
 
 class Cosine(Ending, choice="cosine"):
     """`cosine`: half a period of a cosine, or several with warm restarts.
+
+    It is low + (high - low) (1 + cos(pi progress)) / 2 (Loshchilov and Hutter 2017, equation 5).
 
     Attributes:
         cycle: Epochs of the first half period, after which the rate starts again at its peak; None: no restarts.
@@ -180,6 +217,15 @@ class Cosine(Ending, choice="cosine"):
     grow: Annotated[float, AT_LEAST_1] = 1.0
     decay: Annotated[float, AT_MOST_1] = 1.0
 
+    def factor(self, at: Moment) -> float:
+        progress, high = self.progress(at), 1.0
+        if self.cycle is not None and progress < 1.0:
+            since, length, number = at.now - self.first(at), self.cycle * at.epoch, 0
+            while since >= length:
+                since, length, number = since - length, length * self.grow, number + 1
+            progress, high = since / length, self.decay**number
+        return at.low + max(0.0, high - at.low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
 
 class Poly(Ending, choice="poly"):
     """`poly`: a power of what is left of the run.
@@ -190,9 +236,12 @@ class Poly(Ending, choice="poly"):
 
     power: Annotated[float, POSITIVE] = 1.0
 
+    def factor(self, at: Moment) -> float:
+        return at.between(math.pow(1.0 - self.progress(at), self.power))
+
 
 class StableThenDown(Falling, choice="wsd"):
-    """`wsd`: constant, then down.
+    """`wsd`: constant, then down by 1 - sqrt(progress) (Hägele et al. 2024, equation 1).
 
     Attributes:
         cooldown: As that of `cosine`.
@@ -202,6 +251,12 @@ class StableThenDown(Falling, choice="wsd"):
 
     cooldown: Annotated[float, AT_LEAST_0] = 0.0
     decay: Annotated[float, POSITIVE] = 0.2
+
+    def factor(self, at: Moment) -> float:
+        length = at.total - round(self.cooldown * at.epoch) - at.warmup
+        down = round(self.decay * length if self.decay < 1 else self.decay * at.epoch)
+        progress = (at.now - at.warmup - (length - down)) / max(1, down)
+        return at.between(1.0 - math.sqrt(min(1.0, max(0.0, progress))))
 
 
 class Exponential(Counted, choice="exp"):
@@ -214,6 +269,9 @@ class Exponential(Counted, choice="exp"):
 
     every: Annotated[float, POSITIVE] = 1.0
     rate: Annotated[float, AT_MOST_1] = 0.1
+
+    def factor(self, at: Moment) -> float:
+        return max(at.low, math.pow(self.rate, (at.now - self.first(at)) / (self.every * at.epoch)))
 
 
 class Steps(Counted, choice="step"):
@@ -229,9 +287,16 @@ class Steps(Counted, choice="step"):
     fractions: tuple[Annotated[float, BETWEEN_0_AND_1], ...] = (0.5, 0.75)
     rate: Annotated[float, AT_MOST_1] = 0.1
 
+    def factor(self, at: Moment) -> float:
+        if self.every is None:
+            falls: float = sum(at.now >= fraction * at.total for fraction in self.fractions)
+        else:
+            falls = (at.now - self.first(at)) // (self.every * at.epoch)
+        return max(at.low, math.pow(self.rate, falls))
+
 
 class MultiStep(Counted, choice="multistep"):
-    """`multistep`: falls after named epochs.
+    """`multistep`: falls after named epochs, as torch's MultiStepLR.
 
     Attributes:
         at: The epochs.
@@ -241,9 +306,12 @@ class MultiStep(Counted, choice="multistep"):
     at: tuple[Annotated[float, POSITIVE], ...]
     rate: Annotated[float, AT_MOST_1] = 0.1
 
+    def factor(self, at: Moment) -> float:
+        return max(at.low, math.pow(self.rate, sum(at.now - self.first(at) >= end * at.epoch for end in self.at)))
+
 
 class OnPlateau(Falling, choice="plateau"):
-    """`plateau`: falls where the test accuracy does not rise.
+    """`plateau`: falls where the test accuracy does not rise; see `hybridpar.optim.schedule.Plateau`.
 
     Attributes:
         patience: Epochs without a better test accuracy after which the rate falls.

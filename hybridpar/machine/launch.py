@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hybridpar.errors import HybridparError, LaunchError, SyncError, shortened, user_frames
 from hybridpar.machine.process import tune_this_process
@@ -66,7 +68,7 @@ def prepare_worker(tune: bool) -> None:
 def import_torchvision() -> None:
     """Import torchvision without torch's compiler, which takes longer than all else and which most runs never use.
 
-    torchvision names the compiler where it says what is not to be compiled, and so does torch's `Optimizer`. The names
+    torchvision names the compiler where it says what is not to be compiled, and so do torch's optimizers. The names
     stand for functions that change nothing meanwhile. Where that does not work, nothing is imported here; whoever uses
     the compiler imports it as ever.
     """
@@ -91,6 +93,24 @@ def import_torchvision() -> None:
     added = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
     if added is not None:  # where torch keeps what it made of a function that is not to be compiled
         vars(added).setdefault("__dynamo_disable", added)
+    for kind in vars(torch.optim).values():
+        step = vars(kind).get("step") if isinstance(kind, type) else None
+        if getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad":
+            kind.step = _without_compiler(step)
+
+
+def _without_compiler(step: Any) -> Any:
+    """A step of one of torch's optimizers, whose wrapper imports the compiler to tell it where a graph ends."""
+    import torch
+
+    @functools.wraps(step)
+    def stepped(optimizer: Any, *args: Any, **options: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return step(optimizer, *args, **options)
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return step.__wrapped__(optimizer, *args, **options)
+
+    return stepped
 
 
 @contextlib.contextmanager

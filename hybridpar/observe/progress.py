@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hybridpar.observe.records import EPOCH_FIGURES, UNITS, EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.records import EPOCH_FIGURES, UNITS, EpochRecord, StepRecord
 
 #: Seconds between two paints of the bar, and between two lines within an epoch.
 _PAINT_SECONDS, _LINE_SECONDS = 0.25, 10.0
@@ -55,21 +55,10 @@ class Progress:
         else:
             self._paint(self._live, Text(f"{text} ...", style="dim"))
 
-    def start(self, info: RunInfo, done: int = 0) -> None:
-        """Show what is about to be trained."""
-        self._epochs, self.steps_total = info.epochs, info.steps_total
-        each = f", on {info.replicas} replicas" if info.replicas > 1 else ""
-        chosen = f" (auto: {info.batch_line})" if info.batch_line else ""
-        for line in (
-            f"model    {info.model}, {info.parameters:,} parameters",
-            f"data     {info.data_line or info.data}",
-            f"workers  {info.workers} on {info.device}",
-            f"batch    {info.batch_size:,} samples per step{each}{chosen}",
-            f"steps    {info.steps_total:,}, {info.steps_per_epoch:,} per epoch",
-            f"run dir  {info.run_dir}",
-            *info.notes,
-            *([f"resumed after step {done:,}"] if done else []),
-        ):
+    def start(self, lines: Iterable[str], *, epochs: int, steps: int) -> None:
+        """Show what is about to be trained, for so many epochs and steps."""
+        self._epochs, self.steps_total = epochs, steps
+        for line in lines:
             self.message(line)
         self._shown = self._clock()
 

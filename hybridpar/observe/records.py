@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,52 +279,3 @@ SUMMARY_FIGURES = (
 LISTED_FIGURES = tuple(row for row in (*_RESULTS, STEP_ALONE, *_OF_STEPS, *_LAYOUT) if row.title)
 #: The parts of the time of a step.
 STEP_PARTS = tuple(row.name for row in STEP_FIGURES if row.reduce == "part")
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """What is known about a run before its first step.
-
-    Attributes:
-        model: Name of the model.
-        data: Name of the data set.
-        workers: Number of worker processes.
-        device: What the workers run on, for instance `cpu`.
-        epochs: Epochs the run is meant to last.
-        steps_total: Steps the run is meant to last.
-        steps_per_epoch: Steps of a whole epoch.
-        parameters: Number of parameter elements of the model.
-        batch_size: Samples per step over all workers.
-        run_dir: Directory that holds what the run leaves behind.
-        notes: Lines to show at the start as they are.
-        stages: Stages that the model is cut into.
-        replicas: Copies of the model, or of the whole pipeline.
-        micro_batches: Micro-batches per replica and step.
-        codec: Codec of the gradients, or the rules of a policy.
-        schedule: Name of the pipeline schedule; `accumulate` without stages.
-        sync: How gradients are exchanged, as `--sync` has it.
-        servers: Server processes.
-        batch_line: Why `--batch-size auto` chose this batch; empty where it was given.
-        data_line: What to say of the data at the start; by default their name.
-    """
-
-    model: str
-    data: str
-    workers: int
-    device: str
-    epochs: int
-    steps_total: int
-    steps_per_epoch: int
-    parameters: int
-    batch_size: int
-    run_dir: Path
-    notes: tuple[str, ...] = ()
-    stages: int = 1
-    replicas: int = 1
-    micro_batches: int = 1
-    codec: str = "none"
-    schedule: str = "accumulate"
-    sync: str = "allreduce"
-    servers: int = 0
-    batch_line: str = ""
-    data_line: str = ""

@@ -10,7 +10,6 @@ import contextlib
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from hybridpar.errors import RunDirectoryError, counted
 from hybridpar.formats.file_reader import read_json
 from hybridpar.formats.output_files import replace_file
 from hybridpar.observe.metrics import MetricsTable
-from hybridpar.observe.records import LISTED_FIGURES, STEP_ALONE, STEP_FIGURES, STEP_PARTS, SUMMARY_FIGURES, RunInfo
+from hybridpar.observe.records import LISTED_FIGURES, STEP_ALONE, STEP_FIGURES, STEP_PARTS, SUMMARY_FIGURES
 
 #: Name of the file in the run directory.
 SUMMARY_FILE = "summary.json"
@@ -38,17 +37,15 @@ _SMALL_MS = 1.0
 
 
 def summarize(
-    info: RunInfo,
+    facts: Mapping[str, Any],
     table: MetricsTable,
     *,
-    seed: int,
     ended: Literal["finished", "interrupted"],
     resumed_from: int | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Put a run in numbers, with the keys and units of `SUMMARY_FIGURES`."""
-    steps, keys = table.steps, [row.name for row in SUMMARY_FIGURES]
-    last = table.last_step or resumed_from or 0
+    """Put a run in numbers, with the keys and units of `SUMMARY_FIGURES`; `facts` are what was known at its start."""
+    steps = table.steps
     steady = _steady(steps["step"], resumed_from)
     of_steps = {
         row.key: row.reduced(steps[row.name] if row.reduce == "sum" else steps[row.name][steady])
@@ -62,12 +59,10 @@ def summarize(
         with contextlib.suppress(metadata.PackageNotFoundError):  # run from a source tree
             installed[package] = metadata.version(package)
     return {
-        **dict.fromkeys(keys),  # what metrics.jsonl does not hold; the run adds it
-        **{key: value for key, value in asdict(info).items() if key in keys},
-        "seed": seed,
+        **{row.name: None for row in SUMMARY_FIGURES},  # what metrics.jsonl does not hold; the run adds it
+        **facts,
         "exit": ended,
-        "epochs": last // info.steps_per_epoch if info.steps_per_epoch else 0,
-        "steps": last,
+        "steps": table.last_step or resumed_from or 0,
         "resumed_from": resumed_from,
         **tests_of(table),
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
@@ -75,7 +70,7 @@ def summarize(
         **divided_step(of_steps["step_ms_median"], [step_shares(parts, steps["step_ms"][steady])]),
         "compression_ratio": round(float(np.nansum(steps["bytes_before"])) / sent, 3) if sent > 0 else None,
         "shares": "equal",
-        "final_batch_size": info.batch_size,
+        "final_batch_size": facts["batch_size"],
         "staleness": _ages(steps["staleness"]),
         "versions": installed | dict(versions or {}),
     }

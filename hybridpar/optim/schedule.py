@@ -20,97 +20,31 @@ from typing import Any, NamedTuple
 import torch
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.config.optimizer import (
-    Cosine,
-    Counted,
-    Ending,
-    Exponential,
-    Falling,
-    MultiStep,
-    OnPlateau,
-    Poly,
-    Schedule,
-    StableThenDown,
-    Steps,
-)
+from hybridpar.config.optimizer import Falling, Moment, OnPlateau
 
 
 def rate_factor(step: float, total: int, steps_per_epoch: int, config: OptimizerConfig) -> float:
     """Learning rate of a step as a fraction of the peak rate, `config.peak_lr`.
 
-    A linear warm-up (at most half of the run), then what `lr_schedule` says. With `t` counted from
-    the end of the warm-up (from the start of the run without `warmup_prefix`), `T` the length from there to the
-    cool-down, `low` the rate `min` and `high` the peak:
-
-    - `cosine`: low + (high - low) (1 + cos(pi t / T)) / 2 (Loshchilov and Hutter 2017, equation 5); with `cycle`, T is
-      the length of a cycle, `grow` times that of the cycle before, t is counted from its start, and high falls by
-      `decay`;
-    - `poly`: low + (high - low) (1 - t / T)^power;
-    - `wsd`: high, then at the end low + (high - low) (1 - sqrt(progress)) (Hägele et al. 2024, equation 1);
-    - `step`: high rate^floor(t / every), or a fall at each of the `fractions` of the run;
-    - `multistep`: high rate^(epochs of `at` that have passed), as torch's MultiStepLR;
-    - `exp`: high rate^(t / every);
-    - `plateau` and `constant`: high.
+    A linear warm-up (at most half of the run), then what `lr_schedule` says: `factor` of its class.
     """
     schedule = config.rate_schedule
     epoch: float = steps_per_epoch  # in units of what the rate changes with
     if schedule.update == "epoch":
         step, total, epoch = math.floor(step / steps_per_epoch), math.ceil(total / steps_per_epoch), 1.0
     warmup = warmup_length(total, epoch, config)
-    if step < warmup:
-        if schedule.warmup_lr is None:
-            return (step + 1) / warmup
-        start = schedule.warmup_lr / config.peak_lr
-        return start + step * (1.0 - start) / warmup
-    if not isinstance(schedule, Falling):
-        return 1.0
-    low = schedule.min / config.peak_lr
-    if isinstance(schedule, StableThenDown):
-        length = total - round(schedule.cooldown * epoch) - warmup
-        return low + (1.0 - low) * _stable_then_down(step - warmup, length, epoch, schedule.decay)
-    first = warmup if isinstance(schedule, Counted) and schedule.warmup_prefix else 0
-    if isinstance(schedule, Ending):
-        progress = min(1.0, (step - first) / max(1, total - round(schedule.cooldown * epoch) - first))
-        if isinstance(schedule, Poly):
-            return low + (1.0 - low) * math.pow(1.0 - progress, schedule.power)
-        peak = 1.0
-        if isinstance(schedule, Cosine) and schedule.cycle is not None and progress < 1.0:
-            number, progress = _cycle(step - first, schedule.cycle * epoch, schedule.grow)
-            peak = schedule.decay**number
-        return low + max(0.0, peak - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return max(low, _after_falls(step, step - first, total, epoch, schedule))
+    if step >= warmup:
+        low = schedule.min / config.peak_lr if isinstance(schedule, Falling) else 0.0
+        return schedule.factor(Moment(step, total, epoch, warmup, low))
+    if schedule.warmup_lr is None:
+        return (step + 1) / warmup
+    start = schedule.warmup_lr / config.peak_lr
+    return start + step * (1.0 - start) / warmup
 
 
 def warmup_length(total: int, epoch: float, config: OptimizerConfig) -> int:
     """Length of the warm-up: at most half of the run."""
     return min(round(config.rate_schedule.warmup * epoch), total // 2)
-
-
-def _cycle(since: float, length: float, grow: float) -> tuple[int, float]:
-    """The cycle that a step is in, from 0, and the part of it that is over."""
-    number = 0
-    while since >= length:
-        since, length, number = since - length, length * grow, number + 1
-    return number, since / length
-
-
-def _stable_then_down(since: float, length: float, epoch: float, decay: float) -> float:
-    down = round(decay * length if decay < 1 else decay * epoch)
-    progress = (since - (length - down)) / max(1, down)
-    return 1.0 - math.sqrt(min(1.0, max(0.0, progress)))
-
-
-def _after_falls(step: float, since: float, total: int, epoch: float, schedule: Schedule) -> float:
-    """What is left of the peak rate after all falls."""
-    if isinstance(schedule, Exponential):
-        return math.pow(schedule.rate, since / (schedule.every * epoch))
-    if isinstance(schedule, MultiStep):
-        return math.pow(schedule.rate, sum(since >= end * epoch for end in schedule.at))
-    if isinstance(schedule, Steps):
-        if schedule.every is not None:
-            return math.pow(schedule.rate, since // (schedule.every * epoch))
-        return math.pow(schedule.rate, sum(step >= fraction * total for fraction in schedule.fractions))
-    return 1.0
 
 
 class Plateau:

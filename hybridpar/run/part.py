@@ -16,7 +16,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.observe.loggers import Ending
 from hybridpar.observe.progress import Progress
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.plan import ResolvedPlan
 from hybridpar.run.data import Samples
 from hybridpar.run.directory import RunFolder
@@ -147,7 +147,7 @@ class Run:
         epochs: Epochs to be done.
         checkpoints: When it saves.
         parts: All that looks at its steps; `checkpoints` is the last one.
-        info: What is known before its first step.
+        facts: What its summary says of it before the first step.
         state: How far it is.
         clock: Where the time between two steps goes.
         timings: What its steps took.
@@ -173,7 +173,7 @@ class Run:
     epochs: int = 0
     checkpoints: Saver = field(init=False)
     parts: Sequence[Part] = ()
-    info: RunInfo = field(init=False)
+    facts: dict[str, Any] = field(default_factory=dict)
     state: RunState = field(default_factory=RunState)
     clock: StepClock = field(default_factory=StepClock)
     timings: Timings = field(default_factory=Timings)

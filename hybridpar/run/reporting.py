@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hybridpar.machine.devices import machine_load
 from hybridpar.machine.launch import end_at_once, note_orderly_end
 from hybridpar.observe.loggers import LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord, format_bytes, format_duration
+from hybridpar.observe.records import EpochRecord, StepRecord, format_bytes, format_duration
 from hybridpar.observe.summary import print_report, step_without_data_ms, summarize, write_summary
 from hybridpar.plan import ResolvedPlan, StepFigures, SyncRule
 from hybridpar.run.directory import plain_options
@@ -30,9 +31,6 @@ from hybridpar.sync.figures import WireFormat
 
 #: In the run directory: the codec of each parameter.
 TABLE_FILE = "compress.csv"
-
-#: Fields of `RunInfo` that loggers are given beside the options.
-_FACTS = ("workers", "device", "stages", "replicas", "micro_batches", "schedule", "codec", "parameters")
 
 #: Figures of a plan, by the keys of the summary.
 _KEYS = tuple(name for name in StepFigures.model_fields if name != "step_ms")
@@ -56,28 +54,37 @@ def describe(run: Run) -> None:
     if world.is_main:
         replace_file(directory / "plan.json", [plan.to_json().encode()])
     servers = config.parameter_servers
-    run.info = RunInfo(
-        model=run.model_name,
-        data=config.data,
-        data_line=run.data_line,
-        batch_line=run.batch_line,
-        workers=world.job_size,
-        device=device,
-        epochs=run.epochs,
-        steps_total=run.total,
-        steps_per_epoch=run.samples.per_epoch,
-        parameters=plan.model.parameters,
-        batch_size=config.samples_per_step,
-        run_dir=directory,
-        notes=tuple(run.notes),
-        stages=len(plan.partition.stages),
-        replicas=run.samples.replicas,
-        micro_batches=plan.pipeline.micro_batches,
-        schedule=plan.pipeline.schedule,
-        codec=str(wire_format.applied if servers is None else read_policy(config.compress)),
-        sync=sync_of(config, plan),
-        servers=0 if servers is None else servers.servers,
-    )
+    run.facts = {
+        "model": run.model_name,
+        "data": config.data,
+        "device": device,
+        "workers": world.job_size,
+        "replicas": run.samples.replicas,
+        "servers": 0 if servers is None else servers.servers,
+        "batch_size": config.samples_per_step,
+        "seed": config.seed,
+        "stages": len(plan.partition.stages),
+        "micro_batches": plan.pipeline.micro_batches,
+        "schedule": plan.pipeline.schedule,
+        "codec": str(wire_format.applied if servers is None else read_policy(config.compress)),
+        "sync": sync_of(config, plan),
+    }
+
+
+def opening_lines(run: Run) -> Iterator[str]:
+    """What to show of a run before its first step."""
+    facts, replicas = run.facts, run.samples.replicas
+    each = f", on {replicas} replicas" if replicas > 1 else ""
+    chosen = f" (auto: {run.batch_line})" if run.batch_line else ""
+    yield f"model    {run.model_name}, {run.plan.model.parameters:,} parameters"
+    yield f"data     {run.data_line}"
+    yield f"workers  {facts['workers']} on {facts['device']}"
+    yield f"batch    {facts['batch_size']:,} samples per step{each}{chosen}"
+    yield f"steps    {run.total:,}, {run.samples.per_epoch:,} per epoch"
+    yield f"run dir  {run.folder.directory}"
+    yield from run.notes
+    if run.state.resumed_from:
+        yield f"resumed after step {run.state.resumed_from:,}"
 
 
 def _written_plan(plan: ResolvedPlan, device: str, wire_format: WireFormat) -> ResolvedPlan:
@@ -134,8 +141,7 @@ class Recorder(Part):
             return
         directory, resumed_from = run.folder.directory, run.state.resumed_from
         self._writer = MetricsWriter(directory, resumed_from)
-        options = {"model": run.model_name, **plain_options(run.config)}
-        options |= {name: getattr(run.info, name) for name in _FACTS}
+        options = {**plain_options(run.config), **run.facts, "parameters": run.plan.model.parameters}
         logged = LoggedRun(directory, options, resumed_from)
         self._loggers = Loggers(logger_names(run.config.log), logged, run.progress.message)
 
@@ -177,11 +183,10 @@ def close_run(run: Run) -> None:
     of_parts = [part.summary(run) for part in run.parts]
     if not world.is_main:
         return
-    directory, info = run.folder.directory, run.info
+    directory = run.folder.directory
     summary = summarize(
-        info,
+        run.facts,
         read_metrics(directory),
-        seed=run.config.seed,
         ended="interrupted" if run.stopping else "finished",
         resumed_from=run.state.resumed_from,
         versions={"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {},

@@ -24,7 +24,7 @@ from hybridpar.run.data import with_images_of_model
 from hybridpar.run.directory import before_the_start
 from hybridpar.run.opening import begin, join, open_run, recall
 from hybridpar.run.part import Run
-from hybridpar.run.reporting import close_run
+from hybridpar.run.reporting import close_run, opening_lines
 from hybridpar.run.timings import Step, measured_step
 from hybridpar.run.worker import describe_worker, tune_worker
 from hybridpar.train.results import StepResult
@@ -64,7 +64,7 @@ def train(run: Run) -> int:
             for part in run.parts:
                 stack.callback(part.close, run)
                 part.start(run)
-            run.progress.start(run.info, run.state.resumed_from or 0)
+            run.progress.start(opening_lines(run), epochs=run.epochs, steps=run.total)
             train_epochs(run, stop)
             run.ending = "interrupted" if run.stopping else "finished"
         run.progress.close()

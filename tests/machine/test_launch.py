@@ -242,7 +242,11 @@ import_torchvision()
 import torch
 import torchvision
 import hybridpar.run.run
-torch.optim.SGD([torch.zeros(2)], lr=0.1)
+for kind in (torch.optim.SGD, torch.optim.AdamW):
+    weight = torch.zeros(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    kind([weight], lr=0.5, weight_decay=0.0).step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.5, -0.5]))
 assert "torch._dynamo" not in sys.modules and "torchvision.transforms.v2" in sys.modules
 boxes = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
 torchvision.ops.roi_align(torch.ones(1, 1, 4, 4), [boxes], 2)

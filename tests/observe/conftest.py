@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.records import EpochRecord, StepRecord
 from tests.run.run_directories import step_record
 
 
@@ -28,9 +27,12 @@ def make_epoch() -> Callable[..., EpochRecord]:
 
 
 @pytest.fixture
-def info(tmp_path: Path) -> RunInfo:
-    notes = ("allocator: glibc [top_pad]",)
-    return RunInfo("resnet18", "cifar10", 2, "cpu", 2, 20, 10, 11_181_642, 64, tmp_path, notes=notes)
+def facts() -> dict[str, object]:
+    return {
+        **{"model": "resnet18", "data": "cifar10", "workers": 2, "device": "cpu", "batch_size": 64, "seed": 7},
+        **{"stages": 1, "replicas": 1, "micro_batches": 1, "schedule": "accumulate"},
+        **{"codec": "none", "sync": "allreduce", "servers": 0},
+    }
 
 
 class Clock:

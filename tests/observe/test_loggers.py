@@ -14,7 +14,7 @@ import pytest
 
 from hybridpar.errors import TrainingError, UsageError
 from hybridpar.observe.loggers import LOGGERS, Ending, LoggedRun, Logger, Loggers, logger_names
-from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES, RunInfo
+from hybridpar.observe.records import EPOCH_FIGURES, STEP_FIGURES
 from tests.runs import train
 
 PAGE = Path(__file__).parents[2] / "docs/train.md"
@@ -64,12 +64,12 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kept]]:
 
 
 @pytest.fixture
-def start(info: RunInfo) -> Callable[..., tuple[Loggers, list[str]]]:
+def start(tmp_path: Path) -> Callable[..., tuple[Loggers, list[str]]]:
     """Starts loggers of a run, and returns them with what they say."""
 
     def make(*names: str, **more: Any) -> tuple[Loggers, list[str]]:
         said: list[str] = []
-        return Loggers(names, LoggedRun(info.run_dir, {"lr": 0.1, "model": "plain"}, **more), said.append), said
+        return Loggers(names, LoggedRun(tmp_path, {"lr": 0.1, "model": "plain"}, **more), said.append), said
 
     return make
 
@@ -141,7 +141,7 @@ def test_names_are_read_and_wrong_ones_refused(kept, monkeypatch):
     assert logger_names([]) == ()
 
 
-def test_tensorboard_gets_the_scalars_and_hides_steps_run_again(start, info, make_step, make_epoch, monkeypatch):
+def test_tensorboard_gets_the_scalars_and_hides_steps_run_again(start, tmp_path, make_step, make_epoch, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
     # Files are read by name, and those of one second and process are numbered: 9 would be read after 10.
@@ -156,7 +156,7 @@ def test_tensorboard_gets_the_scalars_and_hides_steps_run_again(start, info, mak
     loggers.put(make_epoch(0, step=4))
     loggers.close("finished")
     assert not said
-    events = accumulator.EventAccumulator(str(info.run_dir / "tensorboard"))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert {"loss", "lr", "images_per_second", "test_accuracy"} < set(events.Tags()["scalars"])
     found = [(scalar.step, scalar.value) for scalar in events.Scalars("loss")]
@@ -183,7 +183,7 @@ def test_mlflow_gets_a_run_and_a_resumed_run_goes_on_in_it(start, make_step, mak
     assert [one.step for one in client.get_metric_history(run.info.run_id, "loss")] == [1, 3]
 
 
-def test_wandb_writes_offline_where_there_is_no_key(start, info, make_step, monkeypatch, tmp_path):
+def test_wandb_writes_offline_where_there_is_no_key(start, make_step, monkeypatch, tmp_path):
     wandb = pytest.importorskip("wandb")
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -199,7 +199,7 @@ def test_wandb_writes_offline_where_there_is_no_key(start, info, make_step, monk
         assert "wandb sync" in news
     assert given[0]["id"] == given[1]["id"]
     assert given[0]["config"] == {"lr": 0.1, "model": "plain"}
-    assert len(list(info.run_dir.glob("wandb/offline-run-*/*.wandb"))) == 2
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 2
 
 
 def test_what_is_logged_is_what_the_page_says():

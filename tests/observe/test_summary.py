@@ -32,8 +32,8 @@ def record(tmp_path, make_step, make_epoch):
 
 
 @pytest.fixture
-def whole(info, record):
-    return summarize(info, record([900, 800, 700] + [20.0] * 17), seed=7, ended="finished")
+def whole(facts, record):
+    return summarize(facts, record([900, 800, 700] + [20.0] * 17), ended="finished")
 
 
 def test_a_whole_run_in_numbers(whole):
@@ -41,7 +41,7 @@ def test_a_whole_run_in_numbers(whole):
     assert {"python", "torch"} <= set(versions)
     assert {key: value for key, value in whole.items() if value is not None} == {
         **{"model": "resnet18", "data": "cifar10", "workers": 2, "device": "cpu", "batch_size": 64, "seed": 7},
-        **{"exit": "finished", "epochs": 2, "steps": 20, "skipped_steps": 0},
+        **{"exit": "finished", "steps": 20, "skipped_steps": 0},
         **{"test_accuracy": 0.7, "best_test_accuracy": 0.8, "test_loss": 0.5, "train_loss": 0.75},
         **{"train_seconds": 2.74, "step_ms_median": 20.0, "images_per_second": 3200.0},
         **{"bytes_sent_per_step": 1_000_000, "compute_ms": 10.0, "exposed_sync_ms": 3.0, "data_ms": 1.0},
@@ -51,32 +51,32 @@ def test_a_whole_run_in_numbers(whole):
     }
 
 
-def test_warm_up_is_left_out_where_there_are_enough_others(info, record):
-    many = summarize(info, record([100, 100, 100, 10, 20, 30]), seed=0, ended="finished")
+def test_warm_up_is_left_out_where_there_are_enough_others(facts, record):
+    many = summarize(facts, record([100, 100, 100, 10, 20, 30]), ended="finished")
     assert many["step_ms_median"] == 20
-    few = summarize(info, record([100, 100, 100, 10, 20]), seed=0, ended="finished")
+    few = summarize(facts, record([100, 100, 100, 10, 20]), ended="finished")
     assert few["step_ms_median"] == 100
 
 
-def test_warm_up_of_a_resumed_part_is_left_out_too(info, record):
+def test_warm_up_of_a_resumed_part_is_left_out_too(facts, record):
     record([100, 100, 100, 20, 20])
     table = record([300, 300, 300, 20, 30, 30], first=6, resume_step=5)
-    resumed = summarize(info, table, seed=0, ended="finished", resumed_from=5)
+    resumed = summarize(facts, table, ended="finished", resumed_from=5)
     assert resumed["step_ms_median"] == 20  # of 20 20 20 30 30
     assert resumed["train_seconds"] == pytest.approx(1.32)
-    assert [resumed[key] for key in ("steps", "epochs", "resumed_from")] == [11, 1, 5]
+    assert [resumed[key] for key in ("steps", "resumed_from")] == [11, 5]
 
 
-def test_an_interrupted_run_without_a_step_has_nulls_and_is_valid(info, tmp_path):
-    summary = summarize(info, read_metrics(tmp_path), seed=0, ended="interrupted", versions={"tvm": "0.27"})
+def test_an_interrupted_run_without_a_step_has_nulls_and_is_valid(facts, tmp_path):
+    summary = summarize(facts, read_metrics(tmp_path), ended="interrupted", versions={"tvm": "0.27"})
     assert summary["steps"] == summary["train_seconds"] == 0
     assert summary["test_accuracy"] is summary["step_ms_median"] is summary["bytes_sent_per_step"] is None
     assert summary["versions"]["tvm"] == "0.27"
 
 
-def test_steps_without_a_number_do_not_spoil_the_medians(info, record):
+def test_steps_without_a_number_do_not_spoil_the_medians(facts, record):
     table = record([20.0] * 5 + [math.nan] * 2, skipped=True, loss=math.nan)
-    summary = summarize(info, table, seed=0, ended="finished")
+    summary = summarize(facts, table, ended="finished")
     assert summary["step_ms_median"] == 20
     assert summary["skipped_steps"] == 7
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.observe.summary import summarize, write_summary
 from hybridpar.plan import ModelInfo, Partition, Pipeline, Placement, Plan, Stage, StepFigures
 from hybridpar.run.directory import RunFolder, claim_folder
@@ -82,7 +82,8 @@ def a_run(
         (directory / "compress.csv").write_text("\n".join([head, *rows, ""]))
     if summary is not None:
         places = {"stages": 2, "schedule": "1f1b"} if staged else {}
-        info = RunInfo("resnet18", "digits", 2, "cpu", 4, 40, 10, 1000, 64, directory, codec=codec, **places)
-        found = summarize(info, read_metrics(directory), seed=0, ended="finished")
+        facts = {"model": "resnet18", "data": "digits", "workers": 2, "device": "cpu", "batch_size": 64, **places}
+        facts |= {"codec": codec, "seed": 0, "epochs": steps // 10}
+        found = summarize(facts, read_metrics(directory), ended="finished")
         write_summary(directory, found | summary)
     return directory
