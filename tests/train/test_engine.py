@@ -259,10 +259,10 @@ def out_of_step(world: World) -> dict[str, Tensor]:
     with make_trainer(2, world=world, replicas=2) as trainer:
         stage = trainer.engine.pipeline.stages[1].module
         if world.rank == 1:
-            stage.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+            stage.register_forward_pre_hook(lambda *_: time.sleep(0.05))
         for _ in range(3):
             steps(trainer, 1, 2)
-            time.sleep(0.0 if world.rank == 1 else 0.6)
+            time.sleep(0.0 if world.rank == 1 else 0.15)
         return state_of(trainer)
 
 
