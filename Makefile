@@ -43,7 +43,7 @@ demo: $(READY) ## Train ResNet-18 on real images; minutes on a laptop, no downlo
 	@$(BIN)/python scripts/beside_ddp.py $(DEMO_DIR)
 
 test: $(READY) ## Run the tests; PYTEST_ARGS="-k sync" chooses
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .

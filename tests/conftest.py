@@ -57,7 +57,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"torch {torch.__version__}, {os.cpu_count()} cores, cuda {torch.cuda.is_available()}"
 
 
+#: Files that take longest, and begin first: a core would wait for one of them that begins last.
+LONGEST = (
+    *("state/test_random_state.py", "machine/test_launch.py", "pipeline/test_engine.py", "pipeline/test_executor.py"),
+    *("tvm_kernels/test_schedules.py", "test_examples.py", "test_docs.py", "planner/test_planned_run.py"),
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # a folder of the path may have that name, too

@@ -29,7 +29,9 @@ from typing import Any
 SIZE = 4
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "hybridpar.run.run", "tests.runs", "tests.pipeline.oracle"])
+_context.set_forkserver_preload(
+    ["pytest", "hybridpar.run.run", "networkx", "torch.utils.tensorboard", "tests.runs", "tests.pipeline.oracle"]
+)
 _pool: list[tuple[Any, Connection]] = []
 
 

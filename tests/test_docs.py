@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -22,13 +21,16 @@ from pathlib import Path
 import pytest
 
 from hybridpar import cli
+from hybridpar.comm.world import World
 from hybridpar.commands import COMMANDS
 from hybridpar.compress import CODECS
 from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS
 from hybridpar.config.files import read_settings
 from hybridpar.observe.loggers import LOGGERS
 from hybridpar.observe.records import SUMMARY_FIGURES
+from hybridpar.run.run import run_training
 from hybridpar.schedule.schedules import SCHEDULES
+from tests.ranks import run_ranks
 from tests.runs import restored_modes
 
 ROOT = Path(__file__).parents[1]
@@ -103,18 +105,23 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def run(command: list[str], block: Block) -> None:
+    """Run a command in this process, or in two that have imported torch: tests of `machine` start new ones."""
     assert command[0] == "hybridpar", f"{block.place}: {shlex.join(command)}"
-    more = block.note.removeprefix("run with: ").split()
-    if "--nproc 1" in shlex.join([*command, *more]):  # nothing to launch: a process of its own only imports again
+    words = [*command[1:], *block.note.removeprefix("run with: ").split()]
+    if words[0] == "train":
+        words.append("--no-tune-process")
+    if words[0] == "train" and "--nproc" not in words:
+        assert run_ranks(run_on_rank, 2, os.getcwd(), words, timeout=180) == [0, 0], f"{block.place}: {words}"
+    else:
         with restored_modes():
-            if command[1] == "train":
-                more.append("--no-tune-process")
-            assert cli.main([*command[1:], *more]) == 0, f"{block.place}: {shlex.join(command)}"
-        return
-    arguments = [sys.executable, "-m", *command, *more]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, f"{block.place}: {shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+            assert cli.main(words) == 0, f"{block.place}: {words}"
+
+
+def run_on_rank(world: World, directory: str, words: list[str]) -> int:
+    os.chdir(directory)
+    options = COMMANDS.get("train").parse("train", words[1:])
+    with restored_modes():
+        return run_training(options, options.model)
 
 
 def test_configuration_files_are_read(tmp_path: Path) -> None:

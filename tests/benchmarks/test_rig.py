@@ -148,13 +148,3 @@ def test_two_ranks_agree_on_order_and_on_the_slowest_time(tmp_path: Path) -> Non
     assert answer["same"]
     assert answer["rounds"] == 20
     assert answer["least"] >= 20  # rank 1 sleeps for 20 ms in every step, and the slowest rank is what counts
-
-
-def test_every_method_takes_every_place_equally_often_and_orders_change() -> None:
-    orders = list(itertools.islice(balanced_orders(["a", "b", "c"], seed=0), 30))
-    for first in range(0, 30, 3):
-        for place in range(3):
-            assert {order[place] for order in orders[first : first + 3]} == {"a", "b", "c"}
-    assert len({tuple(order) for order in orders}) == 6
-    assert list(itertools.islice(balanced_orders(["c", "a", "b"], seed=0), 30)) == orders
-    assert list(itertools.islice(balanced_orders(["a", "b", "c"], seed=1), 30)) != orders

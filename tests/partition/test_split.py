@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import random
 
 import pytest
 import torch
-import torch.distributed as dist
 import torchvision
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -16,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.partition.check import compare_split, random_convex_stages, reference_step
 from benchmarks.partition.models import SWEEP, sweep_model
+from hybridpar.comm.world import World
 from hybridpar.errors import PartitionError, TraceError
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import run_stages
@@ -33,6 +32,7 @@ from tests.partition.nets import (
     Views,
 )
 from tests.partition.random_nets import WIDTH, RandomNet, Step, random_nets
+from tests.ranks import run_ranks
 
 
 def units_of(model: torch.nn.Module, example: torch.Tensor) -> ModelUnits:
@@ -199,43 +199,30 @@ def test_wrong_assignments_are_refused() -> None:
         split_model(units, [0])
 
 
-def _pipeline_rank(rank: int, port: int, results: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _pipeline_rank(world: World) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     model, example = Residual(), torch.randn(4, 3, 8, 8)
     units = units_of(model, example[:2])
     stages = split_model(units, random_convex_stages(units.graph, 2, random.Random(2)), relay=True)
-    stage = PipelineStage(stages[rank], rank, 2, torch.device("cpu"))
+    stage = PipelineStage(stages[world.rank], world.rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.cross_entropy)
     target = torch.tensor([0, 1, 2, 3])
-    if rank == 0:
+    if world.rank == 0:
         schedule.step(example)
     else:
         schedule.step(target=target)
-    torch.save({name: value.grad for name, value in stages[rank].named_parameters()}, f"{results}/{rank}.pt")
-    dist.destroy_process_group()
+    return {name: value.grad for name, value in stages[world.rank].named_parameters()}
 
 
-def test_relayed_stages_run_in_torchs_own_pipeline(tmp_path, free_port: int) -> None:
-    torch.multiprocessing.spawn(_pipeline_rank, (free_port, str(tmp_path)), nprocs=2)
+def test_relayed_stages_run_in_torchs_own_pipeline() -> None:
+    first, second = run_ranks(_pipeline_rank, 2)
     torch.manual_seed(0)
     model, example = Residual(), torch.randn(4, 3, 8, 8)
     for part, target in zip(example.split(2), torch.tensor([0, 1, 2, 3]).split(2), strict=True):
         (torch.nn.functional.cross_entropy(model(part), target) / 2).backward()
-    found = {**torch.load(tmp_path / "0.pt"), **torch.load(tmp_path / "1.pt")}
+    found = {**first, **second}
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-7)
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class MakesBuffer(nn.Module):

@@ -380,9 +380,12 @@ def slower(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 
 
 def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted: float = 1.0) -> Plan:
-    """A planned run of one of several workers, on links that are said to be so many times as slow as measured."""
+    """A planned run of one of several workers, on links that are said to be so many times as slow as measured.
+
+    Links are looked at for a moment only.
+    """
     os.environ["HYBRIDPAR_CACHE"] = cache
-    measured = probes.measure_cluster
+    measured = partial(probes.measure_cluster, seconds=0.002)
     with (
         always_planned(),
         mock.patch.object(probes, "measure_cluster", lambda world, **how: slower(measured(world, **how), planted)),
@@ -404,13 +407,12 @@ def test_two_workers_follow_one_plan_and_a_planted_bandwidth_is_noticed(tmp_path
 
 
 def planned_on_hosts(world: World, run_dir: Path, cache: str, hosts: str) -> Plan:
-    """Workers of made-up hosts, whose links are looked at for a moment only."""
-    brief, identified = partial(probes.measure_cluster, seconds=0.002), mock.Mock(return_value=hosts[world.rank])
+    """Workers of made-up hosts."""
+    identified = mock.Mock(return_value=hosts[world.rank])
     world.share_memory = True
     with contextlib.ExitStack() as stack:
         for module in IDENTIFIED:
             stack.enter_context(mock.patch(f"hybridpar.{module}.host_identity", identified))
-        stack.enter_context(mock.patch.object(probes, "measure_cluster", brief))
         stack.enter_context(mock.patch("hybridpar.planner.links.DRIFT", 1e9))
         stack.enter_context(mock.patch.object(probes, "APART", 1e9))  # whatever else runs meanwhile
         return planned_rank(world, run_dir, cache, {"steps": 4, "batch_size": 16})

@@ -138,7 +138,7 @@ def test_a_search_may_begin_where_a_run_is_resumed(tmp_path, monkeypatch):
 def test_the_whole_recipe_over_stages(tmp_path):
     """1-bit SGD as in the paper, where every replica is a pipeline; and its resumption."""
     options = {**SEARCHING, "select_batch": 1, "sync": "onebit-sgd:late=half", "tune_process": False}
-    options |= {"stages": 2, "replicas": 2, "lr": 0.001}
+    options |= {"stages": 2, "replicas": 2, "lr": 0.001, "epochs": 2}
     assert run_ranks(train_rank, 4, tmp_path / "run", "dropping", None, options, shared_memory=False) == [0] * 4
     summary = summary_of(tmp_path / "run")
     assert (summary["sync"], summary["stages"]) == ("onebit-sgd:late=half", 2)

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.state.cases import Case, draw
 from tests.state.joinings import JOININGS
 from tests.state.pieces import PIECES
-from tests.state.plain_loop import differences, plain_loop, with_trainer
+from tests.state.plain_loop import Trained, differences, plain_loop, with_trainer
 
 #: Seconds that a case may take.
 LONGEST = 60.0
@@ -43,11 +43,11 @@ def run_case(seed: int, workers: int) -> tuple[str, list[str]]:
     """The outcome of a case, and what there is to say about it."""
     case = draw(seed, workers)
     try:
-        plain_loop(case)
+        expected = plain_loop(case)
     except RuntimeError as error:  # such as a change in place of what autograd has saved
         return "unfit", [str(error)]
     try:
-        parts = run_ranks(_on_worker, workers, seed, workers, timeout=LONGEST) if workers > 1 else [_on(case, None)]
+        parts = run_ranks(_on_worker, workers, seed, workers, timeout=LONGEST) if workers > 1 else [_on(case, expected)]
     except BaseException:
         lines = traceback.format_exc().splitlines()
         return "crashed", [line[:300] for line in lines if re.match(r"[\w.]+(Error|Exception|NotMet)\b", line)]
@@ -66,12 +66,13 @@ def run_case(seed: int, workers: int) -> tuple[str, list[str]]:
 
 
 def _on_worker(world: World, seed: int, workers: int) -> tuple[tuple[str, int] | None, list[str]]:
-    return _on(draw(seed, workers), world)
+    case = draw(seed, workers)
+    return _on(case, plain_loop(case, world.rank % case.replicas), world)
 
 
-def _on(case: Case, world: World | None) -> tuple[tuple[str, int] | None, list[str]]:
-    found, rank = with_trainer(case, world), 0 if world is None else world.rank % case.replicas
-    return found.refused, [] if found.refused else differences(case, plain_loop(case, rank), found)
+def _on(case: Case, expected: Trained, world: World | None = None) -> tuple[tuple[str, int] | None, list[str]]:
+    found = with_trainer(case, world)
+    return found.refused, [] if found.refused else differences(case, expected, found)
 
 
 ALONE, PAIRS = range(150), range(30)

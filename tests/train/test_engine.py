@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +129,17 @@ def go(
     return answers[0][1]
 
 
+@functools.cache
+def uninterrupted(**options: Any) -> dict[str, Tensor]:
+    return go("plain", 4, None, None, **options)
+
+
 @pytest.mark.parametrize("options", [{}, {"optimizer": "adamw", "lr": 0.01}])
 @pytest.mark.parametrize(("first", "second"), MOVES)
 def test_any_layout_goes_on_from_any_other(first: str, second: str, options: dict[str, Any], tmp_path: Path) -> None:
     go(first, 2, None, tmp_path, **options)
     resumed = go(second, 2, tmp_path / "step-2", None, **options)
-    whole = go("plain", 4, None, None, **options)
+    whole = uninterrupted(**options)
     same_order = {"plain", "lanes", "workers"}
     assert_close(resumed, whole, exact={first, second} <= same_order)
 
@@ -176,14 +181,14 @@ def test_a_sharded_optimizer_makes_the_same_steps(
     assert sum(kept for *_, kept in answers) <= all_kept + 4  # what counts steps, and no tensor twice
     # The checkpoint has the whole state: one worker without shards goes on as if it had been alone.
     resumed = go("plain", 1, tmp_path / "step-3", None, **options, steps_before=3)
-    assert_close(resumed, go("plain", 4, None, None, **options), exact=False)
+    assert_close(resumed, uninterrupted(**options), exact=False)
 
 
 def test_shards_are_divided_anew_among_other_workers(tmp_path: Path) -> None:
     options = {"optimizer": "adamw", "lr": 0.01, "shard_optimizer": True}
     go("replicas", 2, None, tmp_path, **options)
     resumed = go("more replicas", 2, tmp_path / "step-2", None, **options)
-    assert_close(resumed, go("plain", 4, None, None, optimizer="adamw", lr=0.01), exact=False)
+    assert_close(resumed, uninterrupted(optimizer="adamw", lr=0.01), exact=False)
 
 
 def test_an_optimizer_that_looks_at_all_gradients_is_not_sharded() -> None:
@@ -241,7 +246,7 @@ def test_captured_stages_train_to_the_same_numbers(
     stages: int, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Captured by the compiler's front end as ever, but not translated, which takes minutes.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
     def make() -> nn.Module:
         return seeded(lambda: Residuals(dropout=dropout))
@@ -259,10 +264,10 @@ def out_of_step(world: World) -> dict[str, Tensor]:
     with make_trainer(2, world=world, replicas=2) as trainer:
         stage = trainer.engine.pipeline.stages[1].module
         if world.rank == 1:
-            stage.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+            stage.register_forward_pre_hook(lambda *_: time.sleep(0.05))
         for _ in range(3):
             steps(trainer, 1, 2)
-            time.sleep(0.0 if world.rank == 1 else 0.6)
+            time.sleep(0.0 if world.rank == 1 else 0.15)
         return state_of(trainer)
 
 
