@@ -145,7 +145,8 @@ def test_what_was_measured_on_such_a_gpu_with_the_dtype_is_chosen() -> None:
 def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
     right = candidates(on_hopper(SHAPE, Direction.FORWARD, dtype="bfloat16"))[0]
     contents = "hybridpar.tvm_kernels.kernel.contents_of"
-    monkeypatch.setattr(contents, lambda paths, requests, workers: [Built((), b"source")] * len(paths))
+    monkeypatch.setattr(contents, lambda files, _: [Built((), b"source")] * len(files))
+    monkeypatch.setattr(cuda_kernel, "cubin", lambda *_: b"code")
     monkeypatch.setattr(CudaKernel, "prepare", lambda self, index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ValueError, match="rows"):
