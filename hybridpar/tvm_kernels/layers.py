@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -81,20 +82,20 @@ def tunable_layers(
     seen: list[DepthwiseLayer | NormLayer] = []
     acts = {pair.norm: pair.act for pair in find_norms(model)} | fused_norms(model)
 
-    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0]
-            if x.ndim == 4 and is_depthwise(module):
-                seen.append(_depthwise_layer(name, module, x))
-            elif x.ndim == 4 and x.numel() > x.shape[1]:
-                seen.append(_norm_layer(name, acts[name], x))
+    def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        if x.ndim == 4 and is_depthwise(module):
+            seen.append(_depthwise_layer(name, module, x))
+        elif x.ndim == 4 and x.numel() > x.shape[1]:
+            seen.append(_norm_layer(name, acts[name], x))
 
-        return note
-
-    names = [name for name, module in model.named_modules() if name in acts or is_depthwise(module)]
-    hooks = [model.get_submodule(name).register_forward_pre_hook(noting(name)) for name in names]
+    hooks = [
+        module.register_forward_pre_hook(partial(note, name))
+        for name, module in model.named_modules()
+        if name in acts or is_depthwise(module)
+    ]
     try:
-        if names:
+        if hooks:
             _look(model, sizes, layout, seen.clear)
     finally:
         for hook in hooks:
@@ -110,7 +111,7 @@ def step_keys(
     convolutions, _ = tunable_layers(model, sizes, layout=layout)
     keys: Counter[KernelKey] = Counter()
     for layer in convolutions:
-        keys.update(KernelKey(one, layer.shape, layer.layout, threads, device, dtype) for one in layer.needs)
+        keys.update(KernelKey(needed, layer.shape, layer.layout, threads, device, dtype) for needed in layer.needs)
     return keys
 
 
