@@ -120,28 +120,13 @@ define linkonce_odr <16 x float> @hp_load(ptr %address) alwaysinline nounwind {{
   %values = load volatile <16 x float>, ptr %address, align 4
   ret <16 x float> %values
 }}
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-define linkonce_odr i32 @hp_prefetch(ptr %address) alwaysinline nounwind {{
-  call void @llvm.prefetch.p0(ptr %address, i32 0, i32 3, i32 1)
-  ret i32 0
-}}
 define linkonce_odr void @hp_stream(ptr %address, <16 x float> %values) alwaysinline nounwind {{
   store <16 x float> %values, ptr %address, align 64, !nontemporal !0
   ret void
 }}
 declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
-define linkonce_odr <16 x float> @hp_muladd(<16 x float> %x, <16 x float> %y, <16 x float> %z) alwaysinline nounwind {{
-  {_muladd("sum", "%x", "%y", "%z")}
-  ret <16 x float> %sum
-}}
 define linkonce_odr <16 x float> @hp_sigmoid(<16 x float> %z) alwaysinline nounwind {{
   {_sigmoid()}
-}}
-define linkonce_odr float @hp_sigmoid_one(float %z) alwaysinline nounwind {{
-  %wide = insertelement <16 x float> zeroinitializer, float %z, i64 0
-  %all = call <16 x float> @hp_sigmoid(<16 x float> %wide)
-  %first = extractelement <16 x float> %all, i64 0
-  ret float %first
 }}
 define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
   fence seq_cst
@@ -226,7 +211,9 @@ class Writer:
 
     def prefetch(self, buffer: Any, index: Any) -> None:
         """Fetch a cache line that will be read soon; it need not be there."""
-        self.t.evaluate(self.call("int32", "hp_prefetch", self.t.address_of(buffer[index])))
+        address, int32 = self.t.address_of(buffer[index]), self.t.int32
+        # To read it, into the nearest cache, as data.
+        self.t.evaluate(self.tvm.tirx.call_llvm_intrin("void", "llvm.prefetch", address, int32(0), int32(3), int32(1)))
 
     def put(self, buffer: Any, start: Any, values: Any, *, past: bool) -> None:
         """Store a vector of `LANES` float32 side by side, past the caches or to them."""

@@ -70,12 +70,7 @@ class CudaVariant:
             code = cubin("depthwise", built.image, architecture, CONTRACTED)
         else:
             code = compile_unspilled(built.image, architecture)
-        return load_cubin(self, code, current_device())
-
-
-def current_device() -> int:
-    """The GPU that torch uses."""
-    return torch.cuda.current_device()
+        return load_cubin(self, code, torch.cuda.current_device())
 
 
 def compile_unspilled(source: bytes, architecture: str) -> bytes:

@@ -27,7 +27,7 @@ def candidates(key: KernelKey, gpu: Gpu) -> Iterator[dict[str, int]]:
         conflicts: float | None = None  # they hardly follow from the rest
         for further in _further(key, parameters, gpu):
             tiling = Tiling(key, Tile(**parameters, **further))
-            if tiling.registers > MOST_REGISTERS or tiling.written_out > MOST_WRITTEN_OUT or tiling.tile.check(key):
+            if tiling.registers > MOST_REGISTERS or tiling.written_out > MOST_WRITTEN_OUT or tiling.check():
                 continue
             conflicts = bank_conflicts(tiling) if conflicts is None else conflicts
             if conflicts <= MOST_CONFLICTS and resident_blocks(tiling, gpu) * tiling.tile.threads >= LEAST_THREADS:

@@ -257,7 +257,7 @@ def parse_records(text: str, name: str = "the database") -> Database:
 
 
 def read_database(path: str | Path) -> Database:
-    """Read a database file. One log line says how many lines are no records.
+    """Read a database file. Log lines say what of it is not used.
 
     Args:
         path: The file.
@@ -286,24 +286,18 @@ def read_database(path: str | Path) -> Database:
             _WHAT,
             "Name such a file, or a new one for `hybridpar tune MODEL -o`.",
         )
-    _warn(database)
-    return database
-
-
-def _warn(database: Database) -> None:
-    """Say in log lines what of a database is not used."""
-    name = database.name
     if database.damaged:
-        _log.warning("%s: %d line(s) are no records and were skipped", name, database.damaged)
+        _log.warning("%s: %d line(s) are no records and were skipped", path, database.damaged)
     old = [record for record in database.records if not record.current]
     if old:
         wanted = _wanted(old[0].device)
-        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), wanted)
+        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", path, len(old), wanted)
     # Quick ones say what need not be tried again.
     doubtful = [record for record in database.records if record.current and record.doubt and not record.quick]
     if doubtful:
-        of, why = doubtful[0].key.shape.text, doubtful[0].doubt
-        _log.warning("%s: %d record(s) are not used, of %s for instance %s; tune again", name, len(doubtful), of, why)
+        of, why = doubtful[0].shape, doubtful[0].doubt
+        _log.warning("%s: %d record(s) are not used, of %s for instance %s; tune again", path, len(doubtful), of, why)
+    return database
 
 
 def user_database() -> Path:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import user_error
 from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
 from hybridpar.tvm_kernels.op import layout_of
@@ -87,7 +87,10 @@ def tunable_layers(
         if x.ndim == 4 and is_depthwise(module):
             seen.append(_depthwise_layer(name, module, x))
         elif x.ndim == 4 and x.numel() > x.shape[1]:
-            seen.append(_norm_layer(name, acts[name], x))
+            # Kernels take images of one pixel, which lie either way, too.
+            last = x.is_contiguous(memory_format=torch.channels_last)
+            shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), acts[name])
+            seen.append(NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS))
 
     hooks = [
         module.register_forward_pre_hook(partial(note, name))
@@ -130,11 +133,9 @@ def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callab
     try:
         _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)
     except Exception as error:
-        raise UsageError(
-            f"{type(model).__name__} does not run on an input of {'x'.join(map(str, sizes))}",
-            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            "Name another input; what can be tuned is found by running the model.",
-        ) from error
+        what = f"{type(model).__name__} does not run on an input of {'x'.join(map(str, sizes))}"
+        fix = "Name another input; what can be tuned is found by running the model."
+        raise user_error(what, error, fix=fix) from error
 
 
 def _depthwise_layer(name: str, module: nn.Conv2d, x: Tensor) -> DepthwiseLayer:
@@ -144,13 +145,6 @@ def _depthwise_layer(name: str, module: nn.Conv2d, x: Tensor) -> DepthwiseLayer:
     needs = tuple(direction for direction, needed in zip(Direction, wanted, strict=True) if needed)
     # Images of one pixel lie either way; torch takes them for contiguous ones.
     return DepthwiseLayer(name, shape, layout_of(x) or Layout.CONTIGUOUS, needs)
-
-
-def _norm_layer(name: str, act: str, x: Tensor) -> NormLayer:
-    # Kernels take images of one pixel, which lie either way, too.
-    last = x.is_contiguous(memory_format=torch.channels_last)
-    shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), act)
-    return NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS)
 
 
 def _run(model: nn.Module, state: dict[str, Tensor], example: Tensor) -> None:

@@ -55,41 +55,33 @@ def time_pairs(
     kernel: Call, stock: Call, seconds: float, least: int = 3, threads: int = 1, device: torch.device | None = None
 ) -> Timing:
     """Time two functions in turn, each first in every other pair, until the time is over and there are enough pairs."""
+    clock, times = time.thread_time if threads == 1 else time.perf_counter, 1
     if device is not None:
         kernel(), stock()
         slower = max(milliseconds(kernel, 2, device), milliseconds(stock, 2, device))
         times = max(1, min(200, round(_STRETCH / max(1e-3 * slower, 1e-7))))
-        return summarize_pairs(
-            _take_pairs(kernel, stock, seconds, least, lambda call: 1e-3 * milliseconds(call, times, device))
-        )
-    clock = time.thread_time if threads == 1 else time.perf_counter
 
     def taken(call: Call) -> float:
+        """Seconds of a call."""
+        if device is not None:
+            return 1e-3 * milliseconds(call, times, device)
         start = clock()
         call()
         return clock() - start
 
     begin, waited = time.perf_counter(), seconds_waited()
-    timing = summarize_pairs(_take_pairs(kernel, stock, seconds, least, taken))
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < least or (time.perf_counter() < begin + seconds and len(pairs) < _MOST_PAIRS):
+        if len(pairs) % 2 == 0:
+            pairs.append((taken(kernel), taken(stock)))
+        else:
+            pairs.append((taken(stock), taken(kernel))[::-1])
+    timing = summarize_pairs(pairs)
     if threads == 1:
         return timing
     worked = (time.perf_counter() - begin) * threads
     waiting = max(0.0, seconds_waited() - waited)
     return replace(timing, noise=max(timing.noise, waiting / max(worked - waiting, 1e-9)))
-
-
-def _take_pairs(
-    kernel: Call, stock: Call, seconds: float, least: int, taken: Callable[[Call], float]
-) -> list[tuple[float, float]]:
-    """Seconds of both sides, pair by pair."""
-    end = time.perf_counter() + seconds
-    pairs: list[tuple[float, float]] = []
-    while len(pairs) < least or (time.perf_counter() < end and len(pairs) < _MOST_PAIRS):
-        if len(pairs) % 2 == 0:
-            pairs.append((taken(kernel), taken(stock)))
-        else:
-            pairs.append((taken(stock), taken(kernel))[::-1])
-    return pairs
 
 
 def milliseconds(call: Call, times: int, device: torch.device) -> float:

@@ -31,7 +31,6 @@ from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.errors import UsageError
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.cuda_kernel import current_device
 from hybridpar.tvm_kernels.database import (
     Database,
     KernelRecord,
@@ -76,7 +75,7 @@ _PACES = {"cpu": Pace(0.12, 1.5, 5), "gpu": Pace(0.05, 0.5, 9), "quick": Pace(0.
 
 def bench_of(key: KernelKey, seed: int) -> ConvBench:
     """Random images, weights and gradients, on the CPU or the current GPU."""
-    return ConvBench(key, seed, torch.device("cuda", current_device()) if is_gpu(key.device) else None)
+    return ConvBench(key, seed, torch.device("cuda", torch.cuda.current_device()) if is_gpu(key.device) else None)
 
 
 # -------------------------------------------------------------------------------------------------------------- one key
@@ -118,21 +117,20 @@ def _name_of(parameters: Parameters) -> _Name:
     return tuple(sorted(parameters.items()))
 
 
+@dataclass
 class _Search:
     """One search: what was tried, what was measured, what is best."""
 
-    def __init__(
-        self,
-        key: KernelKey,
-        seed: int,
-        builder: Builder,
-        on_progress: Callable[[KernelRecord], None],
-        only: tuple[Parameters, Built] | None,
-    ) -> None:
-        self.key, self.seed, self.builder, self.on_progress, self.only = key, seed, builder, on_progress, only
-        self.pace = _PACES["quick" if only else "gpu" if is_gpu(key.device) else "cpu"]
-        self.space = [dict(only[0])] if only else candidates(key)
-        self.random, self.session = random.Random(seed), Session() if self.space else None
+    key: KernelKey
+    seed: int
+    builder: Builder
+    on_progress: Callable[[KernelRecord], None]
+    only: tuple[Parameters, Built] | None
+
+    def __post_init__(self) -> None:
+        self.pace = _PACES["quick" if self.only else "gpu" if is_gpu(self.key.device) else "cpu"]
+        self.space = [dict(self.only[0])] if self.only else candidates(self.key)
+        self.random, self.session = random.Random(self.seed), Session() if self.space else None
         self.began = time.time()
         self.results: dict[_Name, KernelRecord] = {}
         self.finals: list[KernelRecord] = []

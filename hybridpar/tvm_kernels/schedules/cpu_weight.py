@@ -180,15 +180,11 @@ class Weight(ConvWriter):
     ) -> None:
         """Some rows of taps: together where all meet the image, else each on its own."""
         w, t = self.w, self.t
-
-        def passes(tap: Any, count: int, bounds: list[tuple[Any, Any]]) -> None:
-            self._accumulate(image, bounds, channel, sums, tap, count, columns)
-
-        (low, high), (last_low, last_high) = self._bounds(tap), self._bounds(tap + (count - 1))
-        del last_low, high
+        (low, _), (_, last_high) = self._bounds(tap), self._bounds(tap + (count - 1))
         joint = w.keep(t.min(t.max(low, top), bottom))
         joint_end = w.keep(t.max(joint, t.min(last_high, bottom)))
-        w.when(joint < joint_end, lambda: passes(tap, count, [(joint, joint_end)]))
+        together = [(joint, joint_end)]
+        w.when(joint < joint_end, lambda: self._accumulate(image, together, channel, sums, tap, count, columns))
         if count == 1:
             return
 
@@ -197,7 +193,7 @@ class Weight(ConvWriter):
                 low, high = self._bounds(row)
                 before = (w.keep(t.max(top, low)), w.keep(t.min(joint, high)))
                 behind = (w.keep(t.max(joint_end, low)), w.keep(t.min(bottom, high)))
-                passes(row, 1, [before, behind])
+                self._accumulate(image, [before, behind], channel, sums, row, 1, columns)
 
         w.when(t.Or(top < joint, joint_end < bottom), apart)
 
@@ -228,22 +224,19 @@ class Weight(ConvWriter):
         for index, offset in sums_of.values():
             w.store(held, index, self.sums[memory(offset)])
 
-        def row(out_row: Any) -> None:
-            first = w.keep(out_row * self.vertical.stride - self.vertical.padding + tap * self.vertical.dilation)
-            x = w.keep(self._input_at(image, first, channel))
-            g = w.keep(self._gradient_at(image, out_row, channel))
-            for span in self.columns:
-                if span.count == 1:
-                    self._columns(held, sums_of, span, x, g + span.start * self.pixel, count)
-                else:
-                    with t.serial(t.int64(0), t.int64(span.count)) as index:
-                        tile_x = w.keep(x + index * (self.shift * self.pixel))
-                        tile_g = w.keep(g + (index * span.width + span.start) * self.pixel)
-                        self._columns(held, sums_of, span, tile_x, tile_g, count)
-
         for low, high in bounds:
             with t.serial(low, high) as out_row:
-                row(out_row)
+                first = w.keep(out_row * self.vertical.stride - self.vertical.padding + tap * self.vertical.dilation)
+                x = w.keep(self._input_at(image, first, channel))
+                g = w.keep(self._gradient_at(image, out_row, channel))
+                for span in self.columns:
+                    if span.count == 1:
+                        self._columns(held, sums_of, span, x, g + span.start * self.pixel, count)
+                    else:
+                        with t.serial(t.int64(0), t.int64(span.count)) as index:
+                            tile_x = w.keep(x + index * (self.shift * self.pixel))
+                            tile_g = w.keep(g + (index * span.width + span.start) * self.pixel)
+                            self._columns(held, sums_of, span, tile_x, tile_g, count)
         for index, offset in sums_of.values():
             w.store(self.sums, memory(offset), held[index])
 

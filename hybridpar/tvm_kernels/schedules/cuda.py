@@ -292,7 +292,7 @@ class _Writer:
     def _placeholder(self, name: str, sizes: tuple[int, ...]) -> Any:
         return self.te.placeholder(sizes, STORED[self.tiling.dtype], name=name)
 
-    def _padded(self, image: Any, name: str, sizes: tuple[int, int, int], start: Callable[[Any], Any]) -> Any:
+    def _with_zeros(self, image: Any, name: str, sizes: tuple[int, int, int], start: Callable[[Any], Any]) -> Any:
         """Tiles of images, each from a start on, with zeros around images and for those that do not exist."""
         batch, channels, height, width = self._named(*image.shape)
         vector, zero = self.tile.vector, self.tir.const(0, STORED[self.tiling.dtype])
@@ -314,7 +314,7 @@ class _Writer:
         weights = self._placeholder("operand_1", (shape.channels, *shape.kernel))
         bias = self._placeholder("operand_2", (shape.channels,))
         sizes = shape.batch, *tiling.extent(*self.padded, shape.kernel[0])
-        tile = self._padded(image, "tile", sizes, lambda n: (n, *tiling.first))
+        tile = self._with_zeros(image, "tile", sizes, lambda n: (n, *tiling.first))
         taps = te.compute(
             (tiling.channels, *shape.kernel),
             lambda c, r, s: te.if_then_else(c < shape.channels, self._wide(weights[c, r, s]), 0.0),
@@ -364,9 +364,9 @@ class _Writer:
 
         reach = tiling.extent(*tiling.block, tiling.tap_rows)
         steps = tiling.block[0] * shape.stride[0], tiling.block[1] * shape.stride[1]
-        images = self._padded(image, "tile", (tiles, *reach), lambda number: start(number, steps, tiling.first))
+        images = self._with_zeros(image, "tile", (tiles, *reach), lambda number: start(number, steps, tiling.first))
         block = tiling.block
-        gradients = self._padded(gradient, "gradients", (tiles, *block), lambda number: start(number, block))
+        gradients = self._with_zeros(gradient, "gradients", (tiles, *block), lambda number: start(number, block))
         number, h, w = (te.reduce_axis((0, size), name) for name, size in zip("nhw", (tiles, *block), strict=True))
 
         def total(c: Any, r: Any, s: Any) -> Any:

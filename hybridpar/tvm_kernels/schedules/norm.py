@@ -110,7 +110,8 @@ def clear(memory: Any, index: Any, count: Any, zeros: Any) -> None:
 def sigmoid(z: Any) -> Any:
     """1 / (1 + e^-z)."""
     wide = z.ty.dtype.lanes > 1
-    return w.keep(w.call(f"float32x{LANES}", "hp_sigmoid", z) if wide else w.call("float32", "hp_sigmoid_one", z))
+    vector = w.keep(w.call(f"float32x{LANES}", "hp_sigmoid", z if wide else w.lanes(z)))
+    return vector if wide else w.keep(T.Shuffle([vector], [0]))
 
 
 def constant(like: Any, value: float) -> Any:
