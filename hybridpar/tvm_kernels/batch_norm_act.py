@@ -90,6 +90,5 @@ class _BatchNormAct(torch.autograd.Function):
         x, statistics = ctx.saved_tensors
         grad_y = grad_y.contiguous(memory_format=torch.channels_last)
         gradients = norm_kernels.backward(grad_y, x, statistics, ctx.act, ctx.fixed)
-        needed = ctx.needs_input_grad[: len(gradients)]
-        wanted = [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
-        return (*wanted, *(None,) * 6)
+        needed = zip(gradients, ctx.needs_input_grad, strict=False)
+        return (*(gradient if is_needed else None for gradient, is_needed in needed), *(None,) * 6)

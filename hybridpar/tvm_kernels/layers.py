@@ -79,18 +79,18 @@ def tunable_layers(
     model: nn.Module, sizes: Sequence[int], *, layout: Layout = Layout.CHANNELS_LAST
 ) -> tuple[list[DepthwiseLayer], list[NormLayer]]:
     """The depthwise convolutions and the norms of a training step, one entry for each time that one runs."""
-    seen: list[DepthwiseLayer | NormLayer] = []
+    convolutions, norms = list[DepthwiseLayer](), list[NormLayer]()
     acts = {pair.norm: pair.act for pair in find_norms(model)} | fused_norms(model)
 
     def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
         if x.ndim == 4 and is_depthwise(module):
-            seen.append(_depthwise_layer(name, module, x))
+            convolutions.append(_depthwise_layer(name, module, x))
         elif x.ndim == 4 and x.numel() > x.shape[1]:
             # Kernels take images of one pixel, which lie either way, too.
             last = x.is_contiguous(memory_format=torch.channels_last)
             shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), acts[name])
-            seen.append(NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS))
+            norms.append(NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS))
 
     hooks = [
         module.register_forward_pre_hook(partial(note, name))
@@ -99,12 +99,11 @@ def tunable_layers(
     ]
     try:
         if hooks:
-            _look(model, sizes, layout, seen.clear)
+            _look(model, sizes, layout, lambda: (convolutions.clear(), norms.clear()))
     finally:
         for hook in hooks:
             hook.remove()
-    convolutions = [layer for layer in seen if isinstance(layer, DepthwiseLayer)]
-    return convolutions, [layer for layer in seen if isinstance(layer, NormLayer)]
+    return convolutions, norms
 
 
 def step_keys(
@@ -112,13 +111,14 @@ def step_keys(
 ) -> Counter[KernelKey]:
     """What can be tuned in a training step, and how often each of it runs."""
     convolutions, _ = tunable_layers(model, sizes, layout=layout)
-    keys: Counter[KernelKey] = Counter()
-    for layer in convolutions:
-        keys.update(KernelKey(needed, layer.shape, layer.layout, threads, device, dtype) for needed in layer.needs)
-    return keys
+    return Counter(
+        KernelKey(direction, layer.shape, layer.layout, threads, device, dtype)
+        for layer in convolutions
+        for direction in layer.needs
+    )
 
 
-def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], None]) -> None:
+def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], object]) -> None:
     """Run the model's forward pass in the cheapest way that it allows."""
     example = torch.zeros(tuple(sizes), device=next(model.parameters()).device)
     example = example.contiguous(memory_format=FORMATS[layout])

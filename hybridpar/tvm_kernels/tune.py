@@ -360,11 +360,8 @@ def _firsts(keys: Sequence[KernelKey], known: Database, builder: Builder) -> dic
 
     They are kept in the cache, as they are likely to be used.
     """
-    firsts: dict[KernelKey, Parameters] = {}
-    for key in keys:
-        space = candidates(key)
-        if space:
-            (firsts[key],) = first_candidates(key, space, _known(known, key, space))
+    spaces = {key: space for key in keys if (space := candidates(key))}
+    firsts = {key: first_candidates(key, space, _known(known, key, space))[0] for key, space in spaces.items()}
     variants = [variant_of(key, parameters) for key, parameters in firsts.items()]
     contents = contents_of([(variant.path, variant.request) for variant in variants], builder)
     pairs = zip(firsts.items(), contents, strict=True)

@@ -110,8 +110,7 @@ class Weight(ConvWriter):
 
     def __init__(self, w: Writer, shape: ConvShape, tile: Tile, dtype: str) -> None:
         super().__init__(w, shape, Direction.WEIGHT_GRADIENT, tile, dtype)
-        self.tap_rows, self.tap_columns = tile.tap_rows, tile.tap_columns
-        self.parts, self.groups = tile.parts, tile.groups
+        self.tile, self.parts, self.groups = tile, tile.parts, tile.groups
         self.blocks = -(-shape.channels // self.lanes)
         self.pitch = self.blocks * self.lanes
 
@@ -170,9 +169,9 @@ class Weight(ConvWriter):
         """All taps of one strip and one block of lanes."""
         tall, wide = self.shape.kernel
         channel = self._channel(block)
-        for start in range(0, wide, self.tap_columns):
-            columns = range(start, min(start + self.tap_columns, wide))
-            for tap, count in geometry.pieces(self.w, tall, self.tap_rows):
+        for start in range(0, wide, self.tile.tap_columns):
+            columns = range(start, min(start + self.tile.tap_columns, wide))
+            for tap, count in geometry.pieces(self.w, tall, self.tile.tap_rows):
                 self._taps(image, top, bottom, channel, base + block * self.lanes, tap, count, columns)
 
     def _taps(
