@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.rig.rows import commit, now, processor
 from hybridpar.machine.process import describe_allocator
-from hybridpar.tvm_kernels.conv_bench import ConvBench
+from hybridpar.tvm_kernels.conv_bench import ConvBench, stock_call
 from hybridpar.tvm_kernels.measure import Call
 from hybridpar.tvm_kernels.shapes import ConvShape, Layout
 
@@ -62,7 +62,10 @@ def torchs_ways(bench: ConvBench) -> dict[str, Call]:
     """Torch's calls of a convolution in both layouts; on a GPU as it is, and with its own kernels for cuDNN's."""
     ways: dict[str, Call] = {}
     for layout in Layout:
-        call = bench.instead if layout is bench.key.layout else bench.stock_on(bench.operands(layout))
+        call = bench.instead
+        if layout is not bench.key.layout:
+            key, operands = bench.key, bench.operands(layout)
+            call = bench.in_turn([stock_call(key.shape, key.direction, *tensors) for tensors in operands])
         ways[f"torch {layout}"] = call
         if bench.device is not None:
             ways[f"native {layout}"] = functools.partial(_without_cudnn, call)

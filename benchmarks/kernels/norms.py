@@ -82,9 +82,14 @@ def stock(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tenso
     return IN_PLACE[activation](normed)
 
 
+def bytes_of(shape: NormShape) -> int:
+    """Of the input in float32."""
+    return 4 * shape.rows * shape.channels
+
+
 def steps_of(shape: NormShape, forward: Callable[..., Tensor]) -> Callable[[], None]:
     """Forward and backward pass of a norm with its activation, on tensors that take turns."""
-    sets = min(MOST_SETS, max(1, math.ceil(COLD / shape.bytes)))
+    sets = min(MOST_SETS, max(1, math.ceil(COLD / bytes_of(shape))))
     # As many pixels as the norm has rows, (1, C, H, W), channels last.
     height = next(rows for rows in range(math.isqrt(shape.rows), 0, -1) if shape.rows % rows == 0)
     image = torch.randn(1, shape.channels, height, shape.rows // height).contiguous(memory_format=torch.channels_last)
@@ -124,8 +129,14 @@ def rows_of(
         is_fused = shape.rows * shape.channels >= least_values()
         ms = {f"{name}_ms": times.median_ms(name) for name in ("stock", "fused", "compiled")}
         ms["chosen_ms"] = ms["stock_ms"] / ratio.median if is_fused else ms["stock_ms"]
-        ms["floor_ms"] = 1e3 * 8 * shape.bytes / bandwidth
-        row: Row = {"shape": shape.text, "layers": count, **ms, "compile_s": seconds, "loaded": times.loaded}
+        ms["floor_ms"] = 1e3 * 8 * bytes_of(shape) / bandwidth
+        row: Row = {
+            "shape": f"{shape.rows}x{shape.channels} {shape.act}",
+            "layers": count,
+            **ms,
+            "compile_s": seconds,
+            "loaded": times.loaded,
+        }
         row |= {"times_stock": ratio.median, "low": ratio.low, "high": ratio.high}
         row |= {"best_stock_ms": times.min_ms("stock"), "best_fused_ms": times.min_ms("fused")}
         row |= {

@@ -24,7 +24,7 @@ import platform
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,7 +47,8 @@ def load_kernels(name: str, sources: Sequence[Path], imported: Sequence[Path] = 
     """
 
     def load() -> dict[str, Function]:
-        (built,) = contents_of([kernel_path(name, [*sources, *imported])], [Request(sources)])
+        with Builder() as builder:
+            (built,) = contents_of([(kernel_path(name, [*sources, *imported]), Request(sources))], builder)
         if isinstance(built, KernelsUnavailable):
             raise built
         return session().load(built)
@@ -79,42 +80,34 @@ def _cpu() -> list[str]:
     if sys.byteorder != "little":
         raise KernelsUnavailable("kernels are written for little-endian machines")
     wanted_keys = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    found = [f"{key}={value}" for key, value in sorted(cpu_info().items()) if key in wanted_keys]
-    return [platform.system(), platform.machine(), *found]
+    described = [f"{key}={value}" for key, value in sorted(cpu_info().items()) if key in wanted_keys]
+    return [platform.system(), platform.machine(), *described]
 
 
 @functools.cache
 def cpu_info() -> dict[str, str]:
     """What Linux says of the first CPU, by its names; the words of each value are sorted. Empty on other systems."""
-    found: dict[str, str] = {}
+    info: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            found.setdefault(key.strip(), " ".join(sorted(value.split())))
-    return found
+            info.setdefault(key.strip(), " ".join(sorted(value.split())))
+    return info
 
 
-def contents_of(
-    paths: Sequence[Path], requests: Sequence[Request], workers: int = 1, builder: Builder | None = None
-) -> list[Built | KernelsUnavailable]:
-    """The contents of cache files; those that are not there are built together."""
-    contents = cached_all(paths, lambda missing: _built({one: requests[one] for one in missing}, workers, builder))
-    return [_parted(content) for content in contents]
+def contents_of(files: Sequence[tuple[Path, Request]], builder: Builder) -> list[Built | KernelsUnavailable]:
+    """The contents of cache files; those that are not there are built together, each by its request."""
 
-
-def _built(
-    requests: Mapping[int, Request], workers: int, builder: Builder | None
-) -> Iterator[tuple[int, bytes | KernelsUnavailable]]:
-    """Build in child processes."""
-    own = Builder(max(1, min(workers, len(requests)))) if builder is None else contextlib.nullcontext(builder)
-    with own as build:
-        asked = {index: build.submit(request) for index, request in requests.items()}
-        for index, future in asked.items():
+    def build(missing: Sequence[int]) -> Iterator[tuple[int, bytes | KernelsUnavailable]]:
+        futures = {index: builder.submit(files[index][1]) for index in missing}
+        for index, future in futures.items():
             try:
                 built = future.result()
                 yield index, json.dumps(built.names).encode() + b"\n" + built.image
             except KernelsUnavailable as error:
                 yield index, error
+
+    return [_parted(content) for content in cached_all([path for path, _ in files], build)]
 
 
 def _parted(content: bytes | KernelsUnavailable) -> Built | KernelsUnavailable:
@@ -225,9 +218,8 @@ def _features() -> dict[str, list[str]]:
     flags = cpu_info().get("flags", "").split()
     if not flags:
         return {}
-    named = {"avx": "avx", "avx2": "avx2", "fma": "fma", "bmi2": "bmi2", "avx512f": "avx512f", "avx512bw": "avx512bw"}
-    named |= {"avx512vl": "avx512vl", "avx512dq": "avx512dq"}
-    differing = [f"-{feature}" for feature, flag in named.items() if flag not in flags]
+    features = ("avx", "avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq")
+    differing = [f"-{feature}" for feature in features if feature not in flags]
     # Of a CPU whose model is not what it has it concludes too little, and this one instruction has no substitute.
     differing += ["+avx512bf16"] if {"avx512f", "avx512_bf16"} <= {*flags} else []
     return {"mattr": differing} if differing else {}

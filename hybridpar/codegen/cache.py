@@ -71,15 +71,15 @@ def cached_all(
     paths: Sequence[Path], build: Callable[[Sequence[int]], Iterable[tuple[int, bytes | KernelsUnavailable]]]
 ) -> list[bytes | KernelsUnavailable]:
     """The contents of cache files; those that are not there are built together."""
-    found: dict[int, bytes | KernelsUnavailable] = {}
+    contents: dict[int, bytes | KernelsUnavailable] = {}
 
     def look(level: int) -> list[int]:
         """Read what is there; which ones are missing."""
         for index, path in enumerate(paths):
-            content = found.get(index) or _verified(path, level)
+            content = contents.get(index) or _verified(path, level)
             if content is not None:
-                found[index] = content
-        return [index for index in range(len(paths)) if index not in found]
+                contents[index] = content
+        return [index for index in range(len(paths)) if index not in contents]
 
     for directory in {path.parent for path in paths}:
         _private_directory(directory)
@@ -89,22 +89,22 @@ def cached_all(
             missing = look(logging.WARNING)  # another process may have built them while this one waited
             began = time.perf_counter()
             for index, content in build(missing) if missing else ():
-                found[index] = content
+                contents[index] = content
                 if isinstance(content, bytes):
                     keep(paths[index], content)
                     _log.info("built %s, %.1f s after the start", paths[index], time.perf_counter() - began)
-    return [found[index] for index in range(len(paths))]
+    return [contents[index] for index in range(len(paths))]
 
 
 def keep(path: Path, content: bytes) -> None:
     """Put a file into the cache, whole or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
-        whole = Path(aside, "whole")
-        with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        written = Path(aside, "written")
+        with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(hashlib.sha256(content).digest() + content)
             file.flush()
             os.fsync(file.fileno())
-        whole.replace(path)
+        written.replace(path)
 
 
 def _private_directory(directory: Path) -> None:

@@ -57,7 +57,8 @@ class Builder:
     def __init__(self, workers: int = 1, timeout: float = TIMEOUT) -> None:
         self._timeout = timeout
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="build")
-        self._own = threading.local()
+        #: The child of each thread of the pool.
+        self._of_thread = threading.local()
         self._children: set[_Child] = set()
         self._changing = threading.Lock()
         self._closed = False
@@ -88,21 +89,21 @@ class Builder:
         self.close()
 
     def _build(self, request: Request) -> Built:
-        child = getattr(self._own, "child", None) or self._start()
+        child = getattr(self._of_thread, "child", None) or self._start()
         try:
             return child.ask(request, self._timeout)
         except _Lost as error:
             with self._changing:
                 self._children.discard(child)
             child.close()
-            self._own.child = None
+            self._of_thread.child = None
             raise KernelsUnavailable(str(error)) from None
 
     def _start(self) -> _Child:
         with self._changing:
             if self._closed:
                 raise KernelsUnavailable("building was stopped")
-            child = self._own.child = _Child()
+            child = self._of_thread.child = _Child()
             self._children.add(child)
         return child
 

@@ -38,10 +38,10 @@ class Driver:
         pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
         self._message = quick.cuGetErrorString
         self._init, self._device, self._retain = waiting.cuInit, waiting.cuDeviceGet, waiting.cuDevicePrimaryCtxRetain
-        self._load, self._function = waiting.cuModuleLoadData, waiting.cuModuleGetFunction
+        self._load, self.find = waiting.cuModuleLoadData, waiting.cuModuleGetFunction
         self.push, self.pop, self.launch = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2, waiting.cuLaunchKernel
         self._load.argtypes = [pointer, ctypes.c_char_p]
-        self._function.argtypes = [pointer, pointer, ctypes.c_char_p]
+        self.find.argtypes = [pointer, pointer, ctypes.c_char_p]
         self.push.argtypes, self.pop.argtypes = [pointer], [pointer]
         self.launch.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
 
@@ -59,16 +59,10 @@ class Driver:
         self.check("cuDeviceGet", self._device(ctypes.byref(device), index))
         # The primary context is the one of the CUDA runtime, so of torch. It is kept for good, as the module is.
         self.check("cuDevicePrimaryCtxRetain", self._retain(ctypes.byref(context), device))
-        found = CudaModule(self, context, module, index)
-        with found:
+        loaded = CudaModule(self, context, module, index)
+        with loaded:
             self.check("cuModuleLoadData", self._load(ctypes.byref(module), code))
-        return found
-
-    def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """Find a kernel in a module whose context is current."""
-        handle = ctypes.c_void_p()
-        self.check(f"cuModuleGetFunction {name}", self._function(ctypes.byref(handle), module, name.encode()))
-        return handle
+        return loaded
 
 
 class CudaModule:
@@ -82,14 +76,26 @@ class CudaModule:
 
     def function(self, name: str, parameters: str) -> CudaFunction:
         """Find a kernel in the module."""
+        handle = ctypes.c_void_p()
         with self:
-            return CudaFunction(self, self.driver.function(self._handle, name), name, parameters)
+            status = self.driver.find(ctypes.byref(handle), self._handle, name.encode())
+        self.driver.check(f"cuModuleGetFunction {name}", status)
+        return CudaFunction(self, handle, name, parameters)
 
     def __enter__(self) -> None:
         self.driver.check("cuCtxPushCurrent", self.driver.push(self._context))
 
     def __exit__(self, *_: object) -> None:
         self.driver.check("cuCtxPopCurrent", self.driver.pop(ctypes.byref(ctypes.c_void_p())))
+
+
+class _Arguments(threading.local):
+    """Memory for the arguments of a launch, one for each thread; the driver copies it before a launch returns."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer, self.size = ctypes.create_string_buffer(size), ctypes.c_size_t(size)
+        addresses = (_BUFFER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(self.size), _END)
+        self.extra = (ctypes.c_void_p * 5)(*addresses)
 
 
 class CudaFunction:
@@ -101,22 +107,14 @@ class CudaFunction:
         self.layout = struct.Struct(f"@{parameters}")
         self._module = module
         self._handle = handle
-        self._own = threading.local()
+        self._arguments = _Arguments(self.layout.size)
 
-    def __call__(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any, shared: int = 0
-    ) -> None:
+    def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any) -> None:
         """Launch the kernel on torch's current stream of its device."""
-        own = self._own.__dict__
-        if not own:
-            # One buffer for each thread; the driver copies it before a launch returns.
-            buffer, size = ctypes.create_string_buffer(self.layout.size), ctypes.c_size_t(self.layout.size)
-            addresses = (_BUFFER, ctypes.addressof(buffer), _SIZE, ctypes.addressof(size), _END)
-            own.update(buffer=buffer, size=size, extra=(ctypes.c_void_p * 5)(*addresses))
-        self.layout.pack_into(own["buffer"], 0, *arguments)
+        self.layout.pack_into(self._arguments.buffer, 0, *arguments)
         launch, stream = self._module.driver.launch, current_stream(self._module.index)
         with self._module:
-            status = launch(self._handle, *grid, *block, shared, stream, None, own["extra"])
+            status = launch(self._handle, *grid, *block, 0, stream, None, self._arguments.extra)
         self._module.driver.check(f"cuLaunchKernel {self.name}", status)
 
 

@@ -27,12 +27,10 @@ w = Writer(tvm)
 
 def kernels(**functions: Any) -> dict[str, Any]:
     """Functions that were read, by the names that they are called by, with `HELPERS` at hand."""
-    return {name: _named(name, function) for name, function in functions.items()}
-
-
-def _named(name: str, function: Any) -> Any:
-    with_helpers = tvm.tirx.AttrStmt(w.t.int32(0), "pragma_import_llvm", tvm.ir.StringImm(HELPERS), function.body)
-    return function.with_body(with_helpers).with_attr("global_symbol", name)
+    for name, function in functions.items():
+        body = tvm.tirx.AttrStmt(w.t.int32(0), "pragma_import_llvm", tvm.ir.StringImm(HELPERS), function.body)
+        functions[name] = function.with_body(body).with_attr("global_symbol", name)
+    return functions
 
 
 def floats(*addresses: Any) -> list[Any]:
@@ -43,7 +41,7 @@ def floats(*addresses: Any) -> list[Any]:
 def muladd(*factors_and_term: Any) -> Any:
     """The vector x y + z of vectors or numbers, rounded once where the CPU can."""
     vectors = [value if value.ty.dtype.lanes > 1 else w.lanes(value) for value in factors_and_term]
-    return w.call(f"float32x{LANES}", "hp_muladd", *vectors)
+    return T.call_llvm_pure_intrin(f"float32x{LANES}", "llvm.fmuladd", *vectors)
 
 
 def total(vector: Any, combine: Callable[[Any, Any], Any] = operator.add) -> Any:

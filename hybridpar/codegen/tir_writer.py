@@ -65,7 +65,7 @@ def _sigmoid() -> str:
 
 
 def _muladd(name: str, x: str, y: str, z: str) -> str:
-    operands = ", ".join(f"<16 x float> {one}" for one in (x, y, z))
+    operands = ", ".join(f"<16 x float> {operand}" for operand in (x, y, z))
     return f"%{name} = call <16 x float> @llvm.fmuladd.v16f32({operands})"
 
 
@@ -75,38 +75,38 @@ HELPERS = f"""
 declare i16 @llvm.bswap.i16(i16)
 declare i32 @llvm.bswap.i32(i32)
 define linkonce_odr i32 @hp_bits(<16 x i1> %mask) alwaysinline nounwind {{
-  %turned = shufflevector <16 x i1> %mask, <16 x i1> poison, <16 x i32> <{_ORDER}>
-  %bits = bitcast <16 x i1> %turned to i16
+  %reversed = shufflevector <16 x i1> %mask, <16 x i1> poison, <16 x i32> <{_ORDER}>
+  %bits = bitcast <16 x i1> %reversed to i16
   %wide = zext i16 %bits to i32
   ret i32 %wide
 }}
 define linkonce_odr <16 x i1> @hp_mask(i32 %bits) alwaysinline nounwind {{
   %first = insertelement <16 x i32> poison, i32 %bits, i64 0
   %all = shufflevector <16 x i32> %first, <16 x i32> poison, <16 x i32> zeroinitializer
-  %own = and <16 x i32> %all, <{_POWERS}>
-  %mask = icmp ne <16 x i32> %own, zeroinitializer
+  %single = and <16 x i32> %all, <{_POWERS}>
+  %mask = icmp ne <16 x i32> %single, zeroinitializer
   ret <16 x i1> %mask
 }}
-define linkonce_odr i32 @hp_load32(ptr %place) alwaysinline nounwind {{
-  %raw = load i32, ptr %place, align 1
+define linkonce_odr i32 @hp_load32(ptr %address) alwaysinline nounwind {{
+  %raw = load i32, ptr %address, align 1
   %bits = call i32 @llvm.bswap.i32(i32 %raw)
   ret i32 %bits
 }}
-define linkonce_odr i32 @hp_load16(ptr %place) alwaysinline nounwind {{
-  %raw = load i16, ptr %place, align 1
+define linkonce_odr i32 @hp_load16(ptr %address) alwaysinline nounwind {{
+  %raw = load i16, ptr %address, align 1
   %low = call i16 @llvm.bswap.i16(i16 %raw)
   %bits = zext i16 %low to i32
   ret i32 %bits
 }}
-define linkonce_odr void @hp_store32(ptr %place, i32 %bits) alwaysinline nounwind {{
+define linkonce_odr void @hp_store32(ptr %address, i32 %bits) alwaysinline nounwind {{
   %raw = call i32 @llvm.bswap.i32(i32 %bits)
-  store i32 %raw, ptr %place, align 1
+  store i32 %raw, ptr %address, align 1
   ret void
 }}
-define linkonce_odr void @hp_store16(ptr %place, i32 %bits) alwaysinline nounwind {{
+define linkonce_odr void @hp_store16(ptr %address, i32 %bits) alwaysinline nounwind {{
   %low = trunc i32 %bits to i16
   %raw = call i16 @llvm.bswap.i16(i16 %low)
-  store i16 %raw, ptr %place, align 1
+  store i16 %raw, ptr %address, align 1
   ret void
 }}
 define linkonce_odr i32 @hp_pairs(<16 x i1> %high, <16 x i1> %low) alwaysinline nounwind {{
@@ -116,36 +116,17 @@ define linkonce_odr i32 @hp_pairs(<16 x i1> %high, <16 x i1> %low) alwaysinline 
   %bits = bitcast <32 x i1> %both to i32
   ret i32 %bits
 }}
-define linkonce_odr <16 x float> @hp_load(ptr %place) alwaysinline nounwind {{
-  %values = load volatile <16 x float>, ptr %place, align 4
+define linkonce_odr <16 x float> @hp_load(ptr %address) alwaysinline nounwind {{
+  %values = load volatile <16 x float>, ptr %address, align 4
   ret <16 x float> %values
 }}
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-define linkonce_odr i32 @hp_prefetch(ptr %place) alwaysinline nounwind {{
-  call void @llvm.prefetch.p0(ptr %place, i32 0, i32 3, i32 1)
-  ret i32 0
-}}
-define linkonce_odr void @hp_stream(ptr %place, <16 x float> %values) alwaysinline nounwind {{
-  store <16 x float> %values, ptr %place, align 64, !nontemporal !0
-  ret void
-}}
-define linkonce_odr void @hp_stream_short(ptr %place, <16 x i16> %values) alwaysinline nounwind {{
-  store <16 x i16> %values, ptr %place, align 32, !nontemporal !0
+define linkonce_odr void @hp_stream(ptr %address, <16 x float> %values) alwaysinline nounwind {{
+  store <16 x float> %values, ptr %address, align 64, !nontemporal !0
   ret void
 }}
 declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
-define linkonce_odr <16 x float> @hp_muladd(<16 x float> %x, <16 x float> %y, <16 x float> %z) alwaysinline nounwind {{
-  {_muladd("sum", "%x", "%y", "%z")}
-  ret <16 x float> %sum
-}}
 define linkonce_odr <16 x float> @hp_sigmoid(<16 x float> %z) alwaysinline nounwind {{
   {_sigmoid()}
-}}
-define linkonce_odr float @hp_sigmoid_one(float %z) alwaysinline nounwind {{
-  %wide = insertelement <16 x float> zeroinitializer, float %z, i64 0
-  %all = call <16 x float> @hp_sigmoid(<16 x float> %wide)
-  %one = extractelement <16 x float> %all, i64 0
-  ret float %one
 }}
 define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
   fence seq_cst
@@ -228,17 +209,18 @@ class Writer:
         """
         return self.keep(self.call(f"float32x{LANES}", "hp_load", self.t.address_of(buffer[start])))
 
-    def prefetch(self, buffer: Any, place: Any) -> None:
+    def prefetch(self, buffer: Any, index: Any) -> None:
         """Fetch a cache line that will be read soon; it need not be there."""
-        self.t.evaluate(self.call("int32", "hp_prefetch", self.t.address_of(buffer[place])))
+        address, int32 = self.t.address_of(buffer[index]), self.t.int32
+        # To read it, into the nearest cache, as data.
+        self.t.evaluate(self.tvm.tirx.call_llvm_intrin("void", "llvm.prefetch", address, int32(0), int32(3), int32(1)))
 
     def put(self, buffer: Any, start: Any, values: Any, *, past: bool) -> None:
-        """Store a vector of `LANES` values side by side, past the caches or to them."""
-        if not past:
+        """Store a vector of `LANES` float32 side by side, past the caches or to them."""
+        if past:
+            self.t.evaluate(self.call("void", "hp_stream", self.t.address_of(buffer[start]), values))
+        else:
             self.store(buffer, self.at(start), values)
-            return
-        name = "hp_stream" if str(buffer.dtype) == "float32" else "hp_stream_short"
-        self.t.evaluate(self.call("void", name, self.t.address_of(buffer[start]), values))
 
     def past_caches(self, where: Any, write: Callable[[bool], None]) -> None:
         """Write past the caches where a condition holds, else to them."""

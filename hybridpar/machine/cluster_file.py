@@ -150,8 +150,8 @@ class ClusterSpec(_Part):
     @property
     def key(self) -> str:
         """Equal for equal descriptions, whatever their names."""
-        told = self.model_dump(mode="json", exclude={"name"})
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        described = self.model_dump(mode="json", exclude={"name"})
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def outer(self) -> LinkLevel | None:
@@ -164,8 +164,8 @@ class ClusterSpec(_Part):
         for number, host in self.by_worker[:workers]:
             used.setdefault(number, []).append(host)
         hosts = []
-        for own in used.values():
-            host, devices = own[0], len(own)
+        for host, *others in used.values():
+            devices = 1 + len(others)
             memory = host.memory
             if memory is not None and host.kind == "cpu":
                 memory = memory * host.devices // devices
@@ -186,25 +186,25 @@ class ClusterSpec(_Part):
         One of them may be described and the other measured. So hosts are compared one by one, whatever entries they are
         in, and what one of them does not say does not count. Nor do throughputs, which a measurement does not know.
         """
-        there, here = self._each_host(), other._each_host()
-        if len(there) != len(here):
-            return f"the number of hosts is {len(there)} there and {len(here)} here"
+        theirs, ours = self._each_host(), other._each_host()
+        if len(theirs) != len(ours):
+            return f"the number of hosts is {len(theirs)} there and {len(ours)} here"
         pairs = [
-            (f"hosts.{at}.{name}", getattr(one, name), getattr(two, name))
-            for at, (one, two) in enumerate(zip(there, here, strict=True))
+            (f"hosts.{index}.{name}", getattr(host, name), getattr(counterpart, name))
+            for index, (host, counterpart) in enumerate(zip(theirs, ours, strict=True))
             for name in _COMPARED
         ]
-        if len(there) > 1:
-            ours, theirs = (None if spec.between is None else spec.between.bandwidth for spec in (self, other))
-            if ours is None or theirs is None:
-                return "" if ours is theirs else f"between.bandwidth is {ours} there and {theirs} here"
-            pairs.append(("between.bandwidth", ours, theirs))
-        for name, one, two in pairs:
-            if one == two or {None, ""} & {one, two}:
+        if len(theirs) > 1:
+            there, here = (None if spec.between is None else spec.between.bandwidth for spec in (self, other))
+            if there is None or here is None:
+                return "" if there is here else f"between.bandwidth is {there} there and {here} here"
+            pairs.append(("between.bandwidth", there, here))
+        for name, there, here in pairs:
+            if there == here or {None, ""} & {there, here}:
                 continue
             exactly = name.endswith((".devices", ".kind", ".name"))
-            if exactly or max(one, two) > tolerance * min(one, two):
-                return f"{name} is {one} there and {two} here"
+            if exactly or max(there, here) > tolerance * min(there, here):
+                return f"{name} is {there} there and {here} here"
         return ""
 
     def _each_host(self) -> list[Hosts]:

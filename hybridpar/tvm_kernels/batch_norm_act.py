@@ -55,12 +55,11 @@ def kernels_fit(
         return False
     if (mean is None) is not (variance is None) or (mean is None and not training):
         return False
-    for one in (weight, bias, mean, variance):
-        if one is not None and not (
-            one.dtype is torch.float32 and one.is_cpu and one.shape == (channels,) and one.is_contiguous()
-        ):
-            return False
-    return True
+    return all(
+        given is None
+        or (given.dtype is torch.float32 and given.is_cpu and given.shape == (channels,) and given.is_contiguous())
+        for given in (weight, bias, mean, variance)
+    )
 
 
 def fused_batch_norm_act(*given: *Given) -> Tensor:
@@ -90,6 +89,6 @@ class _BatchNormAct(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, statistics = ctx.saved_tensors
         grad_y = grad_y.contiguous(memory_format=torch.channels_last)
-        found = norm_kernels.backward(grad_y, x, statistics, ctx.act, ctx.fixed)
-        needed = [one if needed else None for one, needed in zip(found, ctx.needs_input_grad, strict=False)]
-        return (*needed, *(None,) * 6)
+        gradients = norm_kernels.backward(grad_y, x, statistics, ctx.act, ctx.fixed)
+        needed = zip(gradients, ctx.needs_input_grad, strict=False)
+        return (*(gradient if is_needed else None for gradient, is_needed in needed), *(None,) * 6)

@@ -115,8 +115,8 @@ class Choices:
 def why_no_record(database: Database, key: KernelKey) -> str:
     """Say why there is no record to use: what the nearest record of another key differs in."""
     near: list[tuple[int, str]] = []
-    if (own := database.best(key, current=False)) is not None:
-        return why_unused(own)
+    if (record := database.best(key, current=False)) is not None:
+        return why_unused(record)
     for other in database:
         if (other.direction, other.dtype) != (key.direction, key.dtype):
             continue

@@ -11,7 +11,6 @@ time is up. Each record is appended when it is there.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from hybridpar.codegen.cache import KernelsUnavailable, wanted
 from hybridpar.codegen.compile_pool import child_environment
 from hybridpar.errors import HybridparError, cannot_write, first_line
+from hybridpar.formats.cache import locked
 from hybridpar.formats.messages import pack, unpack
 from hybridpar.tvm_kernels.database import Database, default_database, user_database, versions
 from hybridpar.tvm_kernels.machine import is_gpu
@@ -96,8 +96,7 @@ def _serve() -> None:
     path, end, weights = unpack(sys.stdin.buffer.read())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(path.with_suffix(".lock")):
             search_all(weights, path, end - time.monotonic(), quick=True)
     except OSError as error:
         sys.exit(cannot_write(path, error))

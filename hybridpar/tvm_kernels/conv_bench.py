@@ -79,7 +79,8 @@ class ConvBench:
         self._rotation = _Rotation(self._sets)
         self._operands = self.operands(key.layout)
         first, second, like = _ORDER[key.direction]
-        self._arguments = [(each[first], each[second], each[like]) for each in self._operands]
+        #: What a kernel reads, and a tensor like its result, for each turn.
+        self.arguments = [(tensors[first], tensors[second], tensors[like]) for tensors in self._operands]
 
     def operands(self, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Image, gradient and weights on the device, for each turn."""
@@ -101,15 +102,11 @@ class ConvBench:
         rotation = self._rotation
         return lambda: rotation.compute(lambda index: calls[index]())
 
-    def arguments(self, index: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel reads, and a tensor like its result."""
-        return self._arguments[index]
-
     def run(self, kernel: Any) -> Tensor:
         """Call a kernel as a caller would, and allocate its result."""
 
         def call(index: int) -> Tensor:
-            first, second, like = self.arguments(index)
+            first, second, like = self.arguments[index]
             out = torch.empty_like(like)
             kernel(first, second, None, out)
             return out
@@ -132,34 +129,29 @@ class ConvBench:
 
     def error_of(self, out: Tensor) -> float:
         """The same of any result."""
-        if self.key.direction is not Direction.WEIGHT_GRADIENT:
-            out = out[self._checked_images]
-        difference = (out.cpu().double() - self.reference).abs().max()
+        difference = (out[self._checked].cpu().double() - self.reference).abs().max()
         largest = float(self.reference.abs().max())
         error = float(difference) / (largest or 1.0)
         return error if error == error else math.inf
 
     @property
-    def _checked_images(self) -> list[int]:
-        """On the CPU the first, the last and one between."""
+    def _checked(self) -> list[int] | slice:
+        """What of a result is compared: all of a weight gradient; of images on the CPU three."""
+        if self.key.direction is Direction.WEIGHT_GRADIENT or self.device is not None:
+            return slice(None)
         last = self.key.shape.batch - 1
-        return sorted({0, last // 2, last}) if self.device is None else list(range(last + 1))
+        return sorted({0, last // 2, last})
 
     @functools.cached_property
     def reference(self) -> Tensor:
-        """The result in float64: all of the weight gradient; of the others on the CPU some images."""
-        is_sum = self.key.direction is Direction.WEIGHT_GRADIENT
-        some = slice(None) if is_sum else self._checked_images
-        return reference(self.key.shape, self.key.direction, self._image[some], self._gradient[some], self._weight)
-
-    def stock_on(self, operands: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
-        """Torch's call, on each turn's operands."""
-        return self.in_turn([stock_call(self.key.shape, self.key.direction, *tensors) for tensors in operands])
+        """What is compared, in float64."""
+        image, gradient = self._image[self._checked], self._gradient[self._checked]
+        return reference(self.key.shape, self.key.direction, image, gradient, self._weight)
 
     @functools.cached_property
     def instead(self) -> Call:
         """What runs where the kernel does not: torch's call in the layout of the images."""
-        return self.stock_on(self._operands)
+        return self.in_turn([stock_call(self.key.shape, self.key.direction, *tensors) for tensors in self._operands])
 
 
 def stock_call(

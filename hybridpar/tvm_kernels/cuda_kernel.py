@@ -44,8 +44,7 @@ class CudaVariant:
     @cached_property
     def tiling(self) -> Tiling:
         """What a block computes, and the sizes that follow."""
-        key = self.key
-        return Tiling(key.shape, key.direction, key.layout, key.dtype, Tile(**self.parameters))
+        return Tiling(self.key, Tile(**self.parameters))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -67,18 +66,11 @@ class CudaVariant:
     def load(self, built: Built, into: Session | None = None) -> CudaKernel:
         """The kernel in a source, on the current device; what a search compiles is not cached, and must not spill."""
         architecture = self.key.device.rpartition(" ")[2]
-        if into is not None:
-            return load_cubin(self, compile_unspilled(built.image, architecture), current_device())
-        kernel = CudaKernel(
-            self, lambda at: driver(DRIVER).load(cubin("depthwise", built.image, architecture, CONTRACTED), at)
-        )
-        kernel.prepare(current_device())
-        return kernel
-
-
-def current_device() -> int:
-    """The GPU that torch uses."""
-    return torch.cuda.current_device()
+        if into is None:
+            code = cubin("depthwise", built.image, architecture, CONTRACTED)
+        else:
+            code = compile_unspilled(built.image, architecture)
+        return load_cubin(self, code, torch.cuda.current_device())
 
 
 def compile_unspilled(source: bytes, architecture: str) -> bytes:
@@ -138,6 +130,6 @@ class CudaKernel:
 
 def load_cubin(variant: CudaVariant, code: bytes, index: int) -> CudaKernel:
     """Load a variant's machine code on a device."""
-    kernel = CudaKernel(variant, lambda at: driver(DRIVER).load(code, at))
+    kernel = CudaKernel(variant, lambda device: driver(DRIVER).load(code, device))
     kernel.prepare(index)
     return kernel

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from hybridpar.tvm_kernels.machine import Gpu
 from hybridpar.tvm_kernels.schedules.cuda import WARP, Tile, Tiling
-from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, KernelKey, Layout
+from hybridpar.tvm_kernels.shapes import ITEM, Direction, KernelKey, Layout
 
 #: Multiply-adds beside each other; registers that a thread may be estimated to need, as beyond 255 they spill; accesses
 #: of shared memory for each one without conflicts; and threads that an SM holds. Of kernels written out by
@@ -23,23 +23,21 @@ _BANKS, _WORD = 32, 4
 
 def candidates(key: KernelKey, gpu: Gpu) -> Iterator[dict[str, int]]:
     """All parameters that are worth a try; a search can climb from each to the next."""
-    shape, direction, layout = key.shape, key.direction, key.layout
-    for parameters in _tiles(shape, direction, layout):
+    for parameters in _tiles(key):
         conflicts: float | None = None  # they hardly follow from the rest
-        for further in _further(shape, direction, layout, parameters, gpu):
-            tiling = Tiling(shape, direction, layout, key.dtype, Tile(**parameters, **further))
-            if tiling.registers > MOST_REGISTERS or tiling.written_out > MOST_WRITTEN_OUT:
-                continue
-            if tiling.tile.check(shape, direction, layout) or tiling.check():
+        for further in _further(key, parameters, gpu):
+            tiling = Tiling(key, Tile(**parameters, **further))
+            if tiling.registers > MOST_REGISTERS or tiling.written_out > MOST_WRITTEN_OUT or tiling.check():
                 continue
             conflicts = bank_conflicts(tiling) if conflicts is None else conflicts
             if conflicts <= MOST_CONFLICTS and resident_blocks(tiling, gpu) * tiling.tile.threads >= LEAST_THREADS:
                 yield parameters | further
 
 
-def _tiles(shape: ConvShape, direction: Direction, layout: Layout) -> Iterator[dict[str, int]]:
+def _tiles(key: KernelKey) -> Iterator[dict[str, int]]:
     """What all directions have."""
-    last, transposed = layout is Layout.CHANNELS_LAST, direction is Direction.INPUT_GRADIENT
+    shape = key.shape
+    last, transposed = key.layout is Layout.CHANNELS_LAST, key.direction is Direction.INPUT_GRADIENT
     few = shape.channels < 4
     if last:
         # Fewer than four threads side by side read less than a sector, so there are as few only for as few channels.
@@ -65,16 +63,15 @@ def _tiles(shape: ConvShape, direction: Direction, layout: Layout) -> Iterator[d
             yield tile
 
 
-def _further(
-    shape: ConvShape, direction: Direction, layout: Layout, parameters: dict[str, int], gpu: Gpu
-) -> Iterator[dict[str, int]]:
+def _further(key: KernelKey, parameters: dict[str, int], gpu: Gpu) -> Iterator[dict[str, int]]:
     """What only some directions have."""
-    if direction is not Direction.WEIGHT_GRADIENT:
+    if key.direction is not Direction.WEIGHT_GRADIENT:
         yield from ({"hold_taps": hold} for hold in (0, 1))
         return
-    for tap_rows in sorted({shape.kernel[0], -(-shape.kernel[0] // 2)}):
-        tiling = Tiling(shape, direction, layout, "float32", Tile(**parameters, tap_rows=tap_rows))
-        tiles = shape.batch * tiling.blocks[0] * tiling.blocks[1]
+    taps = key.shape.kernel[0]
+    for tap_rows in sorted({taps, -(-taps // 2)}):
+        tiling = Tiling(key, Tile(**parameters, tap_rows=tap_rows))
+        tiles = key.shape.batch * tiling.blocks[0] * tiling.blocks[1]
         blocks = tiling.grid[0] * tiling.grid[2]
         wanted = {max(1, round(waves * gpu.processors / blocks)) for waves in (2, 4, 8)}
         for parts in sorted({min(number, tiles, 512) for number in wanted}):
@@ -101,8 +98,8 @@ def wavefronts(addresses: tuple[int, ...], width: int) -> int:
     for begin in range(0, len(addresses), together):
         words = {
             word
-            for place in addresses[begin : begin + together]
-            for word in range(place // _WORD, (place + width - 1) // _WORD + 1)
+            for address in addresses[begin : begin + together]
+            for word in range(address // _WORD, (address + width - 1) // _WORD + 1)
         }
         banks = [word % _BANKS for word in words]
         count += max(banks.count(bank) for bank in set(banks))

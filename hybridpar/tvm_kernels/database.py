@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import importlib.metadata
 import importlib.resources
@@ -31,7 +30,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from hybridpar.errors import UsageError, cannot_write
-from hybridpar.formats.cache import cache_directory
+from hybridpar.formats.cache import cache_directory, locked
 from hybridpar.formats.file_reader import parse_json, read_text
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.tvm_kernels.machine import is_gpu
@@ -72,13 +71,6 @@ def versions(device: str) -> dict[str, str]:
 def most_error(direction: Direction, dtype: str = "float32", stock_error: float | None = None) -> float:
     """The largest error that a kernel may have."""
     return min(_MOST_ERROR, max(_LIMITS[direction] + _ROUNDING[dtype], _TIMES_STOCK * (stock_error or 0.0)))
-
-
-def is_right(
-    error: float | None, direction: Direction, dtype: str = "float32", stock_error: float | None = None
-) -> bool:
-    """Whether a kernel's result is precise enough to be used."""
-    return error is not None and error <= most_error(direction, dtype, stock_error)
 
 
 class KernelRecord(BaseModel):
@@ -134,8 +126,7 @@ class KernelRecord(BaseModel):
     @classmethod
     def of(cls, key: KernelKey, parameters: Parameters, **measured: Any) -> KernelRecord:
         """What was measured of a kernel with the versions that are installed."""
-        where: dict[str, Any] = {"direction": key.direction, "shape": key.shape.text, "layout": key.layout}
-        where |= {"threads": key.threads, "device": key.device, "dtype": key.dtype, "versions": versions(key.device)}
+        where: dict[str, Any] = {**vars(key), "shape": key.shape.text, "versions": versions(key.device)}
         return cls(**where, parameters=dict(parameters), **measured)
 
     @property
@@ -157,10 +148,10 @@ class KernelRecord(BaseModel):
     @property
     def doubt(self) -> str:
         """Why nothing may run on it, whatever its times; empty where it may."""
-        where = self.direction, self.dtype
-        if not is_right(self.error, *where, self.stock_error):
-            found = "unknown" if self.error is None else f"{self.error:.1e}"
-            return f"its error is {found}, and at most {most_error(*where, self.stock_error):.1e} is let through"
+        most = most_error(self.direction, self.dtype, self.stock_error)
+        if self.error is None or not self.error <= most:  # NaN is no small error
+            error = "unknown" if self.error is None else f"{self.error:.1e}"
+            return f"its error is {error}, and at most {most:.1e} is let through"
         if not self.clear:
             apart = f"its measurements lay {100 * (self.noise or 0.0):.0f} % apart"
             within = f"within which lies its gain of {self.gain:.2f}x"
@@ -249,7 +240,8 @@ class Database:
         Returns:
             The record; None where there is none.
         """
-        usable = [one for one in self._by_key.get(key, ()) if not current or (one.current and not one.doubt)]
+        records = self._by_key.get(key, ())
+        usable = [record for record in records if not current or (record.current and not record.doubt)]
         return min(usable, key=lambda record: (-record.tuned_at, record.ms), default=None)
 
 
@@ -265,7 +257,7 @@ def parse_records(text: str, name: str = "the database") -> Database:
 
 
 def read_database(path: str | Path) -> Database:
-    """Read a database file. One log line says how many lines are no records.
+    """Read a database file. Log lines say what of it is not used.
 
     Args:
         path: The file.
@@ -294,24 +286,18 @@ def read_database(path: str | Path) -> Database:
             _WHAT,
             "Name such a file, or a new one for `hybridpar tune MODEL -o`.",
         )
-    _warn(database)
-    return database
-
-
-def _warn(database: Database) -> None:
-    """Say in log lines what of a database is not used."""
-    name = database.name
     if database.damaged:
-        _log.warning("%s: %d line(s) are no records and were skipped", name, database.damaged)
+        _log.warning("%s: %d line(s) are no records and were skipped", path, database.damaged)
     old = [record for record in database.records if not record.current]
     if old:
         wanted = _wanted(old[0].device)
-        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), wanted)
+        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", path, len(old), wanted)
     # Quick ones say what need not be tried again.
-    doubtful = [one for one in database.records if one.current and one.doubt and not one.quick]
+    doubtful = [record for record in database.records if record.current and record.doubt and not record.quick]
     if doubtful:
-        of, why = doubtful[0].key.shape.text, doubtful[0].doubt
-        _log.warning("%s: %d record(s) are not used, of %s for instance %s; tune again", name, len(doubtful), of, why)
+        of, why = doubtful[0].shape, doubtful[0].doubt
+        _log.warning("%s: %d record(s) are not used, of %s for instance %s; tune again", path, len(doubtful), of, why)
+    return database
 
 
 def user_database() -> Path:
@@ -325,7 +311,7 @@ def packaged_records() -> list[KernelRecord]:
     with contextlib.suppress(FileNotFoundError):
         read = parse_records(packaged.read_text("utf-8"))
         # The packaged times come second to any that were measured here.
-        return [one.model_copy(update={"tuned_at": 0.0}) for one in read.records]
+        return [record.model_copy(update={"tuned_at": 0.0}) for record in read.records]
     return []
 
 
@@ -334,13 +320,13 @@ def default_database() -> Database:
 
     A file that is missing or cannot be read is as an empty one: a database can only make things faster.
     """
-    found = Database("the packaged and the user's kernel database", packaged_records())
+    database = Database("the packaged and the user's kernel database", packaged_records())
     try:
         if user_database().exists():
-            found.add(read_database(user_database()).records)
+            database.add(read_database(user_database()).records)
     except UsageError as error:
         _log.warning("%s", error.what)
-    return found
+    return database
 
 
 def append_records(path: str | Path, records: Iterable[KernelRecord]) -> None:
@@ -356,9 +342,7 @@ def append_records(path: str | Path, records: Iterable[KernelRecord]) -> None:
     path, lines = Path(path), [record.line() for record in records]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+", buffering=0) as file:
-            with contextlib.suppress(OSError):  # a file system without locks: a line is still one write
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(path), path.open("ab+", buffering=0) as file:  # without locks a line is still one write
             size = os.fstat(file.fileno()).st_size
             # A writer may have died within a line; the next record must not be lost with it.
             if lines and size and os.pread(file.fileno(), 1, size - 1) != b"\n":

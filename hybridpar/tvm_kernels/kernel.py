@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Session, contents_of, kernel_path, session
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Built, Request
+from hybridpar.codegen.compile_pool import Builder, Built, Request
 from hybridpar.errors import KernelError, first_line
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels import shapes
@@ -29,7 +29,7 @@ from hybridpar.tvm_kernels.database import KernelRecord
 from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.schedules import geometry
 from hybridpar.tvm_kernels.shapes import ITEM, KernelKey, Parameters
-from hybridpar.tvm_kernels.space import cpu_schedule, reject
+from hybridpar.tvm_kernels.space import reject, schedule_of
 from hybridpar.tvm_kernels.spread import run_ranges
 
 #: Small phases, beside the one that reads images: they turn the weights, or add up partial sums. With up to so many
@@ -58,20 +58,18 @@ class Variant:
     @property
     def request(self) -> Request:
         """What compiles it."""
-        return Request((Path(cpu_schedule(self.key.direction).__file__),), self.arguments)
+        return Request((Path(schedule_of(self.key).__file__),), self.arguments)
 
     @property
     def path(self) -> Path:
         """The cache file of its object file."""
-        modules = (cpu_schedule(self.key.direction), geometry, shapes)
-        sources = [Path(str(module.__file__)) for module in modules]
+        sources = [Path(str(module.__file__)) for module in (schedule_of(self.key), geometry, shapes)]
         return kernel_path("depthwise", sources, **self.arguments)
 
     @property
     def work(self) -> tuple[dict[str, int], int]:
         """How far each function counts, in the order in which they run; and bytes of scratch memory."""
-        schedule = cpu_schedule(self.key.direction)
-        work: tuple[dict[str, int], int] = schedule.work(self.key, self.parameters)
+        work: tuple[dict[str, int], int] = schedule_of(self.key).work(self.key, self.parameters)
         return work
 
     def load(self, built: Built, into: Session | None = None) -> TunedKernel:
@@ -133,18 +131,16 @@ def variant_of(key: KernelKey, parameters: Parameters) -> Variant | CudaVariant:
 def make_kernels(records: Sequence[KernelRecord]) -> list[Any]:
     """The kernels of some records, together, or why one cannot be had; what is not in the cache is built."""
     reasons = [reject(record.key, record.parameters) for record in records]
-    made: list[Any] = [KernelsUnavailable(reason) for reason in reasons]
-    allowed = [index for index, reason in enumerate(reasons) if reason is None]
-    variants = [variant_of(records[index].key, records[index].parameters) for index in allowed]
+    allowed = [record for record, reason in zip(records, reasons, strict=True) if reason is None]
+    variants = [variant_of(record.key, record.parameters) for record in allowed]
     contents: Sequence[Built | KernelsUnavailable]
     try:
-        paths, requests = [one.path for one in variants], [one.request for one in variants]
-        contents = contents_of(paths, requests, len(available_cores()))
+        with Builder(len(available_cores())) as builder:
+            contents = contents_of([(variant.path, variant.request) for variant in variants], builder)
     except (KernelsUnavailable, OSError) as error:
         contents = [KernelsUnavailable(str(error))] * len(variants)
-    for index, variant, content in zip(allowed, variants, contents, strict=True):
-        made[index] = _loaded(variant, content)
-    return made
+    loaded = map(_loaded, variants, contents)
+    return [next(loaded) if reason is None else KernelsUnavailable(reason) for reason in reasons]
 
 
 def _loaded(variant: Variant | CudaVariant, built: Built | KernelsUnavailable) -> Any:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import user_error
 from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
 from hybridpar.tvm_kernels.op import layout_of
@@ -78,29 +79,31 @@ def tunable_layers(
     model: nn.Module, sizes: Sequence[int], *, layout: Layout = Layout.CHANNELS_LAST
 ) -> tuple[list[DepthwiseLayer], list[NormLayer]]:
     """The depthwise convolutions and the norms of a training step, one entry for each time that one runs."""
-    seen: list[DepthwiseLayer | NormLayer] = []
+    convolutions, norms = list[DepthwiseLayer](), list[NormLayer]()
     acts = {pair.norm: pair.act for pair in find_norms(model)} | fused_norms(model)
 
-    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0]
-            if x.ndim == 4 and is_depthwise(module):
-                seen.append(_depthwise_layer(name, module, x))
-            elif x.ndim == 4 and x.numel() > x.shape[1]:
-                seen.append(_norm_layer(name, acts[name], x))
+    def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        if x.ndim == 4 and is_depthwise(module):
+            convolutions.append(_depthwise_layer(name, module, x))
+        elif x.ndim == 4 and x.numel() > x.shape[1]:
+            # Kernels take images of one pixel, which lie either way, too.
+            last = x.is_contiguous(memory_format=torch.channels_last)
+            shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), acts[name])
+            norms.append(NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS))
 
-        return note
-
-    names = [name for name, module in model.named_modules() if name in acts or is_depthwise(module)]
-    hooks = [model.get_submodule(name).register_forward_pre_hook(noting(name)) for name in names]
+    hooks = [
+        module.register_forward_pre_hook(partial(note, name))
+        for name, module in model.named_modules()
+        if name in acts or is_depthwise(module)
+    ]
     try:
-        if names:
-            _look(model, sizes, layout, seen.clear)
+        if hooks:
+            _look(model, sizes, layout, lambda: (convolutions.clear(), norms.clear()))
     finally:
         for hook in hooks:
             hook.remove()
-    convolutions = [layer for layer in seen if isinstance(layer, DepthwiseLayer)]
-    return convolutions, [layer for layer in seen if isinstance(layer, NormLayer)]
+    return convolutions, norms
 
 
 def step_keys(
@@ -108,13 +111,14 @@ def step_keys(
 ) -> Counter[KernelKey]:
     """What can be tuned in a training step, and how often each of it runs."""
     convolutions, _ = tunable_layers(model, sizes, layout=layout)
-    keys: Counter[KernelKey] = Counter()
-    for layer in convolutions:
-        keys.update(KernelKey(one, layer.shape, layer.layout, threads, device, dtype) for one in layer.needs)
-    return keys
+    return Counter(
+        KernelKey(direction, layer.shape, layer.layout, threads, device, dtype)
+        for layer in convolutions
+        for direction in layer.needs
+    )
 
 
-def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], None]) -> None:
+def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], object]) -> None:
     """Run the model's forward pass in the cheapest way that it allows."""
     example = torch.zeros(tuple(sizes), device=next(model.parameters()).device)
     example = example.contiguous(memory_format=FORMATS[layout])
@@ -129,11 +133,9 @@ def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callab
     try:
         _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)
     except Exception as error:
-        raise UsageError(
-            f"{type(model).__name__} does not run on an input of {'x'.join(map(str, sizes))}",
-            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            "Name another input; what can be tuned is found by running the model.",
-        ) from error
+        what = f"{type(model).__name__} does not run on an input of {'x'.join(map(str, sizes))}"
+        fix = "Name another input; what can be tuned is found by running the model."
+        raise user_error(what, error, fix=fix) from error
 
 
 def _depthwise_layer(name: str, module: nn.Conv2d, x: Tensor) -> DepthwiseLayer:
@@ -143,13 +145,6 @@ def _depthwise_layer(name: str, module: nn.Conv2d, x: Tensor) -> DepthwiseLayer:
     needs = tuple(direction for direction, needed in zip(Direction, wanted, strict=True) if needed)
     # Images of one pixel lie either way; torch takes them for contiguous ones.
     return DepthwiseLayer(name, shape, layout_of(x) or Layout.CONTIGUOUS, needs)
-
-
-def _norm_layer(name: str, act: str, x: Tensor) -> NormLayer:
-    # Kernels take images of one pixel, which lie either way, too.
-    last = x.is_contiguous(memory_format=torch.channels_last)
-    shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), act)
-    return NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS)
 
 
 def _run(model: nn.Module, state: dict[str, Tensor], example: Tensor) -> None:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import platform
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -106,20 +106,18 @@ def is_gpu(fingerprint: str) -> bool:
 
 def gpu_of(fingerprint: str) -> Gpu:
     """The GPU of a record's device."""
-    known = next((one for one in KNOWN.values() if one.fingerprint == fingerprint), None)
-    return known or gpu_at(torch.cuda.current_device())
+    known = {gpu.fingerprint: gpu for gpu in KNOWN.values()}
+    return known.get(fingerprint) or gpu_at(torch.cuda.current_device())
 
 
 @functools.cache
 def gpu_at(index: int) -> Gpu:
     """Figures of a GPU of this machine."""
-    found = torch.cuda.get_device_properties(index)
-    a100 = KNOWN["a100"]
-    return replace(
-        a100,
-        name=found.name,
-        architecture=f"sm_{found.major}{found.minor}",
-        processors=found.multi_processor_count,
-        shared_bytes=getattr(found, "shared_memory_per_multiprocessor", a100.shared_bytes),
-        threads=found.max_threads_per_multi_processor,
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        properties.name,
+        f"sm_{properties.major}{properties.minor}",
+        properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_multiprocessor", KNOWN["a100"].shared_bytes),
+        threads=properties.max_threads_per_multi_processor,
     )

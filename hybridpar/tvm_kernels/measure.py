@@ -55,41 +55,33 @@ def time_pairs(
     kernel: Call, stock: Call, seconds: float, least: int = 3, threads: int = 1, device: torch.device | None = None
 ) -> Timing:
     """Time two functions in turn, each first in every other pair, until the time is over and there are enough pairs."""
+    clock, times = time.thread_time if threads == 1 else time.perf_counter, 1
     if device is not None:
         kernel(), stock()
         slower = max(milliseconds(kernel, 2, device), milliseconds(stock, 2, device))
         times = max(1, min(200, round(_STRETCH / max(1e-3 * slower, 1e-7))))
-        return summarize_pairs(
-            _take_pairs(kernel, stock, seconds, least, lambda call: 1e-3 * milliseconds(call, times, device))
-        )
-    clock = time.thread_time if threads == 1 else time.perf_counter
 
     def taken(call: Call) -> float:
+        """Seconds of a call."""
+        if device is not None:
+            return 1e-3 * milliseconds(call, times, device)
         start = clock()
         call()
         return clock() - start
 
     begin, waited = time.perf_counter(), seconds_waited()
-    timing = summarize_pairs(_take_pairs(kernel, stock, seconds, least, taken))
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < least or (time.perf_counter() < begin + seconds and len(pairs) < _MOST_PAIRS):
+        if len(pairs) % 2 == 0:
+            pairs.append((taken(kernel), taken(stock)))
+        else:
+            pairs.append((taken(stock), taken(kernel))[::-1])
+    timing = summarize_pairs(pairs)
     if threads == 1:
         return timing
     worked = (time.perf_counter() - begin) * threads
     waiting = max(0.0, seconds_waited() - waited)
     return replace(timing, noise=max(timing.noise, waiting / max(worked - waiting, 1e-9)))
-
-
-def _take_pairs(
-    kernel: Call, stock: Call, seconds: float, least: int, taken: Callable[[Call], float]
-) -> list[tuple[float, float]]:
-    """Seconds of both sides, pair by pair."""
-    end = time.perf_counter() + seconds
-    pairs: list[tuple[float, float]] = []
-    while len(pairs) < least or (time.perf_counter() < end and len(pairs) < _MOST_PAIRS):
-        if len(pairs) % 2 == 0:
-            pairs.append((taken(kernel), taken(stock)))
-        else:
-            pairs.append((taken(stock), taken(kernel))[::-1])
-    return pairs
 
 
 def milliseconds(call: Call, times: int, device: torch.device) -> float:
@@ -107,11 +99,11 @@ def milliseconds(call: Call, times: int, device: torch.device) -> float:
 def summarize_pairs(pairs: Sequence[tuple[float, float]]) -> Timing:
     """Medians of pairs, without those that were disturbed."""
     usual = [_OUTLIER * statistics.median(side) for side in zip(*pairs, strict=True)]
-    kept = [pair for pair in pairs if all(taken <= most for taken, most in zip(pair, usual, strict=True))] or pairs
-    own, stock = ([1e3 * taken for taken in side] for side in zip(*kept, strict=True))
-    speedup = statistics.median(right / left for left, right in kept)
-    noise = relative_distance(speedup, min(stock) / min(own))
-    return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), noise)
+    calm = [pair for pair in pairs if all(taken <= most for taken, most in zip(pair, usual, strict=True))] or pairs
+    kernel, stock = ([1e3 * taken for taken in side] for side in zip(*calm, strict=True))
+    speedup = statistics.median(right / left for left, right in calm)
+    noise = relative_distance(speedup, min(stock) / min(kernel))
+    return Timing(statistics.median(kernel), statistics.median(stock), speedup, len(calm), noise)
 
 
 def is_gain(speedup: float, noise: float) -> bool:
@@ -131,25 +123,25 @@ def is_clear(speedup: float, noise: float) -> bool:
 def steady_timing(compare: Callable[[], Timing], most: int = 3, benches: int = 1) -> Timing:
     """Compare with torch until two comparisons agree on which is faster."""
 
-    def worse_of_agreeing(found: Sequence[Timing]) -> Timing:
-        pairs = itertools.combinations(enumerate(found), 2)
-        apart = [(one, two) for (at, one), (other, two) in pairs if benches == 1 or (other - at) % benches]
+    def worse_of_agreeing(timings: Sequence[Timing]) -> Timing:
+        pairs = itertools.combinations(enumerate(timings), 2)
+        apart = [(first, second) for (i, first), (j, second) in pairs if benches == 1 or (j - i) % benches]
         best = min(apart, key=_noise_of)
-        return replace(min(best, key=lambda one: one.speedup), noise=_noise_of(best))
+        return replace(min(best, key=lambda timing: timing.speedup), noise=_noise_of(best))
 
-    def unclear(found: Sequence[Timing]) -> float:
-        if len(found) < 2:
+    def unclear(timings: Sequence[Timing]) -> float:
+        if len(timings) < 2:
             return math.inf
-        worse = worse_of_agreeing(found)
-        told = worse.speedup, worse.noise
-        return 0.0 if is_gain(*told) or (worse.speedup <= 1 and is_clear(*told)) else math.inf
+        worse = worse_of_agreeing(timings)
+        gains = is_gain(worse.speedup, worse.noise)
+        return 0.0 if gains or (worse.speedup <= 1 and is_clear(worse.speedup, worse.noise)) else math.inf
 
     return worse_of_agreeing(repeat_until_steady(compare, unclear, 0.0, most)[0])
 
 
-def _noise_of(two: tuple[Timing, Timing]) -> float:
-    one, other = two
-    return max(one.noise, other.noise, relative_distance(one.speedup, other.speedup))
+def _noise_of(timings: tuple[Timing, Timing]) -> float:
+    first, second = timings
+    return max(first.noise, second.noise, relative_distance(first.speedup, second.speedup))
 
 
 @contextmanager

@@ -128,9 +128,7 @@ def _run(
     if threads <= 1:
         call(phases, 0, plan.segments)
         return
-    order = (norm_rows.REDUCE, norm_rows.JOIN, norm_rows.APPLY)
-    modes = phases & ~sum(order)
-    for phase in order:
+    modes = phases & (norm_rows.FIXED | norm_rows.TRACK)
+    for phase, sharers in ((norm_rows.REDUCE, threads), (norm_rows.JOIN, 1), (norm_rows.APPLY, threads)):
         if phases & phase:
-            alone = phase == norm_rows.JOIN
-            run_ranges(functools.partial(call, phase | modes), plan.segments, 1 if alone else threads)
+            run_ranges(functools.partial(call, phase | modes), plan.segments, sharers)

@@ -103,8 +103,8 @@ def fused_norms(model: nn.Module) -> dict[str, str]:
 def find_norms(model: nn.Module) -> list[NormPair]:
     """Find the BatchNorm2d layers of a model that can be fused, and the activations behind them."""
     norms = [NormPair(name) for name, module in model.named_modules() if _is_norm(module)]
-    found = _on_graph(model) if norms else None
-    return norms if found is None else found
+    traced = _on_graph(model) if norms else None
+    return norms if traced is None else traced
 
 
 # ------------------------------------------------------------------------------------------------------------ finding
@@ -127,25 +127,22 @@ def _on_graph(model: nn.Module) -> list[NormPair] | None:
             delattr(model, name)
         for module, flag in flags:
             module.training = flag
-    found = [_of_graph(graph, model) for graph in graphs]
-    names = {**found[0], **found[1]}
-    return [
-        found[0].get(name, pair) if found[0].get(name, pair) == found[1].get(name, pair) else NormPair(name)
-        for name, pair in names.items()
-    ]
+    trained, evaluated = (_of_graph(graph, model) for graph in graphs)
+    pairs = (trained | evaluated).items()
+    return [pair if trained.get(name, pair) == pair else NormPair(name) for name, pair in pairs]
 
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
     """Context in which no hooks are called: they expect tensors."""
-    kept = [(vars(module), key, vars(module)[key]) for module in model.modules() for key in _HOOKS]
-    for own, key, hooks in kept:
-        own[key] = type(hooks)()
+    registered = [(vars(module), key, vars(module)[key]) for module in model.modules() for key in _HOOKS]
+    for attributes, key, hooks in registered:
+        attributes[key] = type(hooks)()
     try:
         yield
     finally:
-        for own, key, hooks in kept:
-            own[key] = hooks
+        for attributes, key, hooks in registered:
+            attributes[key] = hooks
 
 
 def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:

@@ -205,7 +205,7 @@ def _made(
     if layout is None or not _is_readable(x, layout, weight, bias):
         return None
     try:
-        pairs = ((int(one[0]), int(one[1])) for one in (weight.shape[2:], *numbers))
+        pairs = ((int(rows), int(columns)) for rows, columns in (weight.shape[2:], *numbers))
         shape = ConvShape(*map(int, x.shape), *pairs)  # type: ignore[arg-type]
     except ShapeError:  # an empty batch, or what torch refuses, too
         return None

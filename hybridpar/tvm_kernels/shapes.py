@@ -93,7 +93,7 @@ class ConvShape:
         """As `parse` reads it: "8x96x56x56 k3x3 s1x1 p1x1 d1x1"."""
         image = f"{self.batch}x{self.channels}x{self.height}x{self.width}"
         pairs = {"k": self.kernel, "s": self.stride, "p": self.padding, "d": self.dilation}
-        return " ".join([image, *(f"{letter}{one[0]}x{one[1]}" for letter, one in pairs.items())])
+        return " ".join([image, *(f"{letter}{rows}x{columns}" for letter, (rows, columns) in pairs.items())])
 
     @classmethod
     def parse(cls, text: str) -> ConvShape:
@@ -108,14 +108,14 @@ class ConvShape:
         Raises:
             ShapeError: It is written otherwise, or cannot be.
         """
-        found = _TEXT.fullmatch(text.strip())
-        if found is None:
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
             raise ShapeError(
                 f"'{shortened(text)}' is not a shape",
                 "one looks like 8x96x56x56 k3x3 s1x1 p1x1 d1x1",
                 "write it like that",
             )
-        batch, channels, height, width, *pairs = (int(one) for one in found.groups())
+        batch, channels, height, width, *pairs = map(int, match.groups())
         kernel, stride, padding, dilation = zip(pairs[::2], pairs[1::2], strict=True)
         return cls(batch, channels, height, width, kernel, stride, padding, dilation)
 
@@ -129,9 +129,9 @@ class ConvShape:
             0 for the same one but for the batch, else in doublings; those of taps, strides and dilations count more.
         """
 
-        def sizes(one: ConvShape) -> list[tuple[int, float]]:
-            taps = [(size, 4.0) for size in (*one.kernel, *one.stride, *one.dilation)]
-            return [*taps, (one.out_height, 1.0), (one.out_width, 1.0), (one.channels, 0.5)]
+        def sizes(shape: ConvShape) -> list[tuple[int, float]]:
+            taps = [(size, 4.0) for size in (*shape.kernel, *shape.stride, *shape.dilation)]
+            return [*taps, (shape.out_height, 1.0), (shape.out_width, 1.0), (shape.channels, 0.5)]
 
         pairs = zip(sizes(self), sizes(other), strict=True)
         return sum(weight * abs(math.log2(size / its)) for (size, weight), (its, _) in pairs)
@@ -185,13 +185,3 @@ class NormShape:
     rows: int
     channels: int
     act: str
-
-    @property
-    def text(self) -> str:
-        """As "100352x96 relu6"."""
-        return f"{self.rows}x{self.channels} {self.act}"
-
-    @property
-    def bytes(self) -> int:
-        """Of the input in float32."""
-        return ITEM["float32"] * self.rows * self.channels

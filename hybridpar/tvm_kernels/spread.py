@@ -58,8 +58,8 @@ def _loaded() -> list[Path]:
     except OSError:
         return []
     paths = {Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")}
-    found = sorted(path for path in paths if path.name.startswith(_NAMES))
-    return found if len(found) == 1 else [path for path in found if torch.__path__[0] in str(path)]
+    libraries = sorted(path for path in paths if path.name.startswith(_NAMES))
+    return libraries if len(libraries) == 1 else [path for path in libraries if torch.__path__[0] in str(path)]
 
 
 def _run_on_team(openmp: Any, run: Range, ranges: Sequence[tuple[int, int]]) -> None:
@@ -67,12 +67,12 @@ def _run_on_team(openmp: Any, run: Range, ranges: Sequence[tuple[int, int]]) -> 
     errors: list[BaseException | None] = [KeyboardInterrupt() for _ in ranges]
 
     def body(_: object) -> None:
-        for place in range(openmp.omp_get_thread_num(), len(ranges), openmp.omp_get_num_threads()):
+        for index in range(openmp.omp_get_thread_num(), len(ranges), openmp.omp_get_num_threads()):
             try:
-                run(*ranges[place])
-                errors[place] = None
+                run(*ranges[index])
+                errors[index] = None
             except BaseException as error:
-                errors[place] = error
+                errors[index] = error
 
     openmp.GOMP_parallel(_BODY(body), None, len(ranges), 0)
     for error in errors:

@@ -86,8 +86,8 @@ def optimize(
         if example is not None:
             layout = layout_of(example) or Layout.CONTIGUOUS
             keys = step_keys(model, example.shape, layout, torch.get_num_threads(), cpu_fingerprint())
-            if said := confirm_kernels(keys, database):
-                _log.warning("%s", said)
+            if line := confirm_kernels(keys, database):
+                _log.warning("%s", line)
                 database = default_database()
     elif not isinstance(database, Database):
         database = read_database(database)
@@ -98,8 +98,8 @@ def optimize(
     for layer in layers:
         layer.__class__ = DepthwiseConv2d
     if report:
-        told = "%d depthwise convolution(s) choose from %d record(s), and %d BatchNorm layer(s) are fused"
-        _log.warning(told, len(layers), len(database.records), len(fused_norms(model)))
+        text = "%d depthwise convolution(s) choose from %d record(s), and %d BatchNorm layer(s) are fused"
+        _log.warning(text, len(layers), len(database.records), len(fused_norms(model)))
     return model
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.tvm_kernels.database import Database, KernelRecord
-from hybridpar.tvm_kernels.shapes import Direction, KernelKey
+from hybridpar.tvm_kernels.shapes import Direction, KernelKey, Layout
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,33 +24,24 @@ def best_records(database: Database, only: Collection[KernelKey] | None = None) 
     return [record for record in best if record is not None]
 
 
-def row_of(record: KernelRecord) -> dict[str, Any]:
-    """A record as a row: times in milliseconds, `ratio` to torch, and which of `tuned` and `stock` runs.
-
-    Where it is not of the versions that are installed it is not `current`.
-    """
-    row = {name: getattr(record, name) for name in ("shape", "direction", "layout", "threads", "stock_ms", "error")}
-    row |= {"tuned_ms": record.ms, "ratio": round(record.gain, 3), "current": record.current}
-    return row | {"runs": "tuned" if record.wins else "stock"}
-
-
 def table_of(records: Sequence[KernelRecord]) -> Table:
-    """The records as a table for the terminal."""
+    """The records as a table for the terminal: times in milliseconds, and which of `tuned` and `stock` runs."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("shape", "direction", "threads", "stock_ms", "tuned_ms", "ratio", "error", "runs"):
         table.add_column(name, justify="left" if name in ("shape", "direction", "runs") else "right")
-    for row in map(row_of, records):
+    for record in records:
+        runs = "tuned" if record.wins else "stock"
         table.add_row(
-            row["shape"] + (" contiguous" if row["layout"] == "contiguous" else ""),
-            row["direction"],
-            str(row["threads"]),
-            f"{row['stock_ms']:.3f}",
-            f"{row['tuned_ms']:.3f}",
-            f"{row['ratio']:.2f}x",
-            "" if row["error"] is None else f"{row['error']:.1e}",
-            row["runs"] if row["current"] else f"{row['runs']}, other versions",
+            record.shape + (" contiguous" if record.layout is Layout.CONTIGUOUS else ""),
+            record.direction,
+            str(record.threads),
+            f"{record.stock_ms:.3f}",
+            f"{record.ms:.3f}",
+            f"{record.gain:.2f}x",
+            "" if record.error is None else f"{record.error:.1e}",
+            runs if record.current else f"{runs}, other versions",
         )
     return table
 

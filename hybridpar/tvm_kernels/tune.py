@@ -19,7 +19,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +31,11 @@ from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.errors import UsageError
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.cuda_kernel import current_device
 from hybridpar.tvm_kernels.database import (
     Database,
     KernelRecord,
     append_records,
-    is_right,
+    most_error,
     packaged_records,
     read_database,
 )
@@ -77,7 +75,7 @@ _PACES = {"cpu": Pace(0.12, 1.5, 5), "gpu": Pace(0.05, 0.5, 9), "quick": Pace(0.
 
 def bench_of(key: KernelKey, seed: int) -> ConvBench:
     """Random images, weights and gradients, on the CPU or the current GPU."""
-    return ConvBench(key, seed, torch.device("cuda", current_device()) if is_gpu(key.device) else None)
+    return ConvBench(key, seed, torch.device("cuda", torch.cuda.current_device()) if is_gpu(key.device) else None)
 
 
 # -------------------------------------------------------------------------------------------------------------- one key
@@ -89,8 +87,8 @@ def tune(
     seed: int = 0,
     on_progress: Callable[[KernelRecord], None] = lambda _: None,
     *,
+    builder: Builder,
     known: Sequence[Parameters] = (),
-    builder: Builder | None = None,
     trials: int | None = None,
     only: tuple[Parameters, Built] | None = None,
 ) -> list[KernelRecord]:
@@ -98,9 +96,8 @@ def tune(
 
     `only` is the one candidate of a quick search.
     """
-    pool = Builder(len(available_cores()), BUILD_TIMEOUT) if builder is None else nullcontext(builder)
-    with torch_threads(key.threads), pool as build:
-        search = _Search(key, seed, build, on_progress, only)
+    with torch_threads(key.threads):
+        search = _Search(key, seed, builder, on_progress, only)
         if not search.space:
             return []
         search.run(time.monotonic() + seconds, seconds, known, trials)
@@ -120,26 +117,25 @@ def _name_of(parameters: Parameters) -> _Name:
     return tuple(sorted(parameters.items()))
 
 
+@dataclass
 class _Search:
-    """One search: what was asked for, what was measured, what is best."""
+    """One search: what was tried, what was measured, what is best."""
 
-    def __init__(
-        self,
-        key: KernelKey,
-        seed: int,
-        builder: Builder,
-        on_progress: Callable[[KernelRecord], None],
-        only: tuple[Parameters, Built] | None,
-    ) -> None:
-        self.key, self.seed, self.builder, self.on_progress, self.only = key, seed, builder, on_progress, only
-        self.pace = _PACES["quick" if only else "gpu" if is_gpu(key.device) else "cpu"]
-        self.space = [dict(only[0])] if only else candidates(key)
-        self.random, self.session = random.Random(seed), Session() if self.space else None
+    key: KernelKey
+    seed: int
+    builder: Builder
+    on_progress: Callable[[KernelRecord], None]
+    only: tuple[Parameters, Built] | None
+
+    def __post_init__(self) -> None:
+        self.pace = _PACES["quick" if self.only else "gpu" if is_gpu(self.key.device) else "cpu"]
+        self.space = [dict(self.only[0])] if self.only else candidates(self.key)
+        self.random, self.session = random.Random(self.seed), Session() if self.space else None
         self.began = time.time()
         self.results: dict[_Name, KernelRecord] = {}
         self.finals: list[KernelRecord] = []
         self.kernels: dict[_Name, Any] = {}
-        self.asked: set[_Name] = set()
+        self.tried: set[_Name] = set()
         self.lost = 0
 
     def fastest(self) -> list[_Name]:
@@ -153,8 +149,8 @@ class _Search:
         most = len(self.space) if trials is None else min(trials, len(self.space))
         first = first_candidates(self.key, self.space, known, _FINALISTS)
         batch = self._fresh(first + self.random.sample(self.space, min(_DRAWN, len(self.space))))
-        while batch and len(self.asked) < most and not self._is_over():
-            self._try(batch[: most - len(self.asked)])
+        while batch and len(self.tried) < most and not self._is_over():
+            self._try(batch[: most - len(self.tried)])
             batch = self._next()
         self._finals(end, budget)
 
@@ -164,7 +160,7 @@ class _Search:
 
     def _fresh(self, tiles: Sequence[Parameters]) -> list[_Name]:
         """Those that were not tried."""
-        return [name for name in dict.fromkeys(map(_name_of, tiles)) if name not in self.asked]
+        return [name for name in dict.fromkeys(map(_name_of, tiles)) if name not in self.tried]
 
     def _next(self) -> list[_Name]:
         """Some neighbours of the fastest that were not tried; where there are none, some others."""
@@ -174,7 +170,7 @@ class _Search:
 
     def _try(self, batch: Sequence[_Name]) -> None:
         """Build some candidates together, and measure one after the other."""
-        self.asked |= set(batch)
+        self.tried |= set(batch)
         if self.only is not None:
             built = self.only[1]
             self._measure(batch[0], lambda: built)
@@ -204,7 +200,7 @@ class _Search:
                 raise KernelsUnavailable(str(error)) from None
             return
         difference, stock_error = self.bench.error(kernel), self.bench.stock_error
-        if not is_right(difference, self.key.direction, self.key.dtype, stock_error):
+        if difference > most_error(self.key.direction, self.key.dtype, stock_error):
             _log.warning("a kernel of %s is wrong by %.1e", what, difference)
             return
         glance = self.pace.glance
@@ -364,13 +360,10 @@ def _firsts(keys: Sequence[KernelKey], known: Database, builder: Builder) -> dic
 
     They are kept in the cache, as they are likely to be used.
     """
-    firsts: dict[KernelKey, Parameters] = {}
-    for key in keys:
-        space = candidates(key)
-        if space:
-            (firsts[key],) = first_candidates(key, space, _known(known, key, space))
+    spaces = {key: space for key in keys if (space := candidates(key))}
+    firsts = {key: first_candidates(key, space, _known(known, key, space))[0] for key, space in spaces.items()}
     variants = [variant_of(key, parameters) for key, parameters in firsts.items()]
-    contents = contents_of([one.path for one in variants], [one.request for one in variants], builder=builder)
+    contents = contents_of([(variant.path, variant.request) for variant in variants], builder)
     pairs = zip(firsts.items(), contents, strict=True)
     return {key: (parameters, built) for (key, parameters), built in pairs if isinstance(built, Built)}
 

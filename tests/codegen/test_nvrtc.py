@@ -92,10 +92,10 @@ def test_arguments_lie_where_a_compiler_puts_them(module: CudaModule) -> None:
 
 def test_a_launch_is_in_torchs_context_and_stream(module: CudaModule, library: Path) -> None:
     out = torch.zeros(64, dtype=torch.int32)
-    module.function("meets", MEETS)((1, 1, 1), (64, 1, 1), out.data_ptr(), 0, shared=48)
+    module.function("meets", MEETS)((1, 1, 1), (64, 1, 1), out.data_ptr(), 0)
     emulated = ctypes.CDLL(str(library))
     seen = Seen.in_dll(emulated, "seen")
-    assert (list(seen.grid), list(seen.block), seen.shared) == ([1, 1, 1], [64, 1, 1], 48)
+    assert (list(seen.grid), list(seen.block), seen.shared) == ([1, 1, 1], [64, 1, 1], 0)
     assert (seen.context, seen.stream) == (103, 7003)
     assert emulated.depth() == 0, "the context before is current again"
     assert out.tolist() == [lane ^ 1 for lane in range(64)]

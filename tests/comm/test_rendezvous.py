@@ -18,7 +18,7 @@ from torch import nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm import rendezvous
-from hybridpar.comm.rendezvous import Place, RollCall, address_towards, interface_of, reachable_address
+from hybridpar.comm.rendezvous import RollCall, WorkerAddress, address_towards, interface_of, reachable_address
 from hybridpar.errors import HybridparError, LaunchError, UsageError
 from hybridpar.machine.launch import VERDICT_VARIABLE, record_failure
 
@@ -169,15 +169,15 @@ HERE, THERE = "here", "there"
 @pytest.mark.parametrize(
     ("places", "address"),
     [
-        ([Place(HERE, "10.0.0.1", "10.0.0.1"), Place(THERE, "10.0.0.2", "10.0.0.2")], "10.0.0.1"),
+        ([WorkerAddress(HERE, "10.0.0.1", "10.0.0.1"), WorkerAddress(THERE, "10.0.0.2", "10.0.0.2")], "10.0.0.1"),
         # Debian's 127.0.1.1; MASTER_ADDR is an address.
-        ([Place(HERE, "127.0.1.1", "10.0.0.1"), Place(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.1"),
+        ([WorkerAddress(HERE, "127.0.1.1", "10.0.0.1"), WorkerAddress(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.1"),
         # MASTER_ADDR is the name of the first host, which stands for its loopback there alone.
-        ([Place(HERE, "127.0.1.1", "127.0.1.1"), Place(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.2"),
+        ([WorkerAddress(HERE, "127.0.1.1", "127.0.1.1"), WorkerAddress(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.2"),
         # Of a worker on the same host nothing is to be learned.
-        ([Place(HERE, "127.0.1.1", "127.0.1.1"), Place(HERE, "10.9.9.9", "10.9.9.9")], None),
-        ([Place(HERE, "127.0.1.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")], None),
-        ([Place(HERE, "::1", "127.0.0.1"), Place(THERE, "fe80::1%eth0", "127.0.0.1")], "fe80::1%eth0"),
+        ([WorkerAddress(HERE, "127.0.1.1", "127.0.1.1"), WorkerAddress(HERE, "10.9.9.9", "10.9.9.9")], None),
+        ([WorkerAddress(HERE, "127.0.1.1", "127.0.0.1"), WorkerAddress(THERE, "127.0.1.1", "127.0.0.1")], None),
+        ([WorkerAddress(HERE, "::1", "127.0.0.1"), WorkerAddress(THERE, "fe80::1%eth0", "127.0.0.1")], "fe80::1%eth0"),
     ],
 )
 def test_an_address_that_leads_to_the_other_hosts(places, address):
@@ -186,9 +186,9 @@ def test_an_address_that_leads_to_the_other_hosts(places, address):
 
 def test_hosts_that_listen_on_the_loopback_are_refused_before_anybody_waits(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    places = [Place(HERE, "10.0.0.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")]
+    places = [WorkerAddress(HERE, "10.0.0.1", "127.0.0.1"), WorkerAddress(THERE, "127.0.1.1", "127.0.0.1")]
     rendezvous._use_reachable_interface(places, 0)
-    hidden = [Place(HERE, "127.0.1.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")]
+    hidden = [WorkerAddress(HERE, "127.0.1.1", "127.0.0.1"), WorkerAddress(THERE, "127.0.1.1", "127.0.0.1")]
     with pytest.raises(LaunchError, match=r"worker 0 would listen on 127\.0\.1\.1.*\n.*\nSet GLOO_SOCKET_IFNAME"):
         rendezvous._use_reachable_interface(hidden, 1)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -201,7 +201,7 @@ def test_gloo_is_given_the_interface_that_leads_to_the_other_hosts(monkeypatch, 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(rendezvous, "address_towards", {"10.0.0.1": "10.0.0.1", "10.0.0.2": "10.0.0.1"}.get)
     monkeypatch.setattr(rendezvous, "interface_of", {"10.0.0.1": "eth7"}.get)
-    places = [Place(HERE, "127.0.1.1", towards), Place(THERE, "10.0.0.2", "10.0.0.2")]
+    places = [WorkerAddress(HERE, "127.0.1.1", towards), WorkerAddress(THERE, "10.0.0.2", "10.0.0.2")]
     rendezvous._use_reachable_interface(places, 1)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     rendezvous._use_reachable_interface(places, 0)

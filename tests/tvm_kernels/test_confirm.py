@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hybridpar.codegen.cache import wanted
-from hybridpar.codegen.compile_pool import Built
+from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.tvm_kernels import confirm, tune
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import confirm_kernels
@@ -62,7 +62,7 @@ def test_kernels_are_confirmed_once_and_recorded_for_this_cpu(monkeypatch: pytes
         assert found.best(KernelKey(key.direction, key.shape, key.layout, 1, "another")) is None
     records = [record for record in found.records if record.device == OTHER]
     assert f"confirmed {sum(one.wins for one in records)} of {len(records)} kernels on this CPU in" in said
-    monkeypatch.setattr("hybridpar.codegen.build._built", lambda *_: pytest.fail("its machine code is there already"))
+    monkeypatch.setattr(Builder, "submit", lambda *_: pytest.fail("its machine code is there already"))
     assert all(isinstance(one, TunedKernel) for one in make_kernels(records))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it was done before"))
     assert confirm_kernels(dict.fromkeys(keys, 3), found) == ""
@@ -76,7 +76,7 @@ def quick_tuner(key: KernelKey, *_: Any, only: Any, **__: Any) -> list[KernelRec
 def test_whatever_comes_out_is_recorded_and_a_tune_searches_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "contents_of", lambda paths, *_, **__: [Built((), b"")] * len(paths))
+    monkeypatch.setattr(tune, "contents_of", lambda files, _: [Built((), b"")] * len(files))
     file, keys = tmp_path / "k.jsonl", dict.fromkeys([CONV, WEIGHT], 1.0)
     for skipped in (0, 1):
         report = search_all(keys, file, 60.0, quick=True, tuner=quick_tuner)

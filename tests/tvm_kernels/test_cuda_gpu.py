@@ -81,13 +81,13 @@ def test_nothing_waits_for_the_device_and_nothing_leaks(tuned: Database) -> None
     kernel = choices.decide(key).kernel
     assert kernel is not None
     bench = ConvBench(key, 0, torch.device("cuda", 0))
-    out = torch.empty_like(bench.arguments()[2])
-    kernel(*bench.arguments()[:2], None, out)
+    out = torch.empty_like(bench.arguments[0][2])
+    kernel(*bench.arguments[0][:2], None, out)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):  # which refuses whatever waits
-        kernel(*bench.arguments()[:2], None, out)
+        kernel(*bench.arguments[0][:2], None, out)
     for _ in range(1000):
-        kernel(*bench.arguments()[:2], None, out)
+        kernel(*bench.arguments[0][:2], None, out)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before

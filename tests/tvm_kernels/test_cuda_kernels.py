@@ -113,12 +113,12 @@ def test_source_computes_what_float64_does(index: int, kernels: list[CudaKernel]
 def test_nothing_is_written_beside_the_result(kernels: list[CudaKernel], monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in kernels:
         bench = bench_of(kernel)
-        count = bench.arguments()[2].numel()
-        padded = torch.full((count + 256,), 7.0, dtype=bench.arguments()[2].dtype)
+        count = bench.arguments[0][2].numel()
+        padded = torch.full((count + 256,), 7.0, dtype=bench.arguments[0][2].dtype)
         scratch = torch.full((kernel.scratch_bytes // 4 + 64,), math.nan)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda size, memory=scratch, **_: memory.view(torch.uint8)[:size])
-            kernel(*bench.arguments()[:2], None, padded[128 : 128 + count])
+            kernel(*bench.arguments[0][:2], None, padded[128 : 128 + count])
         assert (padded[:128] == 7).all()
         assert (padded[128 + count :] == 7).all()
         assert scratch[kernel.scratch_bytes // 4 :].isnan().all()
@@ -131,7 +131,7 @@ def test_results_that_are_not_there_do_not_spoil_sums(kernels: list[CudaKernel])
     # At stride 2 the last of eight columns meets the last of three taps only: the first one would meet it in a fifth
     # column of the gradient, for which a thread is there.
     assert kernel.variant.tiling.block[1] > kernel.variant.key.shape.out_width == 4
-    for images, *_ in bench._arguments:  # sets take turns
+    for images, *_ in bench.arguments:  # sets take turns
         images[..., 7] = math.nan
     spoilt = bench.run(kernel)
     assert torch.equal(spoilt[..., :2], clean[..., :2])

@@ -26,7 +26,7 @@ from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.kernel import make_kernels
 from hybridpar.tvm_kernels.machine import KNOWN
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
-from hybridpar.tvm_kernels.space import candidates, default, nearest, neighbours
+from hybridpar.tvm_kernels.space import candidates, default, nearest, neighbours, reject
 from hybridpar.tvm_kernels.tune import tune
 from tests.emulated.convolutions import emulated_kernels
 from tests.tvm_kernels.standin import StandIn, key_of, record_of
@@ -39,7 +39,7 @@ HOPPER = KNOWN["h100"]
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an H100, as far as is asked."""
-    monkeypatch.setattr(cuda_kernel, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 def on_hopper(shape: ConvShape, direction: Direction, layout: Layout = LAST, dtype: str = "float32") -> KernelKey:
@@ -124,7 +124,7 @@ def _filled(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
     def filled(self: ConvBench, kernel: CudaKernel) -> torch.Tensor:
         if getattr(kernel, "variant", None) is None:
-            return torch.zeros_like(self.arguments()[2])
+            return torch.zeros_like(self.arguments[0][2])
         return run(self, kernel)
 
     return filled
@@ -145,7 +145,8 @@ def test_what_was_measured_on_such_a_gpu_with_the_dtype_is_chosen() -> None:
 def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
     right = candidates(on_hopper(SHAPE, Direction.FORWARD, dtype="bfloat16"))[0]
     contents = "hybridpar.tvm_kernels.kernel.contents_of"
-    monkeypatch.setattr(contents, lambda paths, requests, workers: [Built((), b"source")] * len(paths))
+    monkeypatch.setattr(contents, lambda files, _: [Built((), b"source")] * len(files))
+    monkeypatch.setattr(cuda_kernel, "cubin", lambda *_: b"code")
     monkeypatch.setattr(CudaKernel, "prepare", lambda self, index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ValueError, match="rows"):
@@ -187,6 +188,7 @@ def test_the_space_holds_its_rules() -> None:
             few = ConvShape.parse("1x1x9x31 k3x3 s2x2 p1x1 d1x1")
             assert candidates(on_hopper(few, direction, layout, "float16"))
             for one in space[:50]:
+                assert reject(key, one) is None
                 tiling = CudaVariant(key, one).tiling
                 assert tiling.shared_bytes <= 48 << 10
                 assert tiling.tile.threads % 32 == 0

@@ -76,7 +76,7 @@ def bench_bytes(shape: ConvShape, direction: Direction) -> int:
         bench = ConvBench(key_of(shape, direction, device="made up"))
         turns = [operands for layout in Layout for operands in bench.operands(layout)]
         memory = {id(tensor): tensor.nbytes for operands in turns for tensor in operands}
-        return sum(memory.values()) + len(turns) * bench.arguments()[2].nbytes
+        return sum(memory.values()) + len(turns) * bench.arguments[0][2].nbytes
 
 
 def decisions(shape: ConvShape) -> dict[str, Any]:

@@ -110,8 +110,7 @@ class Weight(ConvWriter):
 
     def __init__(self, w: Writer, shape: ConvShape, tile: Tile, dtype: str) -> None:
         super().__init__(w, shape, Direction.WEIGHT_GRADIENT, tile, dtype)
-        self.tap_rows, self.tap_columns = tile.tap_rows, tile.tap_columns
-        self.parts, self.groups = tile.parts, tile.groups
+        self.tile, self.parts, self.groups = tile, tile.parts, tile.groups
         self.blocks = -(-shape.channels // self.lanes)
         self.pitch = self.blocks * self.lanes
 
@@ -125,11 +124,11 @@ class Weight(ConvWriter):
         with t.serial(begin, end) as item:
             part = w.keep(t.floordiv(item, t.int64(self.groups)))
             group = w.keep(item - part * self.groups)
-            own = w.keep(part * (self.taps * self.pitch))
+            base = w.keep(part * (self.taps * self.pitch))
             low, high = geometry.share(w, group, self.blocks, self.groups)
             with t.serial(t.int64(0), t.int64(self.taps)) as tap:
                 with t.serial(low, high) as block:
-                    w.store(self.sums, self._at(own + tap * self.pitch + block * self.lanes), self._all(t.float32(0)))
+                    w.store(self.sums, self._at(base + tap * self.pitch + block * self.lanes), self._all(t.float32(0)))
             from_strip, to_strip = geometry.share(w, part, total, self.parts)
             with t.serial(from_strip, to_strip) as index:
                 image = w.keep(t.floordiv(index, t.int64(strips)))
@@ -141,59 +140,59 @@ class Weight(ConvWriter):
                     self._sweep(self.input, *(w.keep(self._input_at(image, row, none)) for row in rows))
                     self._sweep(self.gradient, *(w.keep(self._gradient_at(image, row, none)) for row in (top, bottom)))
                 with t.serial(low, high) as block:
-                    self._strip(image, top, bottom, block, own)
+                    self._strip(image, top, bottom, block, base)
 
     def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Add the sums of all parts."""
         w, t, lanes = self.w, self.t, self.lanes
         sums, (result,) = w.view(scratch, "float32"), self._views(out)
         total, rounded = w.local(lanes, "float32"), w.local(lanes, self.stored)
-        whole = self._at(t.int64(0))
+        vector = self._at(t.int64(0))
         with t.serial(begin, end) as block:
             channel = self._channel(block)
             with t.serial(t.int64(0), t.int64(self.taps)) as tap:
-                place = w.keep(tap * self.pitch + block * lanes)
-                w.store(total, whole, sums[self._at(place)])
+                index = w.keep(tap * self.pitch + block * lanes)
+                w.store(total, vector, sums[self._at(index)])
                 with t.serial(t.int64(1), t.int64(self.parts)) as part:
-                    w.store(total, whole, total[whole] + sums[self._at(place + part * (self.taps * self.pitch))])
-                w.store(rounded, whole, self._narrow(total[whole]))
+                    w.store(
+                        total,
+                        vector,
+                        total[vector] + sums[self._at(index + part * (self.taps * self.pitch))],
+                    )
+                w.store(rounded, vector, self._narrow(total[vector]))
                 with t.serial(t.int64(0), t.int64(lanes)) as lane:
                     w.store(result, (channel + lane) * self.taps + tap, rounded[lane])
 
     # -------------------------------------------------------------------------------------------------------- a strip
 
-    def _strip(self, image: Any, top: Any, bottom: Any, block: Any, own: Any) -> None:
+    def _strip(self, image: Any, top: Any, bottom: Any, block: Any, base: Any) -> None:
         """All taps of one strip and one block of lanes."""
         tall, wide = self.shape.kernel
         channel = self._channel(block)
-        for start in range(0, wide, self.tap_columns):
-            columns = range(start, min(start + self.tap_columns, wide))
-            for tap, count in geometry.pieces(self.w, tall, self.tap_rows):
-                self._taps(image, top, bottom, channel, own + block * self.lanes, tap, count, columns)
+        for start in range(0, wide, self.tile.tap_columns):
+            columns = range(start, min(start + self.tile.tap_columns, wide))
+            for tap, count in geometry.pieces(self.w, tall, self.tile.tap_rows):
+                self._taps(image, top, bottom, channel, base + block * self.lanes, tap, count, columns)
 
     def _taps(
         self, image: Any, top: Any, bottom: Any, channel: Any, sums: Any, tap: Any, count: int, columns: range
     ) -> None:
         """Some rows of taps: together where all meet the image, else each on its own."""
         w, t = self.w, self.t
-
-        def passes(tap: Any, count: int, bounds: list[tuple[Any, Any]]) -> None:
-            self._accumulate(image, bounds, channel, sums, tap, count, columns)
-
-        (low, high), (last_low, last_high) = self._bounds(tap), self._bounds(tap + (count - 1))
-        del last_low, high
+        (low, _), (_, last_high) = self._bounds(tap), self._bounds(tap + (count - 1))
         joint = w.keep(t.min(t.max(low, top), bottom))
         joint_end = w.keep(t.max(joint, t.min(last_high, bottom)))
-        w.when(joint < joint_end, lambda: passes(tap, count, [(joint, joint_end)]))
+        together = [(joint, joint_end)]
+        w.when(joint < joint_end, lambda: self._accumulate(image, together, channel, sums, tap, count, columns))
         if count == 1:
             return
 
         def apart() -> None:
-            with t.serial(tap, tap + count) as one:
-                low, high = self._bounds(one)
+            with t.serial(tap, tap + count) as row:
+                low, high = self._bounds(row)
                 before = (w.keep(t.max(top, low)), w.keep(t.min(joint, high)))
                 behind = (w.keep(t.max(joint_end, low)), w.keep(t.min(bottom, high)))
-                passes(one, 1, [before, behind])
+                self._accumulate(image, [before, behind], channel, sums, row, 1, columns)
 
         w.when(t.Or(top < joint, joint_end < bottom), apart)
 
@@ -212,39 +211,36 @@ class Weight(ConvWriter):
         """Add output rows to the sums of some taps, which are held in registers meanwhile."""
         w, t, lanes, shape = self.w, self.t, self.lanes, self.shape
         held = w.local(count * len(columns) * lanes, "float32")
-        places = {
-            (r, column): (self._at(t.int64((r * len(columns) + index) * lanes)), r * shape.kernel[1] + column)
+        sums_of = {
+            (r, column): (self._at(t.int64((r * len(columns) + number) * lanes)), r * shape.kernel[1] + column)
             for r in range(count)
-            for index, column in enumerate(columns)
+            for number, column in enumerate(columns)
         }
 
         def memory(offset: int) -> Any:
             return self._at(sums + (tap * shape.kernel[1] + offset) * self.pitch)
 
-        for place, offset in places.values():
-            w.store(held, place, self.sums[memory(offset)])
-
-        def row(out_row: Any) -> None:
-            first = w.keep(out_row * self.vertical.stride - self.vertical.padding + tap * self.vertical.dilation)
-            x = w.keep(self._input_at(image, first, channel))
-            g = w.keep(self._gradient_at(image, out_row, channel))
-            for span in self.columns:
-                if span.count == 1:
-                    self._columns(held, places, span, x, g + span.start * self.pixel, count)
-                else:
-                    with t.serial(t.int64(0), t.int64(span.count)) as index:
-                        own_x = w.keep(x + index * (self.shift * self.pixel))
-                        own_g = w.keep(g + (index * span.width + span.start) * self.pixel)
-                        self._columns(held, places, span, own_x, own_g, count)
+        for index, offset in sums_of.values():
+            w.store(held, index, self.sums[memory(offset)])
 
         for low, high in bounds:
             with t.serial(low, high) as out_row:
-                row(out_row)
-        for place, offset in places.values():
-            w.store(self.sums, memory(offset), held[place])
+                first = w.keep(out_row * self.vertical.stride - self.vertical.padding + tap * self.vertical.dilation)
+                x = w.keep(self._input_at(image, first, channel))
+                g = w.keep(self._gradient_at(image, out_row, channel))
+                for span in self.columns:
+                    if span.count == 1:
+                        self._columns(held, sums_of, span, x, g + span.start * self.pixel, count)
+                    else:
+                        with t.serial(t.int64(0), t.int64(span.count)) as index:
+                            tile_x = w.keep(x + index * (self.shift * self.pixel))
+                            tile_g = w.keep(g + (index * span.width + span.start) * self.pixel)
+                            self._columns(held, sums_of, span, tile_x, tile_g, count)
+        for index, offset in sums_of.values():
+            w.store(self.sums, memory(offset), held[index])
 
     def _columns(
-        self, held: Any, places: dict[tuple[int, int], tuple[Any, int]], span: Span, x: Any, g: Any, count: int
+        self, held: Any, sums_of: dict[tuple[int, int], tuple[Any, int]], span: Span, x: Any, g: Any, count: int
     ) -> None:
         """A tile of columns of one output row."""
         w, shape = self.w, self.shape
@@ -252,18 +248,18 @@ class Weight(ConvWriter):
         new: dict[tuple[int, int], Any] = {}
         down = self.vertical.dilation * shape.width
         for r in range(count):
-            for place, uses in by_input(span.taps):
-                wanted = [(out, tap) for out, tap in uses if (r, tap) in places]
+            for column, uses in by_input(span.taps):
+                wanted = [(out, tap) for out, tap in uses if (r, tap) in sums_of]
                 if not wanted:
                     continue
-                value = w.keep(self._load(self.input, x + (r * down + place) * self.pixel))
+                value = w.keep(self._load(self.input, x + (r * down + column) * self.pixel))
                 for out, tap in wanted:
                     if out not in gradients:
                         gradients[out] = w.keep(self._load(self.gradient, g + out * self.pixel))
-                    before = new[r, tap] if (r, tap) in new else held[places[r, tap][0]]
+                    before = new[r, tap] if (r, tap) in new else held[sums_of[r, tap][0]]
                     new[r, tap] = w.keep(before + value * gradients[out])
         for key, total in new.items():
-            w.store(held, places[key][0], total)
+            w.store(held, sums_of[key][0], total)
 
     # ------------------------------------------------------------------------------------------------- what memory is
 

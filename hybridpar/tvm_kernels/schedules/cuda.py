@@ -18,13 +18,13 @@ those sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hybridpar.tvm_kernels.schedules import misnamed, outside
-from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.schedules import out_of_bounds, outside
+from hybridpar.tvm_kernels.shapes import ITEM, ConvShape, Direction, KernelKey, Layout
 
 #: The type of an element in memory: half precision is integers until a thread computes with it.
 STORED = {"float32": "float32", "bfloat16": "uint16", "float16": "uint16"}
@@ -84,42 +84,43 @@ class Tile:
         """Of a block."""
         return self.threads_c * self.threads_x * self.threads_y
 
-    def check(self, shape: ConvShape, direction: Direction, layout: Layout) -> str | None:
-        """Why these parameters make no kernel, as far as can be said without the sizes that follow."""
+    def check(self, key: KernelKey) -> str | None:
+        """Why these parameters make no kernel."""
+        shape = key.shape
         if self.vector not in (1, 2, 4) or shape.channels % self.vector:
             return f"vector={self.vector} is not 1, 2 or 4, or does not divide the channels"
-        if layout is not Layout.CHANNELS_LAST and self.vector != 1:
+        if key.layout is not Layout.CHANNELS_LAST and self.vector != 1:
             return "vectors are of channels, which are no neighbours in contiguous"
         if any(size < 1 or size & (size - 1) for size in (self.threads_c, self.threads_x, self.threads_y)):
             return "threads_c, threads_x and threads_y are powers of two"
-        most = {"virtual": 8, "columns": 32, "rows": 32, "tap_rows": shape.kernel[0], "split_k": 4096}
-        for name, bound in most.items():
-            if not 1 <= getattr(self, name) <= bound:
-                return f"{name}={getattr(self, name)} is not between 1 and {bound}"
+        if reason := out_of_bounds(self, virtual=8, columns=32, rows=32, tap_rows=shape.kernel[0], split_k=4096):
+            return reason
         if not WARP <= self.threads <= 1024:
             return f"{self.threads} threads are not between {WARP} and 1024"
         if {self.pad, self.hold_taps, self.phases} - {0, 1}:
             return "pad, hold_taps and phases are 0 or 1"
-        if direction is Direction.INPUT_GRADIENT and (self.rows % shape.stride[0] or self.columns % shape.stride[1]):
+        odd = self.rows % shape.stride[0] or self.columns % shape.stride[1]
+        if key.direction is Direction.INPUT_GRADIENT and odd:
             return "a thread's results are no multiple of the stride"
-        return None
+        return Tiling(key, self).check()
 
 
-def why_none(shape: ConvShape, direction: Direction, dtype: str) -> str:
-    """Why there are no kernels for a convolution; empty where there are some."""
-    if dtype not in ITEM:
-        return f"there are no kernels for {dtype}"
+def why_none(key: KernelKey) -> str:
+    """Why there are no kernels for a key; empty where there are some."""
+    shape = key.shape
+    if key.dtype not in ITEM:
+        return f"there are no kernels for {key.dtype}"
     pixels = max(shape.height * shape.width, shape.out_height * shape.out_width)
     if shape.batch * shape.channels * pixels >= _MOST_ELEMENTS:
         return "the images are too large for indices of 32 bits"
-    return outside(shape, direction)
+    return outside(shape, key.direction)
 
 
-def default(shape: ConvShape, direction: Direction, layout: Layout) -> dict[str, int]:
+def default(key: KernelKey) -> dict[str, int]:
     """What was the best most often on an H200 (`benchmarks/gpu/results/convolutions.csv`), of kernels with these tiles
     that were written out by hand.
     """
-    is_sum, last = direction is Direction.WEIGHT_GRADIENT, layout is Layout.CHANNELS_LAST
+    is_sum, last = key.direction is Direction.WEIGHT_GRADIENT, key.layout is Layout.CHANNELS_LAST
     numbers = {
         (True, False): (2, 8, 4, 2, 2, 7, 4),
         (True, True): (2, 16, 2, 8, 1, 7, 1),
@@ -127,18 +128,8 @@ def default(shape: ConvShape, direction: Direction, layout: Layout) -> dict[str,
         (False, True): (1, 8, 8, 4, 1, 1, 7),
     }[last, is_sum]
     names = ("vector", "threads_c", "threads_x", "threads_y", "virtual", "columns", "rows")
-    further = {"tap_rows": shape.kernel[0], "split_k": 64} if is_sum else {"hold_taps": 1}
+    further = {"tap_rows": key.shape.kernel[0], "split_k": 64} if is_sum else {"hold_taps": 1}
     return {**dict(zip(names, numbers, strict=True)), "pad": 0, **further}
-
-
-def reject(
-    shape: ConvShape, direction: Direction, layout: Layout, dtype: str, parameters: Mapping[str, int]
-) -> str | None:
-    """Why parameters make no kernel; nothing else may be compiled."""
-    if reason := misnamed(Tile, parameters):
-        return reason
-    tile = Tile(**parameters)
-    return tile.check(shape, direction, layout) or Tiling(shape, direction, layout, dtype, tile).check()
 
 
 def _up(size: int, step: int) -> int:
@@ -149,8 +140,9 @@ def _up(size: int, step: int) -> int:
 class Tiling:
     """A tile of one direction of a convolution, and the sizes that follow. Pairs are of rows and columns."""
 
-    def __init__(self, shape: ConvShape, direction: Direction, layout: Layout, dtype: str, tile: Tile) -> None:
-        self.shape, self.direction, self.dtype, self.tile = shape, direction, dtype, tile
+    def __init__(self, key: KernelKey, tile: Tile) -> None:
+        shape, direction, layout = key.shape, key.direction, key.layout
+        self.shape, self.direction, self.dtype, self.tile = shape, direction, key.dtype, tile
         #: Whether neighbours in memory are channels.
         self.channels_last = layout is Layout.CHANNELS_LAST
         self.is_sum = direction is Direction.WEIGHT_GRADIENT
@@ -221,11 +213,11 @@ class Tiling:
         tile = self.tile
         pixels = tile.threads_x * tile.threads_y
         threads = (tile.threads_c, pixels, 1) if self.channels_last else (pixels, tile.threads_c, 1)
-        found = [(MAIN, 4 if self.direction is Direction.FORWARD else 3, self.grid, threads)]
-        if self.is_sum:
-            blocks = -(-self.channels * self.tap_rows * self.shape.kernel[1] // MERGE_THREADS)
-            found.append((MERGE, 2, (blocks, 1, 1), (MERGE_THREADS, MERGE_SHARERS, 1)))
-        return found
+        main = (MAIN, 4 if self.direction is Direction.FORWARD else 3, self.grid, threads)
+        if not self.is_sum:
+            return [main]
+        blocks = -(-self.channels * self.tap_rows * self.shape.kernel[1] // MERGE_THREADS)
+        return [main, (MERGE, 2, (blocks, 1, 1), (MERGE_THREADS, MERGE_SHARERS, 1))]
 
     @cached_property
     def registers(self) -> int:
@@ -261,7 +253,9 @@ class Tiling:
 
 def define(w: Any, shape: str, direction: str, layout: str, dtype: str, parameters: dict[str, int]) -> dict[str, Any]:
     """The function whose loops become the kernels."""
-    tiling = Tiling(ConvShape.parse(shape), Direction(direction), Layout(layout), dtype, Tile(**parameters))
+    # The code depends on no device.
+    key = KernelKey(Direction(direction), ConvShape.parse(shape), Layout(layout), 1, "", dtype)
+    tiling = Tiling(key, Tile(**parameters))
     writer = _Writer(w.tvm, tiling)
     return {"conv": writer.weight_gradient() if tiling.is_sum else writer.gather()}
 
@@ -298,7 +292,7 @@ class _Writer:
     def _placeholder(self, name: str, sizes: tuple[int, ...]) -> Any:
         return self.te.placeholder(sizes, STORED[self.tiling.dtype], name=name)
 
-    def _padded(self, image: Any, name: str, sizes: tuple[int, int, int], start: Callable[[Any], Any]) -> Any:
+    def _with_zeros(self, image: Any, name: str, sizes: tuple[int, int, int], start: Callable[[Any], Any]) -> Any:
         """Tiles of images, each from a start on, with zeros around images and for those that do not exist."""
         batch, channels, height, width = self._named(*image.shape)
         vector, zero = self.tile.vector, self.tir.const(0, STORED[self.tiling.dtype])
@@ -320,7 +314,7 @@ class _Writer:
         weights = self._placeholder("operand_1", (shape.channels, *shape.kernel))
         bias = self._placeholder("operand_2", (shape.channels,))
         sizes = shape.batch, *tiling.extent(*self.padded, shape.kernel[0])
-        tile = self._padded(image, "tile", sizes, lambda n: (n, *tiling.first))
+        tile = self._with_zeros(image, "tile", sizes, lambda n: (n, *tiling.first))
         taps = te.compute(
             (tiling.channels, *shape.kernel),
             lambda c, r, s: te.if_then_else(c < shape.channels, self._wide(weights[c, r, s]), 0.0),
@@ -346,8 +340,8 @@ class _Writer:
 
         sums = te.compute(self._axes(shape.batch, tiling.channels, *self.padded), total, name="sums")
         rounded = te.compute(sums.shape, result, name="rounded")
-        whole = self._axes(shape.batch, shape.channels, *tiling.out)
-        out = te.compute(whole, lambda *axes: rounded[axes], name="result")
+        sizes = self._axes(shape.batch, shape.channels, *tiling.out)
+        out = te.compute(sizes, lambda *axes: rounded[axes], name="result")
         operands = [image, weights] if tiling.transposed else [image, weights, bias]
         return self._schedule_gather(self.schedule(te.create_prim_func([*operands, out])))
 
@@ -370,9 +364,9 @@ class _Writer:
 
         reach = tiling.extent(*tiling.block, tiling.tap_rows)
         steps = tiling.block[0] * shape.stride[0], tiling.block[1] * shape.stride[1]
-        images = self._padded(image, "tile", (tiles, *reach), lambda number: start(number, steps, tiling.first))
+        images = self._with_zeros(image, "tile", (tiles, *reach), lambda number: start(number, steps, tiling.first))
         block = tiling.block
-        gradients = self._padded(gradient, "gradients", (tiles, *block), lambda number: start(number, block))
+        gradients = self._with_zeros(gradient, "gradients", (tiles, *block), lambda number: start(number, block))
         number, h, w = (te.reduce_axis((0, size), name) for name, size in zip("nhw", (tiles, *block), strict=True))
 
         def total(c: Any, r: Any, s: Any) -> Any:

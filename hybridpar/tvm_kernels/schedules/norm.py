@@ -24,6 +24,7 @@ the caches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hybridpar.codegen import LANES
@@ -52,10 +53,10 @@ def finite(value: Any) -> Any:
 
 def tree_sum(values: Any, factors: Any, count: int) -> Any:
     """The sum of some products, by a tree: the sum so far, which memory holds, then waits for one addition only."""
-    left = [values[n] if factors is None else values[n] * factors[n] for n in range(count)]
-    while len(left) > 1:
-        left = [one + other for one, other in zip(left[::2], left[1::2], strict=True)]
-    return left[0]
+    terms = [values[n] if factors is None else values[n] * factors[n] for n in range(count)]
+    while len(terms) > 1:
+        terms = [left + right for left, right in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
 
 
 def fetch(memory: Any, index: Any, column: Any, width: Any, count: int) -> None:
@@ -65,35 +66,52 @@ def fetch(memory: Any, index: Any, column: Any, width: Any, count: int) -> None:
         w.prefetch(memory, ahead + LANES * step)
 
 
-def walk(start: Any, stop: Any, width: Any, body: Callable[[Any, Any, int], None]) -> None:
-    """Write loops over the vectors of wide rows, `ROWS` rows at a time: body(column, index in the first row, rows)."""
-    groups = w.keep((stop - start) // ROWS)
-    for first, last, count in ((0, groups, ROWS), (groups * ROWS, stop - start, 1)):
-        with T.serial(first, last) as step:
-            row = w.keep((start + step * count) * width)
-            with T.serial(0, width // LANES) as block:
-                column = w.keep(block * LANES)
-                body(column, w.keep(row + column), count)
+class Rows:
+    """The rows of a tensor as they are walked: the sizes that follow from their number, as values of TIR."""
+
+    def __init__(self, rows: Any, channels: Any, repeat: Any, length: Any) -> None:
+        self.rows, self.channels, self.length = rows, channels, length
+        self.width = w.keep(channels * repeat)
+        self.wide = w.keep(rows // repeat)
+        self.segments = w.keep((self.wide + length - 1) // length)
+        #: The first of the rows that are left over.
+        self.tail = w.keep(self.wide * repeat)
+
+    def walk(self, start: Any, stop: Any, body: Callable[..., None], *further: Any) -> None:
+        """Write loops over the vectors of wide rows, `ROWS` rows at a time: body(column, index in the first, rows)."""
+        groups = w.keep((stop - start) // ROWS)
+        for first, last, count in ((0, groups, ROWS), (groups * ROWS, stop - start, 1)):
+            with T.serial(first, last) as step:
+                row = w.keep((start + step * count) * self.width)
+                with T.serial(0, self.width // LANES) as block:
+                    column = w.keep(block * LANES)
+                    body(column, w.keep(row + column), count, *further)
+
+    def each(self, begin: Any, end: Any, body: Callable[..., None], past: bool) -> None:
+        """Write loops over all values of some segments: body(index, column, whether it is a vector, past).
+
+        They are the vectors of wide rows and, behind the last segment, the values of the rows left over.
+        """
+        start, stop = begin * self.length, T.min(end * self.length, self.wide)
+        with T.serial(start, stop) as row, T.serial(0, self.width // LANES) as block:
+            column = w.keep(block * LANES)
+            body(row * self.width + column, column, True, past)
+        left_over = (self.rows - self.tail) * self.channels
+        with w.t.If(end == self.segments), w.t.Then(), T.serial(0, left_over) as column:
+            body(self.tail * self.channels + column, column, False, past)
 
 
-def each(
-    start: Any, stop: Any, width: Any, is_last: Any, tail: Any, rows: Any, channels: Any, body: Any, past: bool
-) -> None:
-    """Write loops over all values: body(index, column, whether it is a vector, past).
-
-    They are the vectors of some wide rows and, where these are the last ones, the values of the rows left over.
-    """
-    with T.serial(start, stop) as row, T.serial(0, width // LANES) as block:
-        column = w.keep(block * LANES)
-        body(row * width + column, column, True, past)
-    with w.t.If(is_last), w.t.Then(), T.serial(0, (rows - tail) * channels) as column:
-        body(tail * channels + column, column, False, past)
+def clear(memory: Any, index: Any, count: Any, zeros: Any) -> None:
+    """Set so many values to zero."""
+    with T.serial(0, count // LANES) as block:
+        w.store(memory, w.at(index + block * LANES), zeros)
 
 
 def sigmoid(z: Any) -> Any:
     """1 / (1 + e^-z)."""
     wide = z.ty.dtype.lanes > 1
-    return w.keep(w.call(f"float32x{LANES}", "hp_sigmoid", z) if wide else w.call("float32", "hp_sigmoid_one", z))
+    vector = w.keep(w.call(f"float32x{LANES}", "hp_sigmoid", z if wide else w.lanes(z)))
+    return vector if wide else w.keep(T.Shuffle([vector], [0]))
 
 
 def constant(like: Any, value: float) -> Any:
@@ -122,8 +140,8 @@ def slope(z: Any, gradient: Any, act: str) -> Any:
         return T.Select(z <= zero, zero, gradient)
     if act == "relu6":
         return T.Select(z > zero, T.Select(z < six, gradient, zero), zero)
-    s, one = sigmoid(z), constant(z, 1)
-    return gradient * (s * (one + z * (one - s)))
+    s, unit = sigmoid(z), constant(z, 1)
+    return gradient * (s * (unit + z * (unit - s)))
 
 
 def centred(values: Any, terms: Any, index: Any, column: Any, width: Any, vector: bool) -> tuple[Any, Any, Any]:
@@ -132,6 +150,12 @@ def centred(values: Any, terms: Any, index: Any, column: Any, width: Any, vector
     deviation = w.keep(values[at(index)] - terms[at(MEAN * width + column)])
     scale = w.keep(terms[at(SCALE * width + column)])
     return deviation, scale, deviation * scale + terms[at(SHIFT * width + column)]
+
+
+def put_column(table: Any, column: Any, width: Any, values: tuple[Any, ...]) -> None:
+    """Fill a column of the table, whose rows are in the order of their numbers (`norm_rows`)."""
+    for row, value in enumerate(values):
+        w.store(table, row * width + column, T.cast(value, "float32"))
 
 
 def wide_double(value: Any) -> Any:
@@ -154,54 +178,50 @@ def forward(
         x, y, table, weight, bias, running_mean, running_var
     )
     sums, work = w.view(scratch, "float64"), w.view(scratch, "float32")
-    width: T.let = channels * repeat
-    wide: T.let = rows // repeat
-    segments: T.let = (wide + length - 1) // length
-    tail: T.let = wide * repeat
-    joined: T.let = segments * SEGMENT * width
+    sizes = T.meta_var(Rows(rows, channels, repeat, length))
+    width = T.meta_var(sizes.width)
+    joined: T.let = sizes.segments * SEGMENT * width
+    of_chunk: T.let = (begin * SEGMENT + 2) * width * 2
     mean: T.let = joined + width
 
     @T.inline
-    def moments(first, last, own, origin):
+    def moments(first, last, of_segment):
         """The mean of a segment's columns, and the sum of squared deviations from it."""
-        for block in range(2 * width // LANES):
-            sums[w.at(own + block * LANES)] = wide_double(T.float32(0))
+        clear(sums, of_segment, 2 * width, wide_double(T.float32(0)))
         for chunk in range((last - first + CHUNK - 1) // CHUNK):
             start: T.let = first + chunk * CHUNK
             stop: T.let = T.min(start + CHUNK, last)
             for block in range(width // LANES):
-                work[w.at(origin + block * LANES)] = finite(values[w.at(start * width + block * LANES)])
-            for block in range(2 * width // LANES):
-                work[w.at(origin + width + block * LANES)] = w.zeros()
-            walk(start, stop, width, add_moments)
+                work[w.at(of_chunk + block * LANES)] = finite(values[w.at(start * width + block * LANES)])
+            clear(work, of_chunk + width, 2 * width, w.zeros())
+            sizes.walk(start, stop, add_moments)
             count: T.let = wide_double(stop - start)
             for block in range(width // LANES):
                 column: T.let = block * LANES
-                total: T.let = wide_double(work[w.at(origin + width + column)])
+                total: T.let = wide_double(work[w.at(of_chunk + width + column)])
                 deviation: T.let = total / count
-                within: T.let = wide_double(work[w.at(origin + 2 * width + column)]) - total * deviation
+                within: T.let = wide_double(work[w.at(of_chunk + 2 * width + column)]) - total * deviation
                 # Chunks are merged relative to the first row of the segment.
                 base: T.let = wide_double(finite(values[w.at(first * width + column)]))
-                apart: T.let = wide_double(work[w.at(origin + column)]) + deviation - base
-                sums[w.at(own + column)] += count * apart
-                sums[w.at(own + width + column)] += within + count * apart * apart
+                apart: T.let = wide_double(work[w.at(of_chunk + column)]) + deviation - base
+                sums[w.at(of_segment + column)] += count * apart
+                sums[w.at(of_segment + width + column)] += within + count * apart * apart
         for block in range(width // LANES):
             column: T.let = block * LANES
-            total: T.let = sums[w.at(own + column)]
+            total: T.let = sums[w.at(of_segment + column)]
             deviation: T.let = total / wide_double(last - first)
-            sums[w.at(own + width + column)] -= total * deviation
-            sums[w.at(own + column)] = wide_double(finite(values[w.at(first * width + column)])) + deviation
+            sums[w.at(of_segment + width + column)] -= total * deviation
+            sums[w.at(of_segment + column)] = wide_double(finite(values[w.at(first * width + column)])) + deviation
 
     @T.inline
     def add_moments(column, index, count):
-        origin: T.let = (begin * SEGMENT + 2) * width * 2
-        base: T.let = work[w.at(origin + column)]
+        base: T.let = work[w.at(of_chunk + column)]
         deviations = T.alloc_local((count,), "float32x16")
         fetch(values, index, column, width, count)
         for n in T.unroll(count):
             deviations[n] = values[w.at(index + n * width)] - base
-        work[w.at(origin + width + column)] += tree_sum(deviations, None, count)
-        work[w.at(origin + 2 * width + column)] += tree_sum(deviations, deviations, count)
+        work[w.at(of_chunk + width + column)] += tree_sum(deviations, None, count)
+        work[w.at(of_chunk + 2 * width + column)] += tree_sum(deviations, deviations, count)
 
     @T.inline
     def fill_table(channel, its_mean, variance):
@@ -217,12 +237,7 @@ def forward(
             shift = T.cast(shifts[channel], "float64") - rest * scale
         for copy in range(repeat):
             column: T.let = copy * channels + channel
-            terms[MEAN * width + column] = T.cast(its_mean, "float32")
-            terms[SCALE * width + column] = T.cast(scale, "float32")
-            terms[SHIFT * width + column] = T.cast(shift, "float32")
-            terms[norm_rows.INVERSE * width + column] = T.cast(inverse, "float32")
-            terms[norm_rows.REST * width + column] = T.cast(rest, "float32")
-            terms[norm_rows.VARIANCE * width + column] = T.cast(unbiased, "float32")
+            put_column(terms, column, width, (its_mean, scale, shift, inverse, rest, unbiased))
         if (phases & norm_rows.TRACK) != 0:
             part: T.let = T.cast(momentum, "float64")
             old: T.let = T.float64(1) - part
@@ -235,20 +250,20 @@ def forward(
         for block in range(width // LANES):
             column: T.let = block * LANES
             total = wide_double(T.float32(0))
-            for segment in range(segments):
-                size: T.let = wide_double(T.min(segment * length + length, wide) - segment * length)
-                own: T.let = segment * SEGMENT * width + column
+            for segment in range(sizes.segments):
+                size: T.let = wide_double(T.min(segment * length + length, sizes.wide) - segment * length)
+                index: T.let = segment * SEGMENT * width + column
                 if around:
-                    deviation: T.let = sums[w.at(own)] - sums[w.at(mean + column)]
-                    total += sums[w.at(own + width)] + size * deviation * deviation
+                    deviation: T.let = sums[w.at(index)] - sums[w.at(mean + column)]
+                    total += sums[w.at(index + width)] + size * deviation * deviation
                 else:
-                    total += sums[w.at(own)] * size
+                    total += sums[w.at(index)] * size
             sums[w.at(joined + column)] = total
         for channel in range(channels):
             total = T.float64(0)
             for copy in range(repeat):
                 total += sums[joined + copy * channels + channel]
-            for row in range(tail, rows):
+            for row in range(sizes.tail, rows):
                 value: T.let = T.cast(values[row * channels + channel], "float64")
                 if around:
                     total += (value - sums[mean + channel]) * (value - sums[mean + channel])
@@ -269,15 +284,11 @@ def forward(
         else:
             result[index] = activated(z, act)
 
-    @T.inline
-    def apply(past):
-        each(begin * length, T.min(end * length, wide), width, end == segments, tail, rows, channels, element, past)
-
     if (phases & norm_rows.REDUCE) != 0:
         for back in range(end - begin):
             segment: T.let = end - 1 - back
             first: T.let = segment * length
-            moments(first, T.min(first + length, wide), segment * SEGMENT * width, (begin * SEGMENT + 2) * width * 2)
+            moments(first, T.min(first + length, sizes.wide), segment * SEGMENT * width)
     if (phases & norm_rows.JOIN) != 0:
         if (phases & FIXED) != 0:
             for channel in range(channels):
@@ -286,7 +297,7 @@ def forward(
             join(False)
             join(True)
     if (phases & norm_rows.APPLY) != 0:
-        w.past_caches(stream != 0, apply)
+        w.past_caches(stream != 0, partial(sizes.each, begin, end, element))
 
 
 # ------------------------------------------------------------------------------------------------------------- backward
@@ -301,11 +312,10 @@ def backward(
     """Sum up g and g (x - mean), join them into the gradients of weight and bias, and write the input's."""
     values, grads, terms, result, of_weight, of_bias = floats(x, grad_y, table, grad_x, grad_weight, grad_bias)
     sums, work = w.view(scratch, "float64"), w.view(scratch, "float32")
-    width: T.let = channels * repeat
-    wide: T.let = rows // repeat
-    segments: T.let = (wide + length - 1) // length
-    tail: T.let = wide * repeat
-    joined: T.let = segments * SEGMENT * width
+    sizes = T.meta_var(Rows(rows, channels, repeat, length))
+    width = T.meta_var(sizes.width)
+    joined: T.let = sizes.segments * SEGMENT * width
+    of_chunk: T.let = (begin * SEGMENT + 2) * width * 2
     # What x - mean is multiplied by, and what is added, for each column.
     factors: T.let = (joined + 2 * width) * 2
     # Where the slope costs more than memory, g is computed once, and stored in the memory of the result meanwhile.
@@ -315,7 +325,6 @@ def backward(
     def total_of(column, index, count, past):
         gradients = T.alloc_local((count,), "float32x16")
         deviations = T.alloc_local((count,), "float32x16")
-        own: T.let = (begin * SEGMENT + 2) * width * 2
         mean: T.let = terms[w.at(MEAN * width + column)]
         scale: T.let = terms[w.at(SCALE * width + column)]
         shift: T.let = terms[w.at(SHIFT * width + column)]
@@ -327,34 +336,23 @@ def backward(
         if costly:
             for n in T.unroll(count):
                 w.put(result, index + n * width, gradients[n], past=past)
-        work[w.at(own + column)] += tree_sum(gradients, None, count)
-        work[w.at(own + width + column)] += tree_sum(gradients, deviations, count)
+        work[w.at(of_chunk + column)] += tree_sum(gradients, None, count)
+        work[w.at(of_chunk + width + column)] += tree_sum(gradients, deviations, count)
 
     @T.inline
     def total(past):
-        own: T.let = (begin * SEGMENT + 2) * width * 2
         for back in range(end - begin):
             segment: T.let = end - 1 - back
             first: T.let = segment * length
-            last: T.let = T.min(first + length, wide)
+            last: T.let = T.min(first + length, sizes.wide)
             index: T.let = segment * SEGMENT * width
-            for block in range(2 * width // LANES):
-                sums[w.at(index + block * LANES)] = wide_double(T.float32(0))
+            clear(sums, index, 2 * width, wide_double(T.float32(0)))
             for chunk in range((last - first + CHUNK - 1) // CHUNK):
                 start: T.let = first + chunk * CHUNK
+                clear(work, of_chunk, 2 * width, w.zeros())
+                sizes.walk(start, T.min(start + CHUNK, last), total_of, past)
                 for block in range(2 * width // LANES):
-                    work[w.at(own + block * LANES)] = w.zeros()
-                walk(start, T.min(start + CHUNK, last), width, past_caches if past else to_caches)
-                for block in range(2 * width // LANES):
-                    sums[w.at(index + block * LANES)] += wide_double(work[w.at(own + block * LANES)])
-
-    @T.inline
-    def to_caches(column, index, count):
-        total_of(column, index, count, False)
-
-    @T.inline
-    def past_caches(column, index, count):
-        total_of(column, index, count, True)
+                    sums[w.at(index + block * LANES)] += wide_double(work[w.at(of_chunk + block * LANES)])
 
     @T.inline
     def join():
@@ -362,7 +360,7 @@ def backward(
             for block in range(width // LANES):
                 column: T.let = block * LANES
                 both = wide_double(T.float32(0))
-                for segment in range(segments):
+                for segment in range(sizes.segments):
                     both += sums[w.at((segment * SEGMENT + which) * width + column)]
                 sums[w.at(joined + which * width + column)] = both
         for channel in range(channels):
@@ -371,7 +369,7 @@ def backward(
             for copy in range(repeat):
                 sum_g += sums[joined + copy * channels + channel]
                 sum_gx += sums[joined + width + copy * channels + channel]
-            for row in range(tail, rows):
+            for row in range(sizes.tail, rows):
                 index: T.let = row * channels + channel
                 parts = T.meta_var(centred(values, terms, index, channel, width, False))
                 g: T.let = T.cast(slope(parts[2], grads[index], act), "float64")
@@ -404,10 +402,6 @@ def backward(
             g: T.let = slope(parts[2], grads[index], act)
             result[index] = parts[1] * g + T.Select((phases & FIXED) != 0, T.float32(0), through)
 
-    @T.inline
-    def apply(past):
-        each(begin * length, T.min(end * length, wide), width, end == segments, tail, rows, channels, element, past)
-
     if (phases & norm_rows.REDUCE) != 0:
         if costly:
             w.past_caches(stream != 0, total)
@@ -417,6 +411,6 @@ def backward(
         join()
     if (phases & norm_rows.APPLY) != 0:
         if costly:  # the memory has just been read
-            apply(False)
+            sizes.each(begin, end, element, False)
         else:
-            w.past_caches(stream != 0, apply)
+            w.past_caches(stream != 0, partial(sizes.each, begin, end, element))
