@@ -143,5 +143,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         patched.setattr(torch, "autocast", lambda _, **options: autocast("cpu", **options))
         patched.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
         patched.setattr(torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state))
+        patched.setattr(torch.cuda, "default_generators", (torch.default_generator,))
+        patched.setattr(torch.cuda, "is_current_stream_capturing", cuda.is_current_stream_capturing)
         with _Pretend(calls), calls:
             yield calls
