@@ -50,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
         "sync",
         "tvm_kernels",
     },
-    "data": {"config", "errors", "formats", "lanes", "registry", "spec"},
+    "data": {"config", "errors", "formats", "lanes", "models", "registry", "spec"},
     "train": {
         "comm",
         "compress",
