@@ -37,7 +37,7 @@ _BELOW = {
         "comm compress config errors formats lanes machine models optim partition pipeline plan schedule sync "
         "tvm_kernels"
     ),
-    "data": "config errors formats lanes registry spec",
+    "data": "config errors formats lanes models registry spec",
     "train": (
         "comm compress config data errors formats lanes models optim partition pipeline plan planner spec "
         "sync tvm_kernels"

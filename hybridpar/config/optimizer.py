@@ -94,6 +94,10 @@ class Loss(Options, choice="ce"):
 
     smoothing: Annotated[float, BELOW_1] = 0.0
 
+    def of_each_class(self, several_labels: bool) -> bool:
+        """Whether each class has a loss, and a probability, of its own."""
+        return False
+
 
 class Binary(Loss, choice="bce"):
     """`bce`: binary cross-entropy of each class.
@@ -104,9 +108,15 @@ class Binary(Loss, choice="bce"):
 
     threshold: Annotated[float | None, BELOW_1] = None
 
+    def of_each_class(self, several_labels: bool) -> bool:
+        return True
+
 
 class Automatic(Binary, choice="auto"):
     """`auto`: `bce` where samples have several labels, else `ce`."""
+
+    def of_each_class(self, several_labels: bool) -> bool:
+        return several_labels
 
 
 class GradientLimit(Options):
@@ -403,16 +413,6 @@ class OptimizerConfig(Options):
     def optim(self) -> Optimizer:
         """What `optimizer` stands for."""
         return read_optimizer(self.optimizer)
-
-    @property
-    def groups(self) -> Groups:
-        """Which parameters have weight decay, and rates of their own."""
-        return self.optim.groups
-
-    @property
-    def momentum(self) -> float:
-        """Momentum of SGD."""
-        return self.optim.momentum
 
     @property
     def peak_lr(self) -> float:

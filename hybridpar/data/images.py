@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -25,6 +24,7 @@ from torchvision.transforms import v2
 from hybridpar.data.augment import MODES, as_mode, open_image, shift_and_flip
 from hybridpar.data.sampling import COPY, AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError
+from hybridpar.models.state import same_random
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
 SUBSTITUTES = 20
@@ -130,7 +130,7 @@ class ImageSource(Dataset[Loaded | DataError]):
         """
         images, readable, damaged = list[Tensor](), list[int](), list[str]()
         last, stride = 0 if key is None else min(SUBSTITUTES, len(self)) - 1, max(1, len(self) // SUBSTITUTES)
-        with kept_generators():
+        with same_random():
             for number in indices.tolist():
                 for attempt in range(last + 1):
                     candidate = (number % COPY + attempt * stride) % len(self)
@@ -227,16 +227,6 @@ def seed_generators(key: AugmentKey, index: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Inside, the generators of torch's CPU, Python and numpy may be seeded; they are put back afterwards."""
-    with ExitStack() as afterwards:
-        afterwards.callback(torch.set_rng_state, torch.get_rng_state())
-        afterwards.callback(random.setstate, random.getstate())
-        afterwards.callback(np.random.set_state, np.random.get_state())
-        yield
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
+def freeze(model: nn.Module, patterns: str | Sequence[str], *, batch_norm: bool = False) -> list[str]:
     """Stop training of the parameters that patterns name.
 
     A pattern is compared with the names of parameters and of modules, all of whose parameters it then names:
@@ -30,6 +30,8 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
     Args:
         model: The model; changed in place.
         patterns: Patterns, or one text with commas between them.
+        batch_norm: Put all BatchNorm layers into evaluation mode. Their scale and shift are trained, unless they are
+            named.
 
     Returns:
         Names of the parameters that are frozen by the patterns.
@@ -59,21 +61,10 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
         parameter.requires_grad_(False)
     for layer in model.modules():
         direct = list(layer.parameters(recurse=False))
-        if isinstance(layer, _BatchNorm) and (frozen.issuperset(direct) if direct else layer in inside):
+        is_frozen = batch_norm or (frozen.issuperset(direct) if direct else layer in inside)
+        if isinstance(layer, _BatchNorm) and is_frozen:
             layer.eval()
     return [name for name, parameter in parameters.items() if parameter in frozen]
-
-
-def freeze_batch_norm(model: nn.Module) -> None:
-    """Put all BatchNorm layers into evaluation mode: they normalise by their running statistics, and keep them.
-
-    Scale and shift are trained, unless they are frozen too.
-    """
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    for layer in model.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.eval()
 
 
 def learning_rate_scales(model: nn.Module, layer_decay: float = 1.0, head_scale: float = 1.0) -> dict[str, float]:

@@ -68,7 +68,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, groups: Groups, *, l
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that options name, of the parameters of a model."""
-    return optimizer_by_name(parameter_groups(model, config.weight_decay, config.groups, lr=config.peak_lr), config)
+    groups = parameter_groups(model, config.weight_decay, config.optim.groups, lr=config.peak_lr)
+    return optimizer_by_name(groups, config)
 
 
 def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -77,7 +78,7 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
     name = config.optim.name
     options: dict[str, Any] = {"lr": config.peak_lr, "weight_decay": config.weight_decay, **config.optim.arguments}
     if name == "sgd" or name.startswith(TIMM):
-        options.setdefault("momentum", config.momentum)
+        options.setdefault("momentum", config.optim.momentum)
     try:
         if name.startswith(TIMM):
             timm = importlib.import_module("timm.optim")
@@ -301,7 +302,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
         "Leave feedback=off out, or name the codec without --sync onebit-sgd.",
     )
     # What --compress says goes before what other options say.
-    momentum, warm = f"{config.momentum:g}", config.exchange.warm_steps(total_steps)
+    momentum, warm = f"{config.optim.momentum:g}", config.exchange.warm_steps(total_steps)
     rule: dict[str, object] = {"warmup": warm, "momentum": momentum, **given}
     return replace(
         config,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.config.optimizer import Automatic, Binary
+from hybridpar.config.optimizer import Binary
 from hybridpar.models.outputs import OutputLoss
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def make_loss(config: OptimizerConfig, *, several_labels: bool = False, mixed: b
     """The loss that options name."""
     asked = config.criterion
     smoothing = 0.0 if mixed else asked.smoothing
-    if isinstance(asked, Binary) and (several_labels or not isinstance(asked, Automatic)):
+    if isinstance(asked, Binary) and asked.of_each_class(several_labels):
         return BinaryCrossEntropy(smoothing, asked.threshold, smooth_dense=several_labels)
     return nn.CrossEntropyLoss(label_smoothing=smoothing)
 

@@ -62,8 +62,9 @@ class Checkpoints(Saver):
         self.due = False
         if not run.trainer.leads or self._saved == _progress(run):
             return
-        folder = run.folder.checkpoints
-        if not self._is_sound:
+        folder, is_alone = run.folder.checkpoints, self._config.guard or run.trainer.independent
+        # In an outer loop losses differ between workers, which all write or none.
+        if not (self._is_sound if is_alone else all(run.world.gather(self._is_sound))):
             step = run.trainer.steps_done
             run.progress.warn(f"no checkpoint at step {step}: the loss is not finite; the last good one is kept")
             return

@@ -20,7 +20,6 @@ from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError, check
 from hybridpar.models import build_model, check_model_name, freeze, parse_arguments, require_trained
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, module_of
-from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.plan import ResolvedPlan
 from hybridpar.run.state import RunState
 from hybridpar.train.model_check import check_outputs
@@ -165,9 +164,7 @@ def open_model(
         torch.manual_seed(config.seed)
         model = model or made()
         whole = module_of(model)
-        freeze(whole, config.freeze)
-        if config.batch_norm == "frozen":
-            freeze_batch_norm(whole)
+        freeze(whole, config.freeze, batch_norm=config.batch_norm == "frozen")
         require_trained(whole, name)
         check_outputs(whole, name, data.classes, data.sample_shape, config, world.device)
         return model, note

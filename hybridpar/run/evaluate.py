@@ -98,11 +98,12 @@ def _noted(outputs: Any, targets: Tensor, classes: int, config: TrainConfig) -> 
         "Name the model and the data that the weights were trained with.",
     )
     predictions = scores.argmax(dim=1)
+    probabilities = _probabilities(scores, several=config.criterion.of_each_class(False))
     best = scores.topk(min(_TOP, classes), dim=1).indices
     noted = {
         "targets": targets,
         "predictions": predictions,
-        "confidences": _probabilities(scores, several=config.loss == "bce").gather(1, predictions[:, None])[:, 0],
+        "confidences": probabilities.gather(1, predictions[:, None])[:, 0],
         "in_top5": (best == targets[:, None]).any(dim=1) | (predictions == targets),
     }
     return {name: values.cpu() for name, values in noted.items()}
@@ -172,7 +173,7 @@ class Predictor:
         config, names = self._config, self.facts.class_names
         if config.loader_workers is None and len(files) < _FEW:
             config = replace(config, loader_workers=0)
-        several = self.facts.multi_label or config.loss == "bce"
+        several = self.facts.multi_label or config.criterion.of_each_class(False)
         for images, numbers in batches_to_test(named_images(files, self.facts, config), config, self._device):
             with torch.inference_mode(), autocast(config.amp, self._device):
                 scores = main_output(self._model(images))

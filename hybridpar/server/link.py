@@ -159,9 +159,9 @@ class Servers:
         self.clipping = Clipping.of(config, model, optimizer)
         #: Name of the optimizer's class, by which checkpoints know its state.
         self.kind = type(optimizer).__name__
-        groups = config.groups
+        groups = config.optim.groups
         scales = learning_rate_scales(model, groups.layer_decay, groups.head_lr) if groups.scales_rates else None
-        described, uncut = described_parameters(model, config.groups), needs_whole_parameters(config)
+        described, uncut = described_parameters(model, groups), needs_whole_parameters(config)
         self.stripes = cut_model(described, len(addresses), scales, uncut=uncut)
         #: Where weights arrive, by name: in the parameters, or for those of a GPU in memory of the host.
         self.host: dict[str, Tensor] = {

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
@@ -152,7 +153,7 @@ class Engine:
             options = pipeline_options(plan, parts.example, world, self._lanes.device, micro_batches, **common)
         return PipelineEngine(
             *(parts.model, stages, world, self._lanes, parts.loss, self._step_of, options, micro_batches),
-            context=nullcontext if config.amp == "none" else self.autocast,
+            context=nullcontext if config.amp == "none" else partial(autocast, config.amp, world.device),
             after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
             make_gradients=self._make_gradients,
         )
@@ -353,10 +354,6 @@ class Engine:
             rates.scale(samples, decay)
         for codec in self.codecs:
             codec.set_batch_scale(samples)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which model and loss run."""
-        return autocast(self._config.amp, self._world.device)
 
     def recover(self, steps: int) -> int:
         """How many of these steps count, after an error that has ended some; see `Executor.recover`."""

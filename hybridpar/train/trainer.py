@@ -29,7 +29,6 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, model_fingerprint
 from hybridpar.models.build import article
 from hybridpar.models.deferred import DeferredModel, module_of, named_tensors
-from hybridpar.models.layers import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.state import random_state, restore_random_state
 from hybridpar.models.state_dicts import load_values
@@ -159,9 +158,7 @@ class Trainer:
             self.config.check_conflicts()
             if self._deferred is not None and (option := self.config.needs_whole):
                 raise refuse("a DeferredModel", option, "With it every worker holds the whole model.")
-            freeze(model, self.config.freeze)
-            if self.config.batch_norm == "frozen":
-                freeze_batch_norm(model)
+            freeze(model, self.config.freeze, batch_norm=self.config.batch_norm == "frozen")
             self.planned = (
                 plan
                 if isinstance(plan, PlannedRun)

@@ -142,7 +142,7 @@ def test_a_file_is_written_as_a_whole_and_not_replaced(run_dir, images, tmp_path
 
 
 def test_with_binary_cross_entropy_each_class_has_a_probability_of_its_own(tmp_path, images, capsys):
-    train(tmp_path, steps=1, loss="bce")
+    train(tmp_path, steps=1, loss="bce:smoothing=0.1")
     capsys.readouterr()
     assert main(["predict", str(tmp_path), str(images / "00.png"), "--top", "10"]) == 0
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))

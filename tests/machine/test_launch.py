@@ -242,6 +242,15 @@ import_torchvision()
 import torch
 import torchvision
 import hybridpar.run.run
+from torch.utils._python_dispatch import TorchDispatchMode
+class Counts(TorchDispatchMode):
+    calls = 0
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+with Counts() as mode:
+    torch.zeros(2).add(1)
+assert mode.calls == 2
 for kind in (torch.optim.SGD, torch.optim.AdamW):
     weight = torch.zeros(2, requires_grad=True)
     weight.grad = torch.ones(2)
@@ -253,6 +262,9 @@ torchvision.ops.roi_align(torch.ones(1, 1, 4, 4), [boxes], 2)
 added = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
 assert float(added(torch.zeros(()))) == 1.0
 assert torch._dynamo.utils.counters
+with mode:
+    torch.zeros(2).add(1)
+assert mode.calls == 4
 """
 
 

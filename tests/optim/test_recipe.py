@@ -30,7 +30,7 @@ def test_values_out_of_range_and_keys_of_another_choice(option, value):
 
 def test_what_the_recipes_stand_for():
     sgd = expand(TrainConfig(sync="onebit-sgd", optimizer="sgd:momentum=0.8"), total_steps=100, replicas=2)
-    assert (sgd.compress, sgd.momentum, sgd.late) == ("onebit_sgd:warmup=8,momentum=0.8", 0.0, "off")
+    assert (sgd.compress, sgd.optim.momentum, sgd.late) == ("onebit_sgd:warmup=8,momentum=0.8", 0.0, "off")
     assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
     assert sgd.lr == 1e-2 < TrainConfig().peak_lr == 0.02
     given = TrainConfig(sync="onebit-sgd", lr=0.02)

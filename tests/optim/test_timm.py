@@ -46,7 +46,7 @@ def by_timm(model: nn.Module, options: TrainConfig, batches: Batches) -> Trained
     from timm.scheduler import CosineLRScheduler
     from timm.utils import ModelEmaV3
 
-    decay, momentum = options.weight_decay, options.momentum
+    decay, momentum = options.weight_decay, options.optim.momentum
     name = options.optim.name.removeprefix("timm/")
     optimizer = create_optimizer_v2(model, name, lr=options.peak_lr, weight_decay=decay, momentum=momentum)
     schedule = options.rate_schedule

@@ -292,6 +292,12 @@ def test_without_the_guard_no_bad_step_is_saved(tmp_path):
     assert all(torch.isfinite(value).all() for value in newest.model.values())
 
 
+def test_a_worker_whose_loss_is_not_finite_has_the_others_save_nothing_either(tmp_path):
+    options = {"guard": False, "sync": "outer:4", "timeout": 20.0}
+    run_ranks(train_rank, 2, tmp_path, "plain", "NAN@1:6", options)  # between two exchanges its loss is its own
+    assert saved_steps(tmp_path) == [12]
+
+
 def test_a_request_that_fails_leaves_nothing_behind(straight, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "manifest.json").write_text('{"version": 1')
