@@ -341,8 +341,8 @@ class _Writer:
 
         sums = te.compute(self._axes(shape.batch, tiling.channels, *self.padded), total, name="sums")
         rounded = te.compute(sums.shape, result, name="rounded")
-        sizes = self._axes(shape.batch, shape.channels, *tiling.out)
-        out = te.compute(sizes, lambda *axes: rounded[axes], name="result")
+        out_sizes = self._axes(shape.batch, shape.channels, *tiling.out)
+        out = te.compute(out_sizes, lambda *axes: rounded[axes], name="result")
         operands = [image, weights] if tiling.transposed else [image, weights, bias]
         return self._schedule_gather(self.schedule(te.create_prim_func([*operands, out])))
 
