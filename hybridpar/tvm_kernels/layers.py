@@ -7,10 +7,10 @@ and every norm with the shape and the layout that reach it. A model that needs v
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ def tunable_layers(
     ]
     try:
         if hooks:
-            _look(model, sizes, layout, lambda: (convolutions.clear(), norms.clear()))
+            _look(model, sizes, layout, convolutions, norms)
     finally:
         for hook in hooks:
             hook.remove()
@@ -118,8 +118,8 @@ def step_keys(
     )
 
 
-def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], object]) -> None:
-    """Run the model's forward pass in the cheapest way that it allows."""
+def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, *noted: list[Any]) -> None:
+    """Run the model's forward pass in the cheapest way that it allows; what a pass that failed noted is forgotten."""
     example = torch.zeros(tuple(sizes), device=next(model.parameters()).device)
     example = example.contiguous(memory_format=FORMATS[layout])
     try:
@@ -129,7 +129,8 @@ def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callab
             _run(model, {name: fake.from_tensor(tensor) for name, tensor in named}, fake.from_tensor(example))
         return
     except Exception:  # the model needs values; any other error is raised again below
-        forget()
+        for layers in noted:
+            layers.clear()
     try:
         _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)
     except Exception as error:

@@ -14,8 +14,9 @@ from hybridpar.tvm_kernels.machine import Machine, gpu_of, is_gpu, this_machine
 from hybridpar.tvm_kernels.schedules import cpu_gather, cpu_weight, cuda, misnamed, outside
 from hybridpar.tvm_kernels.shapes import Direction, KernelKey, Layout, Parameters
 
-#: Parameters whose values follow from those of others: rows of a strip from those of a tile, parts from the tiles.
-FOLLOWING = ("strip", "parts", "split_k")
+#: Parameters whose values follow from those of others: rows of a strip, and whether taps are written out, from the rows
+#: of a tile; parts from the tiles.
+FOLLOWING = ("strip", "unroll", "parts", "split_k")
 
 
 def schedule_of(key: KernelKey) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from hybridpar.tvm_kernels.conv_bench import ConvBench, turns
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import candidates, why_none
+from hybridpar.tvm_kernels.tune import first_candidates
 from tests.tvm_kernels.standin import key_of
 
 LARGE = ConvShape.parse("8x96x112x112 k3x3 s1x1 p1x1 d1x1")
@@ -54,20 +57,27 @@ MACHINES = {
 }
 
 
+@contextmanager
+def believed(host: Host) -> Iterator[None]:
+    """Context in which this process believes to be on a machine."""
+    read, caches = Path.read_text, (build.cpu_info, machine.this_machine)
+    for cache in caches:
+        cache.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path, *a, **k: host.read(path) or read(path, *a, **k))
+        patch.setattr("platform.machine", lambda: host.architecture)
+        patch.setattr("os.sched_getaffinity", lambda _: set(range(host.cores)))
+        try:
+            yield
+        finally:
+            for cache in caches:
+                cache.cache_clear()
+
+
 @pytest.fixture
-def host(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """This process believes to be on a machine of `MACHINES`."""
-    one, read = MACHINES[request.param], Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path, *a, **k: one.read(path) or read(path, *a, **k))
-    monkeypatch.setattr("platform.machine", lambda: one.architecture)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(one.cores)))
-    caches = (build.cpu_info, machine.this_machine)
-    for cache in caches:
-        cache.cache_clear()
-    yield one
-    monkeypatch.undo()
-    for cache in caches:
-        cache.cache_clear()
+def host(request: Any) -> Iterator[Host]:
+    with believed(MACHINES[request.param]):
+        yield MACHINES[request.param]
 
 
 def bench_bytes(shape: ConvShape, direction: Direction) -> int:
@@ -114,6 +124,22 @@ def test_what_a_machine_says_of_its_caches_decides_nothing(host: Host) -> None:
     assert bool(candidates(key)) is half
     assert build._features().get("mattr", ["+avx512bf16"])[-1] == "+avx512bf16" or not half
     assert threads_per_worker(1, available_cores()) <= host.cores
+
+
+def choices(shape: ConvShape) -> list[Any]:
+    """What a search on this machine may try, in order, and what it begins with."""
+    keys = [key_of(shape, direction, threads=2, device="made up") for direction in Direction]
+    spaces = [candidates(key, machine.this_machine()) for key in keys]
+    return [spaces, [first_candidates(key, space) for key, space in zip(keys, spaces, strict=True)]]
+
+
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
+def test_a_last_cache_of_300_mib_chooses_as_one_of_32_does(shape: ConvShape) -> None:
+    chosen = []
+    for name in ("desktop", "xeon-vm"):
+        with believed(MACHINES[name]):
+            chosen.append(choices(shape))
+    assert chosen[0] == chosen[1]
 
 
 @pytest.mark.parametrize("direction", Direction)

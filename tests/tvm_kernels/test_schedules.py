@@ -128,7 +128,17 @@ def drawn(count: int, seed: int, machines: list[Machine] = MACHINES, **fields: A
             assert outside(shape, direction)
 
 
-DRAWN = [*drawn(16, seed=1), *drawn(12, seed=2, machines=[WITH_BFLOAT16], dtype="bfloat16")]
+DRAWN = [*drawn(16, seed=1), *drawn(12, seed=4, machines=[WITH_BFLOAT16], dtype="bfloat16")]
+
+
+def test_drawn_are_all_directions_dtypes_strides_and_dilations() -> None:
+    keys = [variant.key for variant, _ in DRAWN]
+    for dtype in ("float32", "bfloat16"):
+        for direction in Direction:
+            shapes = [key.shape for key in keys if (key.direction, key.dtype) == (direction, dtype)]
+            assert {max(shape.stride) for shape in shapes} == {1, 2}
+    assert {key.direction for key in keys if max(key.shape.dilation) == 2} == set(Direction)
+    assert {key.shape.padding[0] > key.shape.kernel[0] // 2 for key in keys} == {True, False}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Records become machine code that checks nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.kernels.common import multiply_adds
 from hybridpar.tvm_kernels.kernel import Variant
-from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.machine import KNOWN, Machine
 from hybridpar.tvm_kernels.schedules import outside
 from hybridpar.tvm_kernels.schedules.geometry import Axis, axis, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -118,6 +119,26 @@ def test_the_nearest_candidate_is_the_one_that_differs_least() -> None:
     strips = [one["strip"] for one in space if {**one, "strip": 0} == {**space[-1], "strip": 0}]
     assert nearest(far, space) == {**space[-1], "strip": max(strips)}
     assert nearest({"tile_rows": 2}, space)["tile_rows"] == 2
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("text", ["2x8x9x7 k3x3 s1x1 p1x1 d1x1", "2x16x14x14 k5x5 s2x2 p2x2 d1x1"])
+def test_a_search_can_go_from_any_candidate_to_any_other(text: str, direction: Direction, layout: Layout) -> None:
+    spaces = [candidates(key_of(text, direction, layout, device=KNOWN["h100"].fingerprint))]
+    if layout is Layout.CHANNELS_LAST:
+        spaces += [candidates(key_of(text, direction, threads=threads), MACHINES[1]) for threads in (1, 2)]
+    for space in spaces:
+        seen, todo = {named(space[0])}, [space[0]]
+        while todo:
+            fresh = {named(one): one for one in neighbours(todo.pop(), space) if named(one) not in seen}
+            seen |= set(fresh)
+            todo += fresh.values()
+        assert len(seen) == len(space)
+
+
+def named(parameters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(parameters.items()))
 
 
 # ------------------------------------------------------------------------------------------------------------- geometry

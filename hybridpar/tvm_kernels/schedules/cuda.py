@@ -5,7 +5,8 @@ taps reach. **Second level**: a thread computes `rows` x `columns` x `vector` re
 `virtual` **virtual threads**. Their results lie as far apart as all threads side by side are wide, so neighbouring
 threads have neighbouring columns and read other **banks** of shared memory, though each has several results. At stride
 2 they need every other column, so columns of one phase, those with the same remainder by the stride, lie side by side.
-In channels_last neighbouring threads have neighbouring channels.
+In channels_last neighbouring threads have neighbouring channels. How many **conflicts** of banks a tile has, and
+which tiles a **search** tries, is in `cuda_space`.
 
 Forward and input gradient gather: each result is a sum of input elements, each times a tap. The weight gradient sums up
 tiles of all images in `split_k` blocks side by side, then what threads have, then what blocks have. Sums are in float32
@@ -340,8 +341,8 @@ class _Writer:
 
         sums = te.compute(self._axes(shape.batch, tiling.channels, *self.padded), total, name="sums")
         rounded = te.compute(sums.shape, result, name="rounded")
-        sizes = self._axes(shape.batch, shape.channels, *tiling.out)
-        out = te.compute(sizes, lambda *axes: rounded[axes], name="result")
+        out_sizes = self._axes(shape.batch, shape.channels, *tiling.out)
+        out = te.compute(out_sizes, lambda *axes: rounded[axes], name="result")
         operands = [image, weights] if tiling.transposed else [image, weights, bias]
         return self._schedule_gather(self.schedule(te.create_prim_func([*operands, out])))
 
