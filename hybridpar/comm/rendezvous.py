@@ -85,7 +85,7 @@ def initialise(device: torch.device, timeout: float) -> None:
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.PrefixStore(f"group-{_made}", job_store(limit))  # type: ignore[attr-defined]
-        _use_reachable_interface(_exchange_places(store, rank, size), rank)
+        _use_reachable_interface(_exchange_addresses(store, rank, size), rank)
         dist.init_process_group(
             backend,
             timeout=limit,
@@ -164,7 +164,7 @@ def _require_agent_store(limit: datetime.timedelta) -> None:
 # ------------------------------------------------------------------------------------------------- network interfaces
 
 
-class Place(NamedTuple):
+class HostAddresses(NamedTuple):
     """Where a worker is.
 
     Attributes:
@@ -178,9 +178,9 @@ class Place(NamedTuple):
     towards_store: str
 
 
-def _exchange_places(store: Any, rank: int, size: int) -> list[Place]:
+def _exchange_addresses(store: Any, rank: int, size: int) -> list[HostAddresses]:
     """Every worker's place, by rank. Waits for all workers, at most as long as the store's time-out."""
-    mine = Place(host_identity(), gloo_address(), address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    mine = HostAddresses(host_identity(), gloo_address(), address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     store.set(f"place-{rank}", json.dumps(mine))
     keys = [f"place-{other}" for other in range(size)]
     try:
@@ -188,35 +188,35 @@ def _exchange_places(store: Any, rank: int, size: int) -> list[Place]:
     except RuntimeError as error:
         late = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(f"no sign of worker{'s' if len(late) > 1 else ''} {', '.join(late[:20])}") from error
-    return [Place(*json.loads(store.get(key))) for key in keys]
+    return [HostAddresses(*json.loads(store.get(key))) for key in keys]
 
 
-def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
+def _use_reachable_interface(hosts: Sequence[HostAddresses], rank: int) -> None:
     """Name gloo an interface that other hosts reach, where it would listen on the loopback of this one.
 
     That happens where the host's own name stands for 127.0.1.1 in /etc/hosts, as Debian sets it up.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or len({where.host for where in places}) == 1:
+    if "GLOO_SOCKET_IFNAME" in os.environ or len({where.host for where in hosts}) == 1:
         return
-    addresses = [reachable_address(places, each) for each in range(len(places))]
+    addresses = [reachable_address(hosts, each) for each in range(len(hosts))]
     if None in addresses:
         hidden = addresses.index(None)
         raise LaunchError(
-            f"worker {hidden} would listen on {places[hidden].listens}, which other hosts cannot reach",
+            f"worker {hidden} would listen on {hosts[hidden].listens}, which other hosts cannot reach",
             "The name of its host stands for the loopback, and so does its way to MASTER_ADDR.",
             "Set GLOO_SOCKET_IFNAME to its network interface (`ip address` lists them) on every host, or give "
             "torchrun --local-addr with the host's address on the network.",
         )
-    if is_loopback(places[rank].listens):
+    if is_loopback(hosts[rank].listens):
         name = interface_of(address_towards(str(addresses[rank])))
         if name is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def reachable_address(places: Sequence[Place], rank: int) -> str | None:
+def reachable_address(hosts: Sequence[HostAddresses], rank: int) -> str | None:
     """An address that leads to the interface through which this worker and other hosts reach each other, if any."""
-    mine = places[rank]
-    others = [where for where in places if where.host != mine.host]
+    mine = hosts[rank]
+    others = [where for where in hosts if where.host != mine.host]
     known = [mine.listens, mine.towards_store, *(address for where in others for address in where[1:])]
     return next((address for address in known if not is_loopback(address)), None)
 

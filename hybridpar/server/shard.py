@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.errors import SyncError, UsageError
+from hybridpar.errors import SyncError
 from hybridpar.optim.build import counters_of, fill_momentum, optimizer_by_name, put_counters
 from hybridpar.server.rules import Clipping, Rules
 from hybridpar.server.stripes import Stripe
@@ -198,8 +198,7 @@ class Shard:
         clipping: Clipping | None = None,
         statistics: Tensor | None = None,
     ) -> None:
-        if values.shape != (stripe.count,):
-            raise UsageError(f"{tuple(values.shape)} values for a stripe of {stripe.count}")
+        assert values.shape == (stripe.count,)
         self.stripe, self.rules, self.limit = stripe, rules, limit
         self.values = values.detach().to(torch.float32, copy=True)
         #: A tensor that is replaced, and never written to.
@@ -299,8 +298,7 @@ class Shard:
             learner: Its number.
             sequence: Number of the push.
         """
-        known = self._learners.get(learner)
-        return known is None or sequence > known.last.sequence
+        return sequence > self._learners[learner].last.sequence
 
     @torch.no_grad()
     def push(self, push: Push, gradient: Tensor, statistics: Tensor | None = None) -> list[Answer]:
@@ -314,22 +312,12 @@ class Shard:
 
         Returns:
             Who may go on; in the order in which they are to be answered.
-
-        Raises:
-            SyncError: The learner is unknown, or says that its weights are newer than the shard's.
         """
-        known = self._learners.get(push.learner)
-        if known is None:
-            raise SyncError(f"worker {push.learner} pushed a gradient and has not joined")
+        known = self._learners[push.learner]
         if not self.expects(push.learner, push.sequence):  # answered again, unless it is still waiting
             return [] if known.waiting else [replace(known.last, clock=self.clock, repeated=True)]
         staleness = self.clock - push.clock
-        if staleness < 0:
-            raise SyncError(
-                f"worker {push.learner} has weights of update {push.clock}, and this shard is at {self.clock}",
-                "Weights come from the shard, so they cannot be newer.",
-                "Resume all processes from one checkpoint.",
-            )
+        assert staleness >= 0, "weights come from the shard"
         statistics = self.statistics if statistics is None else statistics
         if statistics.shape != self.statistics.shape:
             raise ValueError(f"{tuple(statistics.shape)} running statistics, and not {tuple(self.statistics.shape)}")
@@ -388,12 +376,7 @@ class Shard:
 
         Returns:
             Who may go on.
-
-        Raises:
-            SyncError: No update waits for it.
         """
-        if self.squares is None:
-            raise SyncError("the norm of a gradient came for which nothing waits")
         self.squares = None
         factor = self._clipping.factor(squares)
         if factor != 1.0:

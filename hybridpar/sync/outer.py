@@ -33,7 +33,6 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -369,7 +368,7 @@ class OuterLoop:
                 part.copy_(torch.where(sound, part, 0.0))
         weight = counted[0].clone()
         if team.size > 1:
-            add = partial(add_plainly, workers=team.size) if coded is None else coded.add
+            add = add_plainly if coded is None else coded.add
             with team.named_errors("exchanging outer gradients"):
                 team.lane_groups[0].all_reduce(exchange.message)
                 share = weight / counted[0].clamp(min=1.0)

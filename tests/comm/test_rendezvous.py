@@ -18,7 +18,7 @@ from torch import nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm import rendezvous
-from hybridpar.comm.rendezvous import Place, RollCall, address_towards, interface_of, reachable_address
+from hybridpar.comm.rendezvous import HostAddresses, RollCall, address_towards, interface_of, reachable_address
 from hybridpar.errors import HybridparError, LaunchError, UsageError
 from hybridpar.machine.launch import VERDICT_VARIABLE, record_failure
 
@@ -167,28 +167,28 @@ HERE, THERE = "here", "there"
 
 
 @pytest.mark.parametrize(
-    ("places", "address"),
+    ("hosts", "address"),
     [
-        ([Place(HERE, "10.0.0.1", "10.0.0.1"), Place(THERE, "10.0.0.2", "10.0.0.2")], "10.0.0.1"),
+        ([HostAddresses(HERE, "10.0.0.1", "10.0.0.1"), HostAddresses(THERE, "10.0.0.2", "10.0.0.2")], "10.0.0.1"),
         # Debian's 127.0.1.1; MASTER_ADDR is an address.
-        ([Place(HERE, "127.0.1.1", "10.0.0.1"), Place(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.1"),
+        ([HostAddresses(HERE, "127.0.1.1", "10.0.0.1"), HostAddresses(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.1"),
         # MASTER_ADDR is the name of the first host, which stands for its loopback there alone.
-        ([Place(HERE, "127.0.1.1", "127.0.1.1"), Place(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.2"),
+        ([HostAddresses(HERE, "127.0.1.1", "127.0.1.1"), HostAddresses(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.2"),
         # Of a worker on the same host nothing is to be learned.
-        ([Place(HERE, "127.0.1.1", "127.0.1.1"), Place(HERE, "10.9.9.9", "10.9.9.9")], None),
-        ([Place(HERE, "127.0.1.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")], None),
-        ([Place(HERE, "::1", "127.0.0.1"), Place(THERE, "fe80::1%eth0", "127.0.0.1")], "fe80::1%eth0"),
+        ([HostAddresses(HERE, "127.0.1.1", "127.0.1.1"), HostAddresses(HERE, "10.9.9.9", "10.9.9.9")], None),
+        ([HostAddresses(HERE, "127.0.1.1", "127.0.0.1"), HostAddresses(THERE, "127.0.1.1", "127.0.0.1")], None),
+        ([HostAddresses(HERE, "::1", "127.0.0.1"), HostAddresses(THERE, "fe80::1%eth0", "127.0.0.1")], "fe80::1%eth0"),
     ],
 )
-def test_an_address_that_leads_to_the_other_hosts(places, address):
-    assert reachable_address(places, 0) == address
+def test_an_address_that_leads_to_the_other_hosts(hosts, address):
+    assert reachable_address(hosts, 0) == address
 
 
 def test_hosts_that_listen_on_the_loopback_are_refused_before_anybody_waits(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    places = [Place(HERE, "10.0.0.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")]
-    rendezvous._use_reachable_interface(places, 0)
-    hidden = [Place(HERE, "127.0.1.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")]
+    hosts = [HostAddresses(HERE, "10.0.0.1", "127.0.0.1"), HostAddresses(THERE, "127.0.1.1", "127.0.0.1")]
+    rendezvous._use_reachable_interface(hosts, 0)
+    hidden = [HostAddresses(HERE, "127.0.1.1", "127.0.0.1"), HostAddresses(THERE, "127.0.1.1", "127.0.0.1")]
     with pytest.raises(LaunchError, match=r"worker 0 would listen on 127\.0\.1\.1.*\n.*\nSet GLOO_SOCKET_IFNAME"):
         rendezvous._use_reachable_interface(hidden, 1)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -201,10 +201,10 @@ def test_gloo_is_given_the_interface_that_leads_to_the_other_hosts(monkeypatch, 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(rendezvous, "address_towards", {"10.0.0.1": "10.0.0.1", "10.0.0.2": "10.0.0.1"}.get)
     monkeypatch.setattr(rendezvous, "interface_of", {"10.0.0.1": "eth7"}.get)
-    places = [Place(HERE, "127.0.1.1", towards), Place(THERE, "10.0.0.2", "10.0.0.2")]
-    rendezvous._use_reachable_interface(places, 1)
+    hosts = [HostAddresses(HERE, "127.0.1.1", towards), HostAddresses(THERE, "10.0.0.2", "10.0.0.2")]
+    rendezvous._use_reachable_interface(hosts, 1)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    rendezvous._use_reachable_interface(places, 0)
+    rendezvous._use_reachable_interface(hosts, 0)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
@@ -256,4 +256,4 @@ def test_who_is_late_to_join_is_named():
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(milliseconds=50))
     with pytest.raises(RuntimeError, match="no sign of workers 1, 2"):
-        rendezvous._exchange_places(store, 0, 3)
+        rendezvous._exchange_addresses(store, 0, 3)
