@@ -165,10 +165,6 @@ class World:
             self._open_lanes(worlds, parties, lanes)
         return worlds
 
-    def memory_host(self) -> str | None:
-        """Equal in workers that may exchange data through shared memory; None where this one must not."""
-        return host_identity() if self.share_memory and self.device.type == "cpu" else None
-
     def _open_lanes(self, worlds: Sequence[World | None], parties: Sequence[Sequence[int]], lanes: int) -> None:
         """Give the worlds of parties groups of plain values, of control messages, and of lanes.
 
@@ -196,7 +192,9 @@ class World:
         from hybridpar.comm.group import open_group
         from hybridpar.comm.sockets import SharedMemoryGroup, SocketGroup
 
-        answers: list[Any] = self.gather((self.memory_host(), on_host or self.device.type == "cpu"))
+        computes_on_host = self.device.type == "cpu"
+        host = host_identity() if self.share_memory and computes_on_host else None  # where it may share memory
+        answers: list[Any] = self.gather((host, on_host or computes_on_host))
         hosts, are_on_host = zip(*answers, strict=True)
         left = {index: party for index, party in enumerate(parties) if len(party) > 1}
         groups: dict[int, Group | None] = {}

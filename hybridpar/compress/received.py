@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from hybridpar.comm.transport import flat_view
 
 if TYPE_CHECKING:
     from hybridpar.codegen.build import Function
-    from hybridpar.compress.codec import Coder
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,8 @@ class Sum(Received):
 class Decoded(Received):
     """What a coder decodes."""
 
-    def __init__(self, coder: Coder) -> None:
-        self._coder = coder
+    def __init__(self, coder: Any) -> None:
+        self._coder = coder  # a `Coder`, whose module imports this one
 
     def write(self, out: Tensor, start: int = 0) -> None:
         self._coder.finish(out)
@@ -166,7 +165,7 @@ Messages = list[tuple[int, int, list[Tensor]]]
 class Signs(Decoded):
     """Signs, and two levels for each group of `length` values; messages are [a0 of each][a1 of each][bits]."""
 
-    def __init__(self, coder: Coder, length: int, parts: Messages) -> None:
+    def __init__(self, coder: Any, length: int, parts: Messages) -> None:
         super().__init__(coder)
         self._length, self._parts = length, parts
         self._levels = [
@@ -198,7 +197,7 @@ class Signs(Decoded):
 class Factors(Decoded):
     """A multiple of a matrix left^T right of two factors with a few rows each, those of the left of length 1."""
 
-    def __init__(self, coder: Coder, factors: Callable[[], tuple[Tensor, Tensor]], scale: float) -> None:
+    def __init__(self, coder: Any, factors: Callable[[], tuple[Tensor, Tensor]], scale: float) -> None:
         super().__init__(coder)
         self._factors, self._scale = factors, scale
 

@@ -40,26 +40,24 @@ class Push:
         learner: Who.
         sequence: Number of this push of the learner, from 1; a repeated push has the number of the first one.
         clock: Clock of the weights that the gradient was computed on.
-        weight: What it counts in the sum of an update, before staleness; None for 1 / c, a mean over c gradients.
+        weight: What it is multiplied with, before staleness: with a barrier in the sum of an update, else in the mean.
         rate: Learning rate, as a fraction of the peak rate.
         samples: Samples that it is of.
         loss: Their mean loss.
         sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
             update takes one of each learner, it does not happen.
         unused: Numbers of the stripe's pieces for which there was no gradient.
-        factor: What it is multiplied with to be clipped.
     """
 
     learner: int
     sequence: int
     clock: int
-    weight: float | None = None
+    weight: float = 1.0
     rate: float = 1.0
     samples: int = 1
     loss: float = 0.0
     sound: bool = True
     unused: frozenset[int] = frozenset()
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -343,7 +341,7 @@ class Shard:
 
     def _add(self, push: Push, gradient: Tensor, scale: float) -> None:
         """Add a gradient to those of the next update."""
-        weight = scale * push.factor * (1 / self.rules.collect if push.weight is None else push.weight)
+        weight = scale * push.weight * (1.0 if self.rules.barrier else 1 / self.rules.collect)
         if self._added:
             self._total.add_(gradient, alpha=weight)
         else:

@@ -464,7 +464,7 @@ def _check_codecs(policy: Policy) -> None:
         if codec.keeps_momentum or not codec.gives_sums:
             raise UsageError(
                 f"--compress {codec.name} with --sync outer:H",
-                "It keeps the momentum of gradients of every step; an outer gradient is the progress of many.",
+                "It keeps momentum, or squares, of gradients of every step; an outer gradient is the progress of many.",
                 "Use onebit, qsgd_mn:bits=4, topk or another codec that keeps none.",
             )
 

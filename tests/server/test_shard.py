@@ -20,7 +20,9 @@ ONES = torch.ones(4)
 
 
 def push(shard, learner, sequence, clock, gradient=ONES, **more):
-    return shard.push(Push(learner, sequence, clock, **more), gradient)
+    """With a barrier, weighted for the mean."""
+    weight = 1 / shard.rules.collect if shard.rules.barrier else 1.0
+    return shard.push(Push(learner, sequence, clock, **{"weight": weight, **more}), gradient)
 
 
 def test_a_synchronous_update_waits_for_all_and_takes_their_mean():
