@@ -153,7 +153,7 @@ def test_blocks_may_be_fewer_than_the_work(blocks: int, found: CudaKernels, monk
         return made
 
     enough = all_of_it()
-    monkeypatch.setattr(cuda, "blocks_of", lambda count, most=0: min(-(-count // (4 * THREADS)), blocks))
+    monkeypatch.setattr(kernels, "blocks_of", lambda count, most=0: min(-(-count // (4 * THREADS)), blocks))
     monkeypatch.setattr(cuda, "MOST_BLOCKS", blocks)
     # Sums of fewer parts come out the same here, as they are made in float64.
     assert all(torch.equal(left, right) for left, right in zip(enough, all_of_it(), strict=True))

@@ -100,7 +100,7 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, ad
     assert lower.numel() == upper.numel() == groups
     addresses = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
     name = "onebit_add" if add else "onebit_decode"
-    kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, out.numel(), length)
+    kernels.launch(name, blocks_of(out.numel()), *addresses, out.numel(), length)
     return True
 
 
@@ -126,10 +126,10 @@ def twobit_encode(
     left, pending, factor = memory.addresses(count)
     source = values.data_ptr(), left
     parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
-    blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
+    blocks = max(blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
     kernels.launch("twobit_magnitudes", blocks, *source, parts, count, factor)
     numbers = blocks, count, *rule, factor
-    kernels.launch("twobit_codes", max(cuda.blocks_of(count), 1), *source, pending, *made, parts, *numbers)
+    kernels.launch("twobit_codes", max(blocks_of(count), 1), *source, pending, *made, parts, *numbers)
     return True
 
 
@@ -141,7 +141,7 @@ def twobit_read(level: Tensor, codes: Tensor, out: Tensor, *, add: bool) -> bool
     assert codes.numel() * 4 >= out.numel()
     addresses = level.data_ptr(), codes.data_ptr(), out.data_ptr()
     name = "twobit_add" if add else "twobit_decode"
-    kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, out.numel())
+    kernels.launch(name, blocks_of(out.numel()), *addresses, out.numel())
     return True
 
 
@@ -152,7 +152,7 @@ def largest(values: Tensor, out: Tensor) -> bool:
         return False
     assert out.numel() == 1
     out.zero_()
-    blocks = cuda.blocks_of(values.numel(), cuda.MOST_PARTS)
+    blocks = blocks_of(values.numel(), cuda.MOST_PARTS)
     kernels.launch("qsgd_scale", blocks, values.data_ptr(), out.data_ptr(), values.numel())
     return True
 
@@ -179,7 +179,7 @@ def qsgd_encode(values: Tensor, scale: Tensor, noise: Noise, steps: int, fields:
         run = first // CHUNK * fields.per_word
         part = starts[run : run + chunks * fields.per_word]
         numbers = *layout, steps, CHUNK, first, last, struct.pack(f"{len(part)}I", *part)
-        kernels.launch(f"qsgd_encode_{bits}", cuda.word_blocks(last - first), *addresses, *numbers)
+        kernels.launch(f"qsgd_encode_{bits}", word_blocks(last - first), *addresses, *numbers)
     return True
 
 
@@ -193,7 +193,7 @@ def qsgd_read(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int
     numbers = fields.count, fields.words, fields.width, fields.per_word, zero, float(unit)
     name = f"qsgd_{'add' if add else 'decode'}_{8 * words.itemsize}"
     addresses = words.data_ptr(), scale.data_ptr(), out.data_ptr()
-    kernels.launch(name, cuda.word_blocks(fields.words), *addresses, *numbers)
+    kernels.launch(name, word_blocks(fields.words), *addresses, *numbers)
     return True
 
 
@@ -248,3 +248,13 @@ def _kernels(*tensors: Tensor) -> CpuKernels | CudaKernels | None:
             return None
     kernels = table(device)
     return None if kernels is None or max(map(torch.numel, tensors)) > kernels.most_values else kernels
+
+
+def blocks_of(count: int, most: int | None = None) -> int:
+    """Blocks of threads that take four values at a time."""
+    return min(-(-count // (4 * cuda.THREADS)), cuda.MOST_BLOCKS if most is None else most)
+
+
+def word_blocks(words: int) -> int:
+    """Blocks of threads that take a word each."""
+    return min(-(-words // cuda.THREADS), cuda.MOST_BLOCKS)
