@@ -174,6 +174,7 @@ class _Pooled:
             result: Tensor = super().forward(input)  # type: ignore[misc]
             return result
         self._check_input_dim(input)
+        output: Tensor
         pool, index = self._pool
         # In a backward pass torch.utils.checkpoint runs a forward pass that has been counted.
         counts = not pool.is_paused and torch._C._current_graph_task_id() == -1
