@@ -43,12 +43,12 @@ class SocketGroup(Connected, Group):
             self._reduce_by_stripes(flat, reduction)
             return
         # All of it to all workers; of two that is as many bytes as by stripes, in one exchange instead of two.
-        count = self.size * flat.nbytes
+        count = len(self._peers) * flat.nbytes
         if self._scratch.numel() < count:
             self._scratch = torch.empty(count, dtype=torch.uint8)
-        rows = list(self._scratch[:count].view(flat.dtype).view(self.size, -1))
+        rows = [*self._scratch[:count].view(flat.dtype).view(len(self._peers), -1)]
+        rows.insert(self.rank, flat if self.size == 2 else flat.clone())
         self._exchange([flat] * self.size, rows)
-        rows[self.rank] = flat if self.size == 2 else flat.clone()
         reduce_rows(rows, flat, reduction)
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
